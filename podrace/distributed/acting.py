@@ -26,7 +26,7 @@ from podrace.architectures.sebulba import (
 from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
 from podrace.distributed.net.process_metrics import Measures, Meter
-from podrace.distributed.parameters.publisher import ACTING
+from podrace.distributed.parameters import ACTING
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import episodes_table, replay_table, timed, unrolls_table
 from podrace.envs.host import base as host
@@ -178,7 +178,7 @@ class _Acting:
         watcher.check()  # it closed what is written to
         raise
 
-  def _windows(self, client: replay.Client, layout: Layout) -> Callable[[Unroll], None]:
+  def _windows(self, client: replay.ReplayClient, layout: Layout) -> Callable[[Unroll], None]:
     """Writes unrolls as windows, for agents with replay."""
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
@@ -194,7 +194,7 @@ class _Acting:
 
     return write
 
-  def _unrolls(self, client: replay.Client) -> Callable[[Unroll], None]:
+  def _unrolls(self, client: replay.ReplayClient) -> Callable[[Unroll], None]:
     """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
     example, space = self._example, self._program.spec.action_space
     table = unrolls_table(client, self._num_envs, example, space, self._newest.run)
@@ -251,7 +251,7 @@ class _Acting:
 
     self._newest.follow(act_with)
 
-  def _hang_up(self, client: replay.Client) -> None:
+  def _hang_up(self, client: replay.ReplayClient) -> None:
     try:
       client.close()
     finally:
@@ -301,7 +301,7 @@ class _Meter:
 class _Teller:
   """Tells the learner of finished episodes, through a table of their own."""
 
-  def __init__(self, client: replay.Client, run: str) -> None:
+  def __init__(self, client: replay.ReplayClient, run: str) -> None:
     self._table, self._writer = episodes_table(client, run), client.writer(1)
 
   def add(self, totals: Totals) -> None:

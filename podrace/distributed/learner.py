@@ -66,7 +66,7 @@ class DistributedSource:
     size = self._windows.buffer.batch_size if self._windows else 0
     if size % data_size(mesh):
       raise ValueError(f'batch_size {size} does not divide over {data_size(mesh)} learner devices')
-    self._client: service.Client | None = None
+    self._client: service.ReplayClient | None = None
     self._publishing: Publishing | None = None
     self._feed: Feed | None = None
     self._episodes = Totals()
@@ -222,7 +222,7 @@ class DistributedSource:
 Reports = list[dict[str, Any]]
 
 
-def replay_reports(client: replay.Client | None) -> Reports:
+def replay_reports(client: replay.ReplayClient | None) -> Reports:
   """The newest reports of all shards that are there; newer ones are asked for, and come later."""
   connections = [] if client is None else client.connections
   for connection in connections:

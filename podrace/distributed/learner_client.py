@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from podrace.distributed import replay
+from podrace.distributed import parameters
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.net.safe_text import plain
@@ -126,7 +126,7 @@ class Newest:
     agent: makes parameters of the same shapes.
     patience: how long to do without newer ones.
     role: of this process, as the learner counts it.
-    environments, first: that it acts in, see `service.Parameters`.
+    environments, first: that it acts in, see `parameters.Parameters`.
     measure: numbers of this process, besides those that all have.
   """
 
@@ -145,7 +145,7 @@ class Newest:
     self._record, self._agent, self._address = record(config), agent, a.parameters
     self._give_up = patience.give_up or None
     log.info('waiting for parameters of %s', a.parameters)
-    self._reader = replay.Parameters(
+    self._reader = parameters.Parameters(
       a.parameters,
       a.keys,
       a.insecure,
@@ -186,7 +186,7 @@ class Newest:
     self.first = self._reader.first
     return self._read(found)
 
-  def _read(self, found: replay.Published) -> Any:
+  def _read(self, found: parameters.Published) -> Any:
     leaves = dict(found.leaves)
     self._check(*read_record(leaves.pop(RECORD, None)))
     if leaves.pop(FINISHED, None) is not None:

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.distributed import replay
+from podrace.distributed import parameters
 from podrace.distributed.batches import POLL
 from podrace.distributed.net.process_metrics import logged
-from podrace.distributed.parameters.publisher import ACTING, REANALYSING
+from podrace.distributed.parameters import ACTING, REANALYSING
 from podrace.distributed.run_identity import (
   FINISHED,
   RECORD,
@@ -57,9 +57,9 @@ class Publishing:
     self._text = np.frombuffer(json.dumps({**record(config), RUN: run}).encode(), np.uint8)
     self._version, self._at = -1, 0.0
     self._reminded = -math.inf
-    self._publisher: replay.Publisher | None = None
+    self._publisher: parameters.Publisher | None = None
     if jax.process_index() == 0:
-      self._publisher = replay.Publisher(
+      self._publisher = parameters.Publisher(
         a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, config.num_envs, program
       )
 

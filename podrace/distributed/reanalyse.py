@@ -25,7 +25,7 @@ from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
 from podrace.distributed.net.process_metrics import Meter
-from podrace.distributed.parameters.publisher import REANALYSING
+from podrace.distributed.parameters import REANALYSING
 from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import replay_table
@@ -157,7 +157,7 @@ class Reanalysing:
 
     self._newest.follow(take)
 
-  def _hang_up(self, client: replay.Client) -> None:
+  def _hang_up(self, client: replay.ReplayClient) -> None:
     try:
       client.close()
     finally:
@@ -187,7 +187,7 @@ class Targets:
     length: rows of each column of a window.
   """
 
-  def __init__(self, client: replay.Client, table: Any, length: int) -> None:
+  def __init__(self, client: replay.ReplayClient, table: Any, length: int) -> None:
     self._table, self._length = table, length
     self._writers = client.writers(history=length)
 

@@ -47,7 +47,9 @@ def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
 
 
 def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
-  return item_schema.column(name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space))
+  return item_schema.pack_column(
+    name, dtype, shape, rows, _limits(name, np.dtype(dtype).kind, space)
+  )
 
 
 def timed(name: str) -> bool:
@@ -72,10 +74,10 @@ def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
     _column(k, x.dtype, x.shape[:1] + x.shape[2:] if timed(k) else x.shape[1:], None, space)
     for k, x in named(example).items()
   ]
-  return found + [item_schema.column(k, np.int64, ()) for k in ('source', 'number', 'version')]
+  return found + [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')]
 
 
-def replay_table(client: replay.Client, layout: Layout, space: Any, run: str) -> Any:
+def replay_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:
   """The table of windows, made if there is none.
 
   Its limiter keeps `samples_per_insert` to within a few updates' windows.
@@ -96,7 +98,7 @@ def replay_table(client: replay.Client, layout: Layout, space: Any, run: str) ->
 
 
 def unrolls_table(
-  client: replay.Client, num_envs: int, example: Trajectory, space: Any, run: str
+  client: replay.ReplayClient, num_envs: int, example: Trajectory, space: Any, run: str
 ) -> Any:
   """The queue of unrolls of single environments, made if there is none; it holds one batch."""
   return client.table(
@@ -111,7 +113,7 @@ def unrolls_table(
   )
 
 
-def episodes_table(client: replay.Client, run: str) -> Any:
+def episodes_table(client: replay.ReplayClient, run: str) -> Any:
   """The table of finished episodes; the oldest go if nobody reads them."""
   return client.table(
     EPISODES,
@@ -121,5 +123,7 @@ def episodes_table(client: replay.Client, run: str) -> Any:
     max_size=10_000,
     max_times_sampled=1,
     run=run,
-    contents=[item_schema.column('totals', np.float64, (4,), 1, (LOWEST_TOTALS, HIGHEST_TOTALS))],
+    contents=[
+      item_schema.pack_column('totals', np.float64, (4,), 1, (LOWEST_TOTALS, HIGHEST_TOTALS))
+    ],
   )

@@ -40,6 +40,7 @@ from podrace.distributed import (
 from podrace.distributed import learner as distributed_learner
 from podrace.distributed import (
   learner_client,
+  parameters,
   publishing,
   run_identity,
   run_tables,
@@ -48,7 +49,6 @@ from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import link
-from podrace.distributed.parameters import publisher as parameters
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import from_leaves, to_leaves
 from podrace.envs.host import base as host
@@ -396,7 +396,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
       train('one')
     with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
       train('one')
-    assert {entry.settings['run'] for entry in server.registry.entries.values()} == {
+    assert {served.settings['run'] for served in server.served.by_name.values()} == {
       run_identity.run_name(tmp_path / 'one')
     }
     with pytest.raises(
@@ -411,7 +411,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
-    service.Publisher(addresses.parameters, environments=4) as publisher,
+    parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     acting = acting_process._Acting(config, acting_process.Options(addresses))
     program = acting._program
@@ -469,7 +469,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
-    service.Publisher(addresses.parameters, environments=4) as publisher,
+    parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     publisher.publish(1, leaves)
     thread = threading.Thread(target=act, daemon=True)

@@ -18,10 +18,9 @@ from test_service_tables import SIMPLE
 
 from podrace import configure, tables
 from podrace.architectures.sebulba import example_trajectory
-from podrace.distributed import replay, run_identity, run_tables
+from podrace.distributed import parameters, replay, run_identity, run_tables
 from podrace.distributed.net import session_messages
 from podrace.distributed.parameters import parameter_messages
-from podrace.distributed.parameters import publisher as parameters
 from podrace.distributed.replay import item_schema, replay_messages
 from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.distributed.replay.server import ReplayServer
@@ -42,7 +41,7 @@ def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> N
   floats = [c for c in columns if np.dtype(c[1]).kind == 'f']
   assert {'timesteps/observation', 'timesteps/reward'} <= {c[0] for c in floats}
   for column in columns:
-    checked = item_schema.Contents([column])._columns[0]
+    checked = item_schema.ItemSchema([column]).columns[0]
     dtype, shape = np.dtype(column[1]), (column[4], *column[2])
     if dtype.kind != 'f':
       continue
@@ -92,7 +91,7 @@ def test_records_of_other_shapes_are_other_runs(agent: Any) -> None:
 def test_an_acting_process_ends_with_a_line_where_a_learner_publishes_something_else(
   tmp_path: Path, cache: Path
 ) -> None:
-  with replay.Publisher(ANY, environments=64) as publisher:
+  with parameters.Publisher(ANY, environments=64) as publisher:
     publisher.publish(1, [(run_identity.RECORD, np.frombuffer(b'{"agent": [1', np.uint8))])
     one = Podrace(
       ['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:9', '--params', publisher.address],
@@ -147,7 +146,7 @@ def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
 def test_values_of_answers_are_checked_by_their_question() -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
-    info = server.registry.info('it')
+    info = server.served.info('it')
     replay_messages.check_answer(replay_messages.INFO, info)
     assert table.info().size == 0
   for kind, values in {
@@ -173,7 +172,7 @@ def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named(
     for name, dtype, rows, good in (
       ('x', np.float32, 3, True), ('x', np.float32, 4, False), ('x', np.float64, 3, False), ('y', np.float32, 3, False),
     ):  # fmt: skip
-      expected = item_schema.Contents([item_schema.column(name, dtype, (), rows)])
+      expected = item_schema.ItemSchema([item_schema.pack_column(name, dtype, (), rows)])
       mine = RemoteTable('it', client.connections, 1.0, expected)
       if good:
         assert mine.sample(1, timeout=30).data['x'].shape == (1, 3)
@@ -188,7 +187,7 @@ def test_parameters_of_shapes_that_cannot_be_end_a_session_only(
 ) -> None:
   monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
   end = bare.Accepting(session_messages.of_clients())
-  with contextlib.closing(replay.Parameters(end.address)) as reader:
+  with contextlib.closing(parameters.Parameters(end.address)) as reader:
     for newest in ([['x', '<f8', shape]], [['x', '<f8', []]]):
       one = end.welcome()
       size = 8 if newest[0][2] == [] else 0

@@ -27,7 +27,7 @@ from podrace.agents.muzero import MuZero
 from podrace.agents.search import Params
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import acting as acting_process
-from podrace.distributed import learner_client, reanalyse, replay, run_identity
+from podrace.distributed import learner_client, parameters, reanalyse, replay, run_identity
 from podrace.distributed.net import link
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import to_leaves
@@ -183,7 +183,7 @@ class Learner:
   def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
-    self.publisher = replay.Publisher(self.addresses.parameters, environments=config.num_envs)
+    self.publisher = parameters.Publisher(self.addresses.parameters, environments=config.num_envs)
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 

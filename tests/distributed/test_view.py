@@ -14,7 +14,7 @@ from rich.console import Console
 from services import ANY, all_of
 
 from podrace import cli
-from podrace.distributed import acting, replay
+from podrace.distributed import acting, parameters, replay
 from podrace.distributed.learner import replay_metrics, replay_reports
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.dashboard import Asker, counted, table
@@ -78,7 +78,7 @@ def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
     def program() -> dict[str, Any]:
       return dict(steps=steps, replay=replay_reports(client))
 
-    with replay.Publisher(ANY, environments=32, program=program) as publisher:
+    with parameters.Publisher(ANY, environments=32, program=program) as publisher:
       publisher.publish(5, [('w', np.zeros(2))])
       one, two = (bare.connect(publisher.address, reader.Parameters.kinds) for _ in range(2))
       one.hello(parameter_messages.SERVICE, role='act', environments=16)

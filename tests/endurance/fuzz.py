@@ -52,7 +52,7 @@ from mutants import data_of, spoiled
 from storm import REPLAYED, storm
 
 from podrace import tables
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.listener import Listener
@@ -86,7 +86,7 @@ def served(part: str, directory: Path) -> Iterator[Listener]:
       yield server.listener
   else:
     keys = directory if part == 'tls' else None
-    with replay.Publisher(ANY, keys=keys) as publisher:
+    with parameters.Publisher(ANY, keys=keys) as publisher:
       publisher.publish(1, [('x', np.ones(5))])
       yield publisher.listener
 
@@ -170,7 +170,7 @@ def of_replay(address: str) -> Sent:
 
 def of_parameters(address: str, keys: Path | None = None) -> Sent:
   def go_on() -> None:
-    reader = replay.Parameters(address, keys=keys)
+    reader = parameters.Parameters(address, keys=keys)
     assert reader.get(timeout=30).version == 1
     reader.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from podrace import tables
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 
 
 def step(who: int, index: int) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def sample(address: str, name: str, n: str) -> None:
 
 def read(address: str, count: str) -> None:
   """Parameters, as they come: checks that they are of one version, and says which."""
-  reader = replay.Parameters(address)
+  reader = parameters.Parameters(address)
   seen = -1
   while seen < int(count):
     got = reader.get()

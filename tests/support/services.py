@@ -39,7 +39,7 @@ class Program(Process):
     return [[int(x) for x in line.split()] for line in whole.splitlines() if line[:1].isdigit()]
 
 
-def all_of(client: replay.Client, name: str = 'all') -> replay.RemoteTable:
+def all_of(client: replay.ReplayClient, name: str = 'all') -> replay.RemoteTable:
   """A table from which everything can be read once, in its order."""
   return client.table(
     name,

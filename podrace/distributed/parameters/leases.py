@@ -1,4 +1,4 @@
-"""Environments of a run that are lent to acting processes, each for as long as its session lasts."""
+"""Leases: environments of a run that acting processes have for as long as their sessions last."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from podrace.distributed.net.frame import NUMBER, WireError
 
 
 class Leases:
-  """Ranges of environments, none of which overlap.
+  """Ranges of environments that do not overlap.
 
   Args:
     total: environments of the run, from number 0 on.
 
   Attributes:
-    held: the ranges, by who has them.
+    held: the range of each holder.
   """
 
   def __init__(self, total: int) -> None:
@@ -22,7 +22,7 @@ class Leases:
     self.held: dict[Any, range] = {}
 
   def find(self, size: int, wish: int) -> range | None:
-    """`size` environments that are free, from number `wish` on if they are; None if there are not so many in a row."""
+    """Return `size` free environments in a row, at `wish` if they are free, or None."""
     taken = sorted(self.held.values(), key=lambda r: r.start)
     starts, stops = [0, *(r.stop for r in taken)], [*(r.start for r in taken), self.total]
     free = [(a, b - size) for a, b in zip(starts, stops, strict=True) if b - a >= size]
@@ -32,23 +32,19 @@ class Leases:
     return range(first, first + size)
 
   def lend(self, holder: Any, size: int, wish: int) -> range:
-    """As `find`, for `holder`.
-
-    Raises:
-      WireError: if there are none; nobody should have asked.
-    """
-    if (found := self.find(size, wish)) is None:
+    """Lease the environments that `find` returns. Raise WireError if there are none."""
+    if (lease := self.find(size, wish)) is None:
       raise WireError(f'a hello of {size} environments, of which there are none')
-    self.held[holder] = found
-    return found
+    self.held[holder] = lease
+    return lease
 
   def give_back(self, holder: Any) -> None:
-    """What it had, if it had any."""
+    """End the lease of a holder, if it has one."""
     self.held.pop(holder, None)
 
 
-def asked(details: dict[str, Any]) -> tuple[int, int]:
-  """How many environments a HELLO wants, and from which number on if possible; 0: it wants none."""
+def read_request(details: dict[str, Any]) -> tuple[int, int]:
+  """Return the number of environments that a HELLO requests (0: none), and its preferred first."""
   size, wish = details.get('environments', 0), details.get('first', 0)
   for name, x in (('environments', size), ('first', wish)):
     if type(x) is not int or not 0 <= x < NUMBER:

@@ -10,23 +10,24 @@ import numpy as np
 from podrace.distributed.net.frame import packed
 
 SERVICE = 'podrace parameters'
-
+ACTING, REANALYSING = 'act', 'reanalyse'  # roles of readers
+MOST_ENVIRONMENTS = 2**31  # of a run, because their numbers have 32 bits
 
 NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
 
 
 class Published(NamedTuple):
-  """One version."""
+  """One version of the parameters."""
 
   version: int
   leaves: list[tuple[str, np.ndarray]]  # read-only
-  sha256: str  # over paths, dtypes, shapes and bytes, in their order
+  sha256: str  # of all leaves' paths, dtypes and shapes, then of all bytes
 
 
 def digest(leaves: list[Any], data: Any) -> str:
-  """SHA-256 of leaves and of their bytes, in hexadecimal."""
-  found = hashlib.sha256()
+  """Return the SHA-256 of leaves [path, dtype, shape] and of their bytes, in hexadecimal."""
+  sha256 = hashlib.sha256()
   for path, dtype, shape in leaves:
-    found.update(f'{path}\0{dtype}\0{",".join(map(str, shape))}\0'.encode())
-  found.update(data)
-  return found.hexdigest()
+    sha256.update(f'{path}\0{dtype}\0{",".join(map(str, shape))}\0'.encode())
+  sha256.update(data)
+  return sha256.hexdigest()

@@ -1,13 +1,9 @@
-"""Parameters from a learner to whoever acts: by version, when they have changed, whole or not at all.
+"""Publishes a learner's parameters to acting processes, version by version.
 
-publisher = Publisher('tcp://127.0.0.1:5561')       # in the learner's process
-publisher.publish(version, [('dense/kernel', array), ...])
-reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)     # in an acting one
-version, leaves, _ = reader.get()
-
-A version is one message. A client that has taken the last one is sent the newest; so slow ones take nothing
-from the others, and versions that nobody has had time for are not sent. All clients are sent the
-same memory. Versions with the same SHA-256 are not sent again.
+A version is one message, so a reader has all of it or nothing. A reader that has taken its last
+message is sent the newest version. So a slow reader delays no other one, and skips versions. All
+readers are sent the same memory. The bytes of a version are not sent again if its SHA-256 is that
+of the last one.
 """
 
 from __future__ import annotations
@@ -25,18 +21,21 @@ from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Listen, Listener, Peer, Serving
 from podrace.distributed.net.safe_text import label
 from podrace.distributed.parameters import leases
-from podrace.distributed.parameters.parameter_messages import NEWEST, SERVICE, digest
+from podrace.distributed.parameters.parameter_messages import ACTING, NEWEST, SERVICE, digest
 
-ACTING, REANALYSING = 'act', 'reanalyse'  # roles of clients
 MOST_LEAVES, MOST_BYTES = 4096, 2**32 - 2**21
-MOST_ENVIRONMENTS = 2**31  # of a run: they have numbers of 32 bits
-KEPT = 4  # versions besides the newest two, for clients that are still being sent them
+KEPT = 4  # versions besides the newest two, for readers to which they are still being sent
 
-log = logging.getLogger('podrace.distributed.replay')
+log = logging.getLogger('podrace.distributed.parameters')
 
 
-class Version:
-  """One version as it is sent: what it is, and the bytes of all leaves one after the other."""
+class ParameterVersion:
+  """A version as it is sent.
+
+  Attributes:
+    leaves: [path, dtype, shape] of each.
+    data: the bytes of all leaves one after the other.
+  """
 
   def __init__(self, number: int, leaves: Sequence[tuple[str, Any]]) -> None:
     arrays = [(path, np.asarray(x)) for path, x in leaves]
@@ -50,29 +49,48 @@ class Version:
     self.sha256 = digest(self.leaves, self.data)
 
 
-# --- the learner's end ------------------------------------------------------------------------------
+class ReaderState:
+  """The state of a reader's session.
 
-
-class Reader:
-  """What the publisher knows of a client."""
+  Attributes:
+    versions, bytes: that it was sent.
+    last: the last version that it was sent.
+    sending: a part of that version waits until the reader reads.
+  """
 
   def __init__(self, role: Any) -> None:
     self.role = role
-    self.versions = self.bytes = 0  # that it was sent
-    self.has: Version | None = None  # the last one that it was sent
-    self.sending = False  # some of that waits until it reads
+    self.versions = self.bytes = 0
+    self.last: ParameterVersion | None = None
+    self.sending = False
 
 
 class Publisher(listener.Handler):
-  """Sends versions to clients, while it is open. `publish` may be called from any thread.
+  """Sends versions to readers. `publish` may be called from any thread.
+
+  *Owner*: the caller, by `with` or `close`. A thread serves from construction on.
+  *Ends when*: closed, or the thread fails.
+  *Raises*: `publish` raises RuntimeError if the thread has failed.
+
+  Example:
+    with Publisher('tcp://127.0.0.1:5561') as publisher:  # in the learner's process
+      publisher.publish(1, [('dense/kernel', array)])
+    reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)  # in an acting process
+    version, leaves, _ = reader.get()
 
   Args:
-    environments: of the run, which are lent to the acting processes among its clients, each for its session.
-    program: of a learner, what else there is to report; is called by the publisher's thread.
+    address: to listen at.
+    keys: a directory with the learner's keys, needed beyond this machine.
+    insecure: no keys, beyond this machine.
+    peer_timeout: seconds of silence after which a reader's session ends.
+    announce: how the address is announced.
+    environments: of the run. Each acting process leases some for its session.
+    program: returns the learner's part of a report. Called by the publisher's thread.
 
   Attributes:
-    address, reachable: with the port that it has; as others can use it.
-    peers: its clients.
+    address: with the port that was chosen.
+    reachable: the address for other machines.
+    peers: readers with a session.
 
   Raises:
     SecurityError: see podrace.distributed.net.keys.
@@ -94,7 +112,7 @@ class Publisher(listener.Handler):
     self._program = program
     self._leases = leases.Leases(environments)
     self._over = False
-    self._before = self._newest = Version(-1, [])
+    self._before = self._newest = ParameterVersion(-1, [])
     listen = Listen(address, keys, insecure, peer_timeout, announce)
     self.listener = Listener(listen, self, log.log)
     self._serving = Serving(self.listener)
@@ -103,100 +121,102 @@ class Publisher(listener.Handler):
     self.peers = self.listener.peers
 
   def __enter__(self) -> Publisher:
-    return self  # it listens already
+    return self  # listening already
 
   def __exit__(self, *exc: object) -> None:
     self.close()
 
   @property
   def failure(self) -> str | None:
-    """The traceback of what has ended its thread; None if nothing has."""
+    """The traceback of the exception that ended the thread, or None."""
     return self._serving.failure
 
   def publish(self, version: int, leaves: Sequence[tuple[str, np.ndarray]]) -> None:
-    """Makes a version the newest one.
+    """Publish a new version.
 
     Args:
-      version: above all that were published before.
-      leaves: (path, array), which are copied.
+      version: a number above all published ones.
+      leaves: (path, array). The arrays are copied.
 
     Raises:
-      ValueError: if the version is not above the others, or a leaf is not made of numbers.
-      RuntimeError: if the publisher's thread has failed.
+      ValueError: the version is not above the last one, or a leaf is not made of numbers.
+      RuntimeError: the publisher's thread has failed.
     """
     if self.failure:
       raise RuntimeError(f'the publisher at {self.address} has failed:\n{self.failure}')
     if version <= self.number:
       raise ValueError(f'{version=} must be above {self.number}, which is published')
-    new = Version(version, leaves)
+    new = ParameterVersion(version, leaves)
     if len(new.leaves) > MOST_LEAVES or len(new.data) > MOST_BYTES:
       raise ValueError(
-        f'{len(new.leaves)} leaves of {len(new.data):,} bytes are too many, at most {MOST_LEAVES} of '
-        f'{MOST_BYTES:,}'
+        f'{len(new.leaves)} leaves of {len(new.data):,} bytes are too many, at most {MOST_LEAVES} '
+        f'of {MOST_BYTES:,}'
       )
     self._before, self._newest = self._newest, new
-    self.listener.call(self._tell)
+    self.listener.call(self._send_newest)
 
   @property
   def number(self) -> int:
-    """Of the newest version, -1 if there is none."""
+    """The number of the newest version, -1 if there is none."""
     return self._newest.number
 
   def clients(self, role: str) -> list[process_metrics.Measures]:
-    """The clients that said to be this, by the numbers that they sent; those that say nothing act."""
+    """Return the metrics of each reader with this role; readers act by default."""
     peers = list(self.peers)
     return [p.metrics for p in peers if p.state is not None and p.state.role == role]
 
   @property
   def waited_for(self) -> bool:
-    """Whether somebody has a session, or waits for one."""
+    """Whether a reader has a session, or waits for one."""
     return bool(self.peers) or any(guest.waits for guest in list(self.listener.guests))
 
   def finish(self) -> None:
-    """The run is over, and its environments are nobody's: those that wait for some get sessions, to hear of it."""
+    """End the run: processes that wait for environments get sessions, in which they hear of it."""
     self._over = True
 
   def close(self) -> None:
-    """Ends it; clients wait for another one at its address."""
+    """Stop serving. Readers wait for another publisher at its address."""
     self._serving.stop()
 
-  def _tell(self) -> None:
-    self._let_go()
+  def _send_newest(self) -> None:
+    self._drop_slow_readers()
     for peer in list(self.peers):
-      self._tell_one(peer)
+      self._send_newest_to(peer)
 
-  def _let_go(self) -> None:
-    """Ends connections to those that read too slowly, where more than KEPT old versions wait for them."""
+  def _drop_slow_readers(self) -> None:
+    """End sessions of slow readers, so that at most KEPT old versions are in memory."""
     reading = [p for p in self.peers if p.state.sending]
-    old = {p.state.has for p in reading} - {self._before, self._newest}
+    old = {p.state.last for p in reading} - {self._before, self._newest}
     unwanted = sorted(old, key=lambda version: version.number)[KEPT:]
     for peer in reading:
-      if peer.state.has in unwanted:
+      if peer.state.last in unwanted:
         self.listener.tell_gone(peer, 'it reads too slowly, others read older versions')
 
-  def _tell_one(self, peer: Peer) -> None:
-    """Sends the newest version, if a client has not been sent it and has read what it was sent."""
+  def _send_newest_to(self, peer: Peer) -> None:
+    """Send the newest version, unless the reader was sent it, or has not read the last one."""
     reader, newest = peer.state, self._newest
-    if newest.number < 0 or reader.sending or reader.has is newest:
+    if newest.number < 0 or reader.sending or reader.last is newest:
       return
-    data = newest.data if reader.has is None or reader.has.sha256 != newest.sha256 else b''
-    reader.has = newest
+    data = newest.data if reader.last is None or reader.last.sha256 != newest.sha256 else b''
+    reader.last = newest
     reader.versions += 1
     reader.bytes += len(data)
     self.listener.counts['bytes'] += len(data)
     self.listener.send(peer, NEWEST, newest.number, newest.sha256, newest.leaves, arrays=(data,))
     reader.sending = not peer.stream.closed and peer.stream.waiting
 
-  # --- as a listener's handler
+  # --- the listener's handler
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    size, total = leases.asked(details)[0], self._leases.total
+    """Refuse a process that requests more environments than the run has."""
+    size, total = leases.read_request(details)[0], self._leases.total
     if size <= total:
       return []
     return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
 
   def why_wait(self, details: dict[str, Any]) -> str:
-    size, wish = leases.asked(details)
+    """Return why a process must wait for a session, or ''."""
+    size, wish = leases.read_request(details)
     if not size or self._over or self._leases.find(size, wish):
       return ''
     return (
@@ -205,8 +225,9 @@ class Publisher(listener.Handler):
     )
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
-    peer.state = Reader(details.get('role', ACTING))
-    size, wish = leases.asked(details)
+    """Begin a session, with a lease of environments if it was requested."""
+    peer.state = ReaderState(details.get('role', ACTING))
+    size, wish = leases.read_request(details)
     if not size or self._over:
       self.listener.log(f'{peer.name} joins')
       return dict(first=wish) if size else {}
@@ -215,36 +236,42 @@ class Publisher(listener.Handler):
     return dict(first=lent.start)
 
   def welcomed(self, peer: Peer) -> None:
-    self._tell_one(peer)
+    """Send the newest version to a new reader."""
+    self._send_newest_to(peer)
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """Refuse any message."""
     raise WireError(f'a {kind.name}, which clients of parameters do not send')
 
   def ping(self, peer: Peer, said: Any) -> int:
+    """Return the newest version, for PONG."""
     return self.number
 
   def drained(self, peer: Peer) -> None:
+    """Send the next version to a reader that has read the last one."""
     peer.state.sending = False
-    self._tell_one(peer)
+    self._send_newest_to(peer)
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
+    """End a session and its lease."""
     peer.state.sending = False
     self._leases.give_back(peer)
 
   def report(self) -> dict[str, Any]:
+    """Return the details of REPORT."""
     return dict(
-      self.listener.report(self._described),
+      self.listener.report(self._reader_report),
       version=self.number,
       parameter_bytes=len(self._newest.data),
       program=self._program(),
     )
 
-  def _described(self, peer: Peer) -> dict[str, Any]:
-    reader, lent = peer.state, self._leases.held.get(peer, range(0))
+  def _reader_report(self, peer: Peer) -> dict[str, Any]:
+    reader, lease = peer.state, self._leases.held.get(peer, range(0))
     return dict(
-      role=label(reader.role), first=lent.start, environments=len(lent),
-      versions=reader.versions, bytes=reader.bytes,
-    )  # fmt: skip
-
-
-# --- the acting end ---------------------------------------------------------------------------------
+      role=label(reader.role),
+      first=lease.start,
+      environments=len(lease),
+      versions=reader.versions,
+      bytes=reader.bytes,
+    )

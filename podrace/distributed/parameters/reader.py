@@ -1,7 +1,8 @@
-"""Reads parameters from a publisher."""
+"""Keeps the newest parameters of a publisher in an acting process."""
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import threading
@@ -15,34 +16,52 @@ import numpy as np
 from podrace.distributed.net import link, process_metrics, session_messages
 from podrace.distributed.net.frame import Kind, WireError, short, split
 from podrace.distributed.net.link import Link
-from podrace.distributed.parameters.parameter_messages import NEWEST, SERVICE, Published
-from podrace.distributed.parameters.publisher import ACTING, MOST_ENVIRONMENTS, log
+from podrace.distributed.parameters.parameter_messages import (
+  ACTING,
+  MOST_ENVIRONMENTS,
+  NEWEST,
+  SERVICE,
+  Published,
+)
+from podrace.errors import StaleParameters
 from podrace.tables.blocking import Closed
 
-_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')  # numpy's own types; it takes other text for Python
+QUIET_SECONDS = 2.0  # of waiting for a first version, before a line is logged
 
+# numpy's own types. NumPy would read other text as Python.
+_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')
 
-class StaleParameters(TimeoutError):
-  """The parameters are older than allowed, and no newer ones came in time."""
+log = logging.getLogger('podrace.distributed.parameters')
 
 
 class Parameters(link.Handler):
-  """The newest parameters of a publisher, kept up to date by a thread of its own.
+  """The newest parameters of a publisher, kept up to date by a thread.
 
-  Staleness is the time for which the version that is held has not been known to be the newest: since it was
-  begun to be sent, or since the publisher last said so.
+  Staleness is the time since the held version was last known to be the newest: since its message
+  began, or since the publisher last confirmed it.
+
+  *Owner*: the caller, by `close`.
+  *Ends when*: closed, or refused by the publisher.
+  *Raises*: `get` raises Closed or Refused.
+
+  Example:
+    reader = Parameters('tcp://127.0.0.1:5561', max_staleness=30.0)
+    version, leaves, _ = reader.get()
 
   Args:
-    max_staleness: seconds; `get` waits while it is more. None for no bound.
-    role: of this client, as the publisher counts its clients.
-    environments: in which it acts; it waits for its session until so many of the run's are free.
-    first: the number that the first of them should have.
-    measure: the numbers that this process sends of itself; is called by a thread.
+    address: of the publisher.
+    keys: a directory with this client's keys, needed beyond this machine.
+    insecure: no keys, beyond this machine.
+    max_staleness: seconds; `get` waits while the staleness is above. None for no bound.
+    role: ACTING or REANALYSING; the publisher counts readers by role.
+    environments: in which this process acts. It waits for its session until as many are free.
+    first: preferred number of the first environment.
+    measure: returns this process's metrics. Called by a thread.
 
   Attributes:
-    first: the number that the first of them has in this session, or had in the last one.
-    changed: is notified when there is another version, or a session begins or ends.
-    fetched: versions whose bytes were sent.
+    first: the number of the first environment in this session, or in the last one.
+    changed: notified when a version comes, or a session begins or ends.
+    fetched: versions that came with bytes.
 
   Raises:
     SecurityError: see podrace.distributed.net.keys.
@@ -68,9 +87,9 @@ class Parameters(link.Handler):
     self._role = role
     self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
-    self._known = -1  # the newest version of which it knows
-    self._begun_at = 0.0  # when a message began that is coming
-    self._fresh_at = time.monotonic()  # when what is held was last known to be the newest
+    self._known = -1  # the newest version that the publisher has named
+    self._begun_at = 0.0  # when the message began that is coming
+    self._fresh_at = time.monotonic()  # when the held version was last known to be the newest
     self.fetched = 0
     keys = None if keys is None else Path(keys)
     self._link = Link(address, keys, insecure, self, self.changed)
@@ -79,13 +98,13 @@ class Parameters(link.Handler):
 
   @property
   def version(self) -> int:
-    """The version that is held, -1 if there is none."""
+    """The number of the held version, -1 if there is none."""
     held = self._held
     return -1 if held is None else held.version
 
   @property
   def staleness(self) -> float:
-    """In seconds."""
+    """The staleness in seconds."""
     return time.monotonic() - self._fresh_at
 
   @property
@@ -94,35 +113,37 @@ class Parameters(link.Handler):
     return self._link.session is not None
 
   def get(self, timeout: float | None = None) -> Published:
-    """The newest version that is whole. Waits for the first one, and while it is too stale.
+    """Return the newest complete version. Wait for the first one, and while it is too stale.
 
     Raises:
-      StaleParameters: if that took longer than `timeout` seconds; it says what is held, and what is known of.
-      Closed: if this is.
-      Refused: if the publisher does not take this client.
+      StaleParameters: it took longer than `timeout` seconds. Does not count the time in which this
+        process waits for environments.
+      Closed: the reader is closed.
+      Refused: the publisher does not accept this process.
     """
     begun = time.monotonic()
     deadline = math.inf if timeout is None else begun + timeout
-    said = False
+    is_logged = False
     with self.changed:
       while (held := self._usable()) is None:
         now = time.monotonic()
         if self._link.waits and timeout is not None:
-          deadline = now + timeout  # the publisher is there, and says what for
+          deadline = now + timeout  # the publisher answers, and has a reason
         if now >= deadline:
           raise StaleParameters(
             f'{self._why()} and {timeout:g} s were not enough to get newer ones'
           )
-        if not (said or self._link.waits) and (self._held is not None or now - begun > 2.0):
-          said = True
+        is_late = self._held is not None or now - begun > QUIET_SECONDS
+        if is_late and not (is_logged or self._link.waits):
+          is_logged = True
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
-    if said:
+    if is_logged:
       log.info('parameters of %s are fresh again: version %d', self.address, held.version)
     return held
 
   def _usable(self) -> Published | None:
-    """What is held, if it may be used."""
+    """Return the held version, if it may be used."""
     if self._link.closed:
       raise Closed(f'the parameters of {self.address} are closed')
     self._link.check()
@@ -130,30 +151,32 @@ class Parameters(link.Handler):
 
   @property
   def is_stale(self) -> bool:
-    """Whether what is held must not be used: it is too old, or another process has this one's environments."""
+    """Whether the held version is too old, or another process has this one's environments."""
     return self.staleness > self._max_staleness or self._link.waits
 
   def _why(self) -> str:
     if self._held is None:
-      what = f'there are no parameters of {self.address} yet'
+      state = f'there are no parameters of {self.address} yet'
     else:
-      what = (
-        f'parameters of {self.address} are stale: version {self.version} is held, the newest known is '
-        f'{self._known}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
+      state = (
+        f'parameters of {self.address} are stale: version {self.version} is held, the newest known '
+        f'is {self._known}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
       )
-    return f'{what} ({"connected" if self.connected else self._link.why})'
+    return f'{state} ({"connected" if self.connected else self._link.why})'
 
   def close(self) -> None:
-    """Ends it; whatever waits raises Closed."""
+    """End the thread. Waiting calls raise Closed."""
     self._link.close()
 
-  # --- as a link's handler
+  # --- the link's handler
 
   def hello(self) -> dict[str, Any]:
-    lent = dict(environments=self._environments, first=self.first) if self._environments else {}
-    return {'role': self._role, **lent}
+    """Return this process's role and request for environments, for HELLO."""
+    lease = dict(environments=self._environments, first=self.first) if self._environments else {}
+    return {'role': self._role, **lease}
 
   def joined(self, details: dict[str, Any]) -> None:
+    """Take the leased environments from WELCOME."""
     if not self._environments:
       return
     first = details.get('first')
@@ -162,9 +185,11 @@ class Parameters(link.Handler):
     self.first = first
 
   def metrics(self) -> process_metrics.Measures:
+    """Return this process's metrics, for METRICS."""
     return self._measure()
 
   def pong(self, details: Any) -> None:
+    """Take the newest version from PONG, which may confirm the held one."""
     if type(details) is not int:
       raise WireError('a pong without a version')
     self._known = details
@@ -172,7 +197,7 @@ class Parameters(link.Handler):
       self._hold(self._held, time.monotonic())
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """For a version's bytes, which are kept; they may be the same as those that are held."""
+    """Make memory for a version's bytes, unless the held version has the same ones."""
     self._begun_at = time.monotonic()
     version, sha256, leaves = fields
     self._known = version
@@ -183,6 +208,7 @@ class Parameters(link.Handler):
     return np.empty(size, np.uint8)
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """Take a version."""
     version, sha256, leaves = fields
     if self._held is not None and self._held.sha256 == sha256:
       new = self._held._replace(version=version)
@@ -198,37 +224,35 @@ class Parameters(link.Handler):
 
 
 def _arrays(leaves: list[Any], data: memoryview) -> list[tuple[str, np.ndarray]]:
-  """Read-only arrays over a version's bytes."""
+  """Return (path, read-only array) of the leaves over a version's bytes."""
   specs = _specs(leaves)
   parts = split(data.toreadonly(), [d.itemsize * math.prod(shape) for _, d, shape in specs])
   try:
     return [(p, np.frombuffer(x, d).reshape(s)) for (p, d, s), x in zip(specs, parts, strict=True)]
-  except (
-    ValueError
-  ) as e:  # more dimensions than numpy has, or a length beyond its numbers next to a 0
+  except ValueError as e:  # too many dimensions, or a 0 beside a length beyond NumPy's integers
     raise WireError(f'leaves of shapes that cannot be ({e})') from None
 
 
 def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
-  """Paths, types and shapes of leaves; raises WireError if they are none."""
-  found = []
+  """Return (path, dtype, shape) of leaves; raise WireError if they are malformed."""
+  specs = []
   try:
     for path, name, shape in leaves:
       if type(shape) is not list or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f'a shape {str(shape)[:60]}')
-      found.append((str(path), _dtype(name), shape))
+      specs.append((str(path), _dtype(name), shape))
   except (ValueError, TypeError) as e:
     raise WireError(f'leaves that are none ({e})') from None
-  return found
+  return specs
 
 
 def _dtype(name: Any) -> np.dtype:
-  """Of its name; those that numpy lacks, such as bfloat16, are ml_dtypes'. Raises ValueError or TypeError for no name."""
+  """Return a dtype of NumPy or ml_dtypes by name. Raise ValueError or TypeError."""
   if type(name) is str and _PLAIN.fullmatch(name):
     return np.dtype(name)
   import ml_dtypes
 
-  found = getattr(ml_dtypes, str(name), None)
-  if not (isinstance(found, type) and issubclass(found, np.generic)):
+  scalar = getattr(ml_dtypes, str(name), None)
+  if not (isinstance(scalar, type) and issubclass(scalar, np.generic)):
     raise ValueError(f'{short(name)} is not made of numbers')
-  return np.dtype(found)
+  return np.dtype(scalar)

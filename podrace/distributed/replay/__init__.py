@@ -1,31 +1,17 @@
-"""Replay and parameters as services: what acts, what learns and what remembers in different processes.
+"""Replay as a service: acting, learning and remembering in different processes.
 
-`podrace replay` is podrace.tables behind a socket (`server`); `connect` gives tables and writers with the surface
-of podrace.tables' own (`client`). A learner's `Publisher` sends parameters to acting processes' `Parameters`.
-docs/tables.md is the manual, docs/protocol.md what goes over the wire. Imports no JAX; the
-extra `remote` installs what it needs.
+`podrace replay` serves podrace.tables over a socket (`server`). `connect` opens its tables and
+makes writers (`client`). docs/tables.md is the manual, docs/protocol.md the wire format. Imports no
+JAX. The extra `remote` installs the libraries that it needs.
 """
 
 from podrace.distributed import net
 
 net.require()
 
-from podrace.distributed.net.link import Refused  # noqa: E402
-from podrace.distributed.parameters.parameter_messages import Published  # noqa: E402
-from podrace.distributed.parameters.publisher import Publisher  # noqa: E402
-from podrace.distributed.parameters.reader import Parameters, StaleParameters  # noqa: E402
-from podrace.distributed.replay.client import Client, connect  # noqa: E402
-from podrace.distributed.replay.drawing import Sampler  # noqa: E402
+from podrace.distributed.net.link import Refused  # noqa: E402  # after the check of the extra
+from podrace.distributed.replay.client import ReplayClient, connect  # noqa: E402
 from podrace.distributed.replay.remote_table import RemoteTable  # noqa: E402
+from podrace.distributed.replay.sampler import Sampler  # noqa: E402
 
-__all__ = [
-  'Client',
-  'Parameters',
-  'Published',
-  'Publisher',
-  'Refused',
-  'RemoteTable',
-  'Sampler',
-  'StaleParameters',
-  'connect',
-]
+__all__ = ['Refused', 'RemoteTable', 'ReplayClient', 'Sampler', 'connect']

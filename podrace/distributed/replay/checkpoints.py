@@ -1,4 +1,4 @@
-"""Checkpoints of a replay service: now and then, when clients ask, and at its end."""
+"""Checkpoints of a replay service: at intervals, when clients request one, and at its end."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ from podrace.system.process import lock
 from podrace.system.threads import Worker
 from podrace.tables import CheckpointError, checkpoint
 
-SAVES_AT_ONCE, SAVE_SECONDS = 5, 30.0  # that clients ask for: so many, then one in so many seconds
-SAVES = 256  # clients that wait for a checkpoint to be written
+SAVES_AT_ONCE, SAVE_SECONDS = 5, 30.0  # requested by clients: a burst, then one per SAVE_SECONDS
+SAVES = 256  # requests that may wait
 KEEP = 2  # checkpoints
 
 
-class Saving:
-  """A directory of checkpoints, which is this service's until `unlock`; or none, and no checkpoints.
+class ReplayCheckpoints:
+  """The checkpoints of a replay service in a directory that it locks.
+
+  *Owner*: the server. A thread writes one checkpoint at a time.
+  *Ends when*: the server calls `leave`, then `unlock`.
+  *Raises*: `leave` raises CheckpointError if the last checkpoint failed.
 
   Args:
-    every: seconds between them; 0 for none by time.
-    snapshot: what is to be written.
+    dir: None for no checkpoints.
+    every: seconds between checkpoints; 0 for none by time.
+    snapshot: takes the state to be written.
+    listener: answers the clients.
 
   Attributes:
-    saved: those that are there, the newest last.
+    saved: the checkpoints that exist, the newest last.
 
   Raises:
-    CheckpointError: if another service has the directory, or it can't be written to.
+    CheckpointError: another service uses the directory, or it cannot be written to.
   """
 
   def __init__(
@@ -48,28 +54,28 @@ class Saving:
     self.saved: list[Path] = []
     self._lock: IO[str] | None = None
     if dir is not None:
-      self._lock = locked(dir)
+      self._lock = _lock_directory(dir)
       for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
         files.remove(partial)
         listener.log(f'removed {partial}, which was half-written')
       self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
     self._number = int(self.saved[-1].name) if self.saved else 0
-    self._saver: Worker | None = None
-    self._wanted: list[tuple[Peer, int]] = []
+    self._writer: Worker | None = None
+    self.requests: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
     self._saves = TokenBucket(SAVES_AT_ONCE, 1 / SAVE_SECONDS)
-    self._not_saved = ''  # why the last one was not written
+    self._failure = ''  # why the last checkpoint was not written
 
   def unlock(self) -> None:
-    """Others may have the directory."""
+    """Unlock the directory."""
     if self._lock is not None:
       self._lock.close()
 
   def newest(self) -> tuple[Path, dict[str, Any]] | None:
-    """The newest checkpoint, if there is one, and what it has besides tables.
+    """Return the newest checkpoint, if there is one, and its data besides the tables.
 
     Raises:
-      CheckpointError: if it is damaged.
+      CheckpointError: it is damaged.
     """
     if not self.saved:
       return None
@@ -83,87 +89,94 @@ class Saving:
       raise CheckpointError(f'checkpoint {newest} is not of a replay service')
     return newest, extra
 
-  def want(self, peer: Peer, number: int) -> None:
-    """Lets a client know when a checkpoint is written; raises ValueError if there are none, or too many wait."""
+  def request(self, peer: Peer, number: int) -> None:
+    """Queue a client's request. Raise ValueError without a directory, or if too many wait."""
     if self._dir is None:
       raise ValueError(f'{self._listener.address} has no --dir, so it keeps no checkpoints')
-    if len(self._wanted) >= SAVES:
+    if len(self.requests) >= SAVES:
       raise ValueError(f'{SAVES} others wait for a checkpoint already')
-    self._wanted.append((peer, number))
+    self.requests.append((peer, number))
 
   def turned(self) -> None:
-    """Begins a checkpoint if it is time, or clients wait for one and have not had too many lately."""
+    """Begin a checkpoint if one is due, or was requested and the rate of requests allows it."""
     if self._every and time.monotonic() - self._saved_at > self._every:
       self._save()
-    if self._wanted and not self._is_writing and self._saves.left >= 1:
+    if self.requests and not self._is_writing and self._saves.left >= 1:
       self._saves.take(1)
       self._save()
 
   @property
   def _is_writing(self) -> bool:
-    return self._saver is not None and self._saver.alive
+    return self._writer is not None and self._writer.alive
 
   def _save(self) -> None:
-    """Begins a checkpoint of this moment, if none is being written; who has asked hears of it."""
+    """Begin to write a checkpoint of this moment, unless one is being written."""
     if self._dir is None or self._is_writing:
       return
     self._saved_at = time.monotonic()
-    wanted, self._wanted = self._wanted, []
+    requests, self.requests = self.requests, []
     self._number += 1
     path = self._dir / f'{self._number:08}'
-    self._not_saved = f'{path} is not complete'
+    self._failure = f'{path} is not complete'
     try:
-      taken = self._snapshot()
-      self._saver = Worker('checkpoint', lambda: self._write(path, taken, wanted))
-    except Exception as e:  # no memory, or no more threads: perhaps there are the next time
-      self._done(path, wanted, why_not(path, e), False)
+      snapshot = self._snapshot()
+      self._writer = Worker('checkpoint', lambda: self._write(path, snapshot, requests))
+    except Exception as e:  # out of memory or threads, which the next attempt may have
+      self._finish(path, requests, _describe_failure(path, e), False)
 
-  def _write(self, path: Path, taken: checkpoint.Snapshot, wanted: list[tuple[Peer, int]]) -> None:
+  def _write(
+    self, path: Path, snapshot: checkpoint.Snapshot, requests: list[tuple[Peer, int]]
+  ) -> None:
     try:
-      details = checkpoint.write(taken, path)
-    except BaseException as e:  # whatever it is, and be it a want of memory: it is no checkpoint
-      line, good = why_not(path, e), False
+      details = checkpoint.write(snapshot, path)
+    except BaseException as e:  # even a MemoryError must not end the service
+      line, written = _describe_failure(path, e), False
     else:
-      line = f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which held up '
-      line, good = f'{line}traffic for {details["blocked_s"] * 1e3:.1f} ms', True
-    self._listener.call(lambda: self._done(path, wanted, line, good))
+      line = (
+        f'checkpoint {path}: {details["bytes"]:,.0f} bytes in {details["seconds"]:.2f} s, which '
+        f'held up traffic for {details["blocked_s"] * 1e3:.1f} ms'
+      )
+      written = True
+    self._listener.call(lambda: self._finish(path, requests, line, written))
 
-  def _done(self, path: Path, wanted: list[tuple[Peer, int]], line: str, good: bool) -> None:
-    self._listener.log(line, logging.INFO if good else logging.ERROR, always=True)
-    self._not_saved = '' if good else line
-    if good:
+  def _finish(self, path: Path, requests: list[tuple[Peer, int]], line: str, written: bool) -> None:
+    """Log the outcome, remove old checkpoints and answer the clients."""
+    self._listener.log(line, logging.INFO if written else logging.ERROR, always=True)
+    self._failure = '' if written else line
+    if written:
       self._listener.counts['checkpoints'] += 1
       self.saved.append(path)
       while len(self.saved) > KEEP:
         files.remove(self.saved.pop(0))
-    for peer, number in wanted:
+    answer = str(path) if written else line
+    for peer, number in requests:
       if peer in self._listener.peers:
-        self._listener.send(peer, replay_messages.ANSWER, number, good, str(path) if good else line)
-    self._wait()  # it has nothing more to do
+        self._listener.send(peer, replay_messages.ANSWER, number, written, answer)
+    self._wait()  # the thread has nothing left to do
 
   def _wait(self) -> None:
-    if self._saver is not None:
-      self._saver.wait()
+    if self._writer is not None:
+      self._writer.wait()
 
   def leave(self) -> None:
-    """The last checkpoint, also after a failure of the thread.
+    """Write the last checkpoint, also after a failure of the server's thread.
 
     Raises:
-      CheckpointError: if it could not be written.
+      CheckpointError: it could not be written.
     """
     self._wait()
     self._save()
     self._wait()
-    self._listener.do_calls()  # who waits for a checkpoint hears of it
-    if self._not_saved:
-      raise CheckpointError(f'the last checkpoint was not written: {self._not_saved}')
+    self._listener.do_calls()  # answers the clients that wait
+    if self._failure:
+      raise CheckpointError(f'the last checkpoint was not written: {self._failure}')
 
 
-def locked(dir: Path) -> IO[str]:
-  """A directory that is this service's for as long as the file is open; it is made if it is missing.
+def _lock_directory(dir: Path) -> IO[str]:
+  """Make a directory if it is missing, and lock it for as long as the returned file is open.
 
   Raises:
-    CheckpointError: if another one has it, or it can't be written to.
+    CheckpointError: another service has locked it, or it cannot be written to.
   """
   try:
     files.check_folder(files.make_user_folder(dir), '--dir')
@@ -177,8 +190,8 @@ def locked(dir: Path) -> IO[str]:
     raise CheckpointError(f'--dir {dir} cannot be written to: {e.strerror}') from e
 
 
-def why_not(path: Path, error: BaseException) -> str:
-  """Why there is no checkpoint; with the traceback, where nobody has foreseen it."""
+def _describe_failure(path: Path, error: BaseException) -> str:
+  """Return why there is no checkpoint, with the traceback of an unexpected error."""
   if isinstance(error, CheckpointError | ValueError | OSError):
     return str(error)
   trace = ''.join(traceback.format_exception(error))

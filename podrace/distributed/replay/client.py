@@ -1,10 +1,4 @@
-"""Tables that are elsewhere, with the surface of podrace.tables' own. Imports no JAX.
-
-client = connect('tcp://127.0.0.1:5560')
-table = client.table('replay')
-writer = client.writer(history=5)         # a podrace.tables.Writer
-samples = table.sample(256)               # podrace.tables.Samples
-"""
+"""Opens tables at replay services, which are used like podrace.tables. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -17,27 +11,41 @@ from pathlib import Path
 from typing import Any
 
 from podrace.distributed.net.link import Refused
-from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.connection import Connection
-from podrace.distributed.replay.item_schema import Contents
+from podrace.distributed.replay import replay_messages, table_settings
+from podrace.distributed.replay.connection import ReplayConnection
+from podrace.distributed.replay.item_schema import ItemSchema
 from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.tables import Writer
 from podrace.tables.blocking import deadline_of
 from podrace.tables.limiters import RateLimiter
 from podrace.tables.selectors import Selector
 
-IN_FLIGHT, DELAY = 1024, 0.5  # of a writer's items and their chunks, see Client.writer
+IN_FLIGHT, DELAY = 1024, 0.5  # defaults of ReplayClient.writer
 
 
-class Client:
-  """Connections to one replay service, or to several as shards; see `connect`."""
+class ReplayClient:
+  """Connections to one replay service, or to its shards; made by `connect`.
+
+  *Owner*: the caller, by `with` or `close`.
+  *Ends when*: closed.
+  *Raises*: calls that wait raise Closed, or the error that ended a connection.
+
+  Example:
+    with connect('tcp://127.0.0.1:5560') as client:
+      table = client.table('replay')
+      writer = client.writer(history=5)  # a podrace.tables.Writer
+      samples = table.sample(256)  # podrace.tables.Samples
+
+  Attributes:
+    connections: one for each address.
+  """
 
   def __init__(self, addresses: Sequence[str], keys: Path | None, insecure: bool) -> None:
     changed = threading.Condition()
-    self.connections: list[Connection] = []
+    self.connections: list[ReplayConnection] = []
     try:
       for address in addresses:
-        self.connections.append(Connection(address, keys, insecure, changed))
+        self.connections.append(ReplayConnection(address, keys, insecure, changed))
     except BaseException:
       self.close()
       raise
@@ -56,37 +64,43 @@ class Client:
     run: str = '',
     contents: list[Any] | None = None,
   ) -> RemoteTable:
-    """The table of this name. With settings it is made if there is none, with those.
+    """Open a table. Create it with these settings if it does not exist.
 
     Args:
-      name, sampler, remover, rate_limiter, max_size, max_bytes, max_times_sampled: as of podrace.tables.Table.
-      run: of which the table is, and of no other; none by default.
-      contents: what its items must hold, column by column (podrace.distributed.replay.item_schema.column); the service refuses
-        others. By default items need only be like the first one.
+      name: of the table.
+      sampler: as all settings below, see podrace.tables.Table. Leave all out to open only.
+      remover: see podrace.tables.Table.
+      rate_limiter: see podrace.tables.Table.
+      max_size: see podrace.tables.Table.
+      max_bytes: see podrace.tables.Table.
+      max_times_sampled: see podrace.tables.Table.
+      run: name of the only run that may use the table; any run by default.
+      contents: description of each column by `item_schema.pack_column`. The service refuses items
+        that differ. By default items need only have the columns of the first one.
 
     Raises:
-      ValueError: if there is none and no settings are given; Refused, which is one, if it has other
-        settings than those given, or is of another run.
+      ValueError: it does not exist, and there are no settings.
+      Refused: it has other settings, or belongs to another run. A ValueError.
     """
-    given: Any = dict(
+    settings: Any = dict(
       sampler=sampler, remover=remover, rate_limiter=rate_limiter, max_size=max_size
     )
     details: dict[str, Any] = {}
-    if any(x is not None for x in given.values()):
-      if None in given.values():
-        raise ValueError(f'table {name!r}: {", ".join(given)} belong together')
-      given.update(max_bytes=max_bytes, max_times_sampled=max_times_sampled)
-      details = replay_messages.packed_settings(**given, run=run, contents=contents)
+    if any(x is not None for x in settings.values()):
+      if None in settings.values():
+        raise ValueError(f'table {name!r}: {", ".join(settings)} belong together')
+      settings.update(max_bytes=max_bytes, max_times_sampled=max_times_sampled)
+      details = table_settings.pack_settings(**settings, run=run, contents=contents)
     most = math.inf
     for connection in self.connections:
-      asked = connection.ask(replay_messages.TABLE, name, details)
+      call = connection.ask(replay_messages.TABLE, name, details)
       try:
-        answer = asked.wait(math.inf, f'table {name!r}')
+        answer = call.wait(math.inf, f'table {name!r}')
       except ValueError as e:
         raise Refused(str(e)) from None
       connection.tables[name] = answer['settings']
       most = min(most, answer['most'])
-    return RemoteTable(name, self.connections, most, Contents(contents) if contents else None)
+    return RemoteTable(name, self.connections, most, ItemSchema(contents) if contents else None)
 
   def writer(
     self,
@@ -95,50 +109,48 @@ class Client:
     max_in_flight: int = IN_FLIGHT,
     delay: float = DELAY,
   ) -> Writer:
-    """A podrace.tables.Writer; each writes to one server, in turn to those that are there.
+    """Make a podrace.tables.Writer to one server. Writers go to the live servers in turn.
 
     Args:
-      history, rows_per_chunk: as there.
-      max_in_flight: items that may not yet be in their tables before `create_item` waits; at least 1.
-      delay: seconds for which an item waits until its chunks are full. What is sent
-        before that is packed in smaller pieces.
+      history: see podrace.tables.Writer.
+      rows_per_chunk: see podrace.tables.Writer.
+      max_in_flight: items without acknowledgement above which `create_item` waits; at least 1.
+      delay: seconds that an item waits for its last chunks to fill up. Chunks that are sent
+        earlier are packed in smaller pieces.
     """
     if max_in_flight < 1:
       raise ValueError(f'{max_in_flight=} must be at least 1, where tables are elsewhere')
     live = [c for c in self.connections if not c.away] or self.connections
     connection = live[next(self._writers) % len(live)]
-    return Writer(connection.outbox.store(delay), history, rows_per_chunk, max_in_flight)
+    return Writer(connection.writer_store(delay), history, rows_per_chunk, max_in_flight)
 
   def writers(self, history: int) -> list[Writer]:
-    """A writer for each server, in the order of `RemoteTable.shard_of`; to amend items that were sampled."""
-    return [Writer(c.outbox.store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
+    """Make a writer for each server, in the order of `RemoteTable.shard_of`, to amend items."""
+    return [Writer(c.writer_store(DELAY), history, None, IN_FLIGHT) for c in self.connections]
 
   def checkpoint(self, timeout: float | None = None) -> list[str]:
-    """Has each server write a checkpoint; their paths there, when they are written."""
+    """Make each server write a checkpoint, and return their paths at the servers."""
     deadline = deadline_of(timeout)
-    asked = [c.ask(replay_messages.SAVE) for c in self.connections]
-    return [one.wait(deadline, 'a checkpoint') for one in asked]
+    calls = [c.ask(replay_messages.SAVE) for c in self.connections]
+    return [call.wait(deadline, 'a checkpoint') for call in calls]
 
   def wait(self, timeout: float | None) -> None:
-    """For all servers to be there.
-
-    Raises:
-      TimeoutError: naming those that are not.
-    """
+    """Wait until all connections have a session; raise TimeoutError naming one that has not."""
     deadline = deadline_of(timeout)
     for connection in self.connections:
       if not connection.wait_until(lambda: not connection.away, deadline):
         raise TimeoutError(
-          f'no {replay_messages.SERVICE} at {connection.address} in {timeout:.0f} s: {connection.link.why}. '
-          f'Is `podrace replay --listen {connection.address}` running, with the same keys?'
+          f'no {replay_messages.SERVICE} at {connection.address} in {timeout:.0f} s: '
+          f'{connection.link.why}. Is `podrace replay --listen {connection.address}` running, '
+          'with the same keys?'
         )
 
   def close(self) -> None:
-    """Ends all connections; what waits raises Closed. Flush the writers first."""
+    """End all connections. Waiting calls raise Closed. Flush the writers first."""
     for connection in self.connections:
       connection.close()
 
-  def __enter__(self) -> Client:
+  def __enter__(self) -> ReplayClient:
     return self
 
   def __exit__(self, *exc: object) -> None:
@@ -150,24 +162,28 @@ def connect(
   keys: Path | None = None,
   insecure: bool = False,
   timeout: float | None = 60.0,
-) -> Client:
-  """A client of the replay service at an address, or at several addresses as shards.
+) -> ReplayClient:
+  """Connect to the replay service at an address, or to its shards at a list of addresses.
+
+  Example:
+    with connect(['tcp://10.0.0.1:5560', 'tcp://10.0.0.2:5560'], keys=Path('keys')) as client:
+      samples = client.table('replay').sample(256)
 
   Args:
-    addresses: tcp://HOST:PORT or unix:PATH; each once.
+    addresses: tcp://HOST:PORT or unix:PATH, each at most once.
     keys: a directory with this client's keys, needed beyond this machine.
     insecure: no keys, beyond this machine.
-    timeout: seconds for all of them to answer; None waits for ever, and logs what for.
+    timeout: seconds for all services to answer; None waits for ever, and logs the reason.
 
   Raises:
-    TimeoutError: naming who has not answered.
-    Refused: if one of them is another version.
+    TimeoutError: a service has not answered.
+    Refused: a service has another version.
     SecurityError: see podrace.distributed.net.keys.
   """
-  every = [addresses] if isinstance(addresses, str) else list(addresses)
-  if not every or len(set(every)) < len(every):
-    raise ValueError(f'expected one address or several, each once, not {every}')
-  client = Client(every, None if keys is None else Path(keys), insecure)
+  urls = [addresses] if isinstance(addresses, str) else list(addresses)
+  if not urls or len(set(urls)) < len(urls):
+    raise ValueError(f'expected one address or several, each once, not {urls}')
+  client = ReplayClient(urls, None if keys is None else Path(keys), insecure)
   try:
     client.wait(timeout)
   except BaseException:

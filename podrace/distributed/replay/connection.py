@@ -1,4 +1,4 @@
-"""A client's connection to one replay service: questions and their answers, and the items of its writers."""
+"""A client's connection to one replay service: calls and their answers, and items to insert."""
 
 from __future__ import annotations
 
@@ -20,37 +20,47 @@ from podrace.distributed.net.safe_text import plain_lines
 from podrace.distributed.net.session_messages import ASK, PING, REPORT
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.outbox import Outbox
+from podrace.distributed.replay.writer_store import WriterStore
 from podrace.tables.blocking import Closed, RateLimited
 from podrace.tables.items import Signature
 
-PING_SECONDS = 1.0  # between questions for the sizes of tables, at most
+PING_SECONDS = 1.0  # at most, between PINGs; their answers have the sizes of tables
 
 
 @dataclasses.dataclass(eq=False)
-class Asked:
-  """A question, and its answer when there is one."""
+class ServiceCall:
+  """A request to a replay service, and its answer once it is there."""
 
-  connection: Connection
+  connection: ReplayConnection
   number: int
   kind: Kind
   args: tuple[Any, ...]
   arrays: Sequence[Any] = ()
-  end: float = math.inf  # of a SAMPLE, on time.monotonic's clock
-  again: bool = False  # it was answered in an earlier session
+  end: float = math.inf  # deadline of a SAMPLE, on time.monotonic's clock
+  repeated: bool = False  # an earlier session has answered it
   sent: bool = False  # in this session
-  cancelled: bool = False  # what has been drawn is enough
+  cancelled: bool = False  # the service is to answer with the items drawn so far
   done: bool = False
-  good: bool = False
+  accepted: bool = False  # the answer is a value, not a refusal
   value: Any = None
 
   def result(self) -> Any:
-    """The answer, which is there; raises ValueError if it is a refusal."""
-    if not self.good:
+    """Return the value of the answer, which must be there.
+
+    Raises:
+      ValueError: the answer is a refusal.
+    """
+    if not self.accepted:
       raise ValueError(self.value)
     return self.value
 
   def wait(self, deadline: float, what: str) -> Any:
-    """The answer; raises ValueError if it is a refusal, RateLimited if there is none in time."""
+    """Wait for the answer and return its value.
+
+    Raises:
+      ValueError: the answer is a refusal.
+      RateLimited: no answer came before the deadline.
+    """
     connection = self.connection
     if not connection.wait_until(lambda: self.done, deadline):
       connection.forget(self)
@@ -58,22 +68,28 @@ class Asked:
     return self.result()
 
 
-def _sizes(details: Any) -> dict[str, int]:
-  """Of tables, as WELCOME and PONG tell them."""
+def _read_sizes(details: Any) -> dict[str, int]:
+  """Check and return the sizes of tables in WELCOME and PONG."""
   if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
     raise WireError(f'{short(details)}, expected sizes of tables')
   return details
 
 
-class Connection(Handler):
-  """One server's; the handler of a link.
+class ReplayConnection(Handler):
+  """A connection to one replay service, kept by a thread that connects again whenever it breaks.
+
+  *Owner*: the `ReplayClient`, which calls `close`.
+  *Ends when*: closed, or refused by the service.
+  *Raises*: every call that waits raises Closed or the error that ended the link.
 
   Attributes:
-    link: to it.
-    changed: is notified when there is an answer, or something else to wait for.
-    tables: settings of those in use.
-    sizes: of tables, as far as is known.
-    report: the server's newest, of those that were asked for; None if there is none.
+    link: the thread and its session.
+    changed: notified when an answer comes, or a waiting call should look again.
+    tables: settings by name of the tables in use.
+    sizes: latest known number of items by table.
+    report: the newest report of the service that was requested, or None.
+    released: chunks that writers no longer need.
+    calls: calls without an answer, by number.
   """
 
   service, kinds = replay_messages.SERVICE, replay_messages.OF_SERVICES
@@ -85,19 +101,20 @@ class Connection(Handler):
     link = self.link = Link(address, keys, insecure, self, changed)
     link.ping_every = PING_SECONDS
     self.wake, self.close = link.wake, link.close
-    self.outbox = Outbox(self, link)
+    self.outbox = Outbox(link)
+    self.released = self.outbox.released
     self.tables: dict[str, dict[str, Any]] = {}
     self.sizes: dict[str, int] = {}
-    self._asked: dict[int, Asked] = {}
-    self._to_ask: deque[Asked] = deque()  # or to cancel, if they have been sent
+    self.calls: dict[int, ServiceCall] = {}
+    self._unsent: deque[ServiceCall] = deque()  # to send, or to cancel if they have been sent
     self._numbers = itertools.count(1)
-    self._begin()
+    self._begin_session()
     link.start()
 
-  def _begin(self) -> None:
-    """What is of one session only."""
+  def _begin_session(self) -> None:
     self._received = 0  # samples
-    self._unsaid = self._unsaid_samples = 0  # bytes and samples that the server does not know of
+    # Bytes and samples that have come and that no PING has reported yet.
+    self._unreported_bytes = self._unreported_samples = 0
     self._signatures: dict[int, Signature] = {}
     self.report: dict[str, Any] | None = None
 
@@ -105,25 +122,41 @@ class Connection(Handler):
 
   @property
   def away(self) -> bool:
-    """There is no session."""
+    """Whether there is no session."""
     return self.link.session is None
 
   def state(self) -> str:
-    """For messages: whether there is a connection."""
+    """Return the state of the connection, for messages."""
     return f'there is no connection: {self.link.why}' if self.away else 'it is connected'
 
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+    return self.outbox.idle
+
+  def why_not_inserted(self) -> str:
+    """Return the reason why the newest items are not in their tables."""
+    why = self.outbox.why_held or 'it has not been acknowledged yet'
+    return f'at {self.address} {self.state() if self.away else why}'
+
+  def writer_store(self, delay: float) -> WriterStore:
+    """Make the store of a new writer. Its items wait for at most `delay` seconds."""
+    store = WriterStore(self, delay)
+    self.outbox.add(store)
+    return store
+
   def ask_report(self) -> None:
-    """Has a newer report come, in a while."""
+    """Request a newer `report`."""
     self.link.send(ASK)
 
   def check_open(self) -> None:
-    """Raises Closed, or what has ended the link."""
+    """Raise Closed, or the error that has ended the link."""
     if self.link.closed:
       raise Closed(f'the client of {self.address} is closed')
     self.link.check()
 
   def wait_until(self, ready: Callable[[], bool], deadline: float) -> bool:
-    """Whether something is so in time; raises as `check_open`."""
+    """Wait until `ready()`; return False after the deadline. Raise as `check_open`."""
     with self.changed:
       while not ready():
         self.check_open()
@@ -132,142 +165,152 @@ class Connection(Handler):
         self.changed.wait(min(left, 3600.0))
     return True
 
-  def ask(self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf) -> Asked:
-    """Asks, now and again whenever a session begins before there is an answer."""
+  def ask(
+    self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf
+  ) -> ServiceCall:
+    """Send a request, and send it again in each new session until it is answered."""
     with self.changed:
       self.check_open()
-      asked = Asked(self, next(self._numbers), kind, args, arrays, end)
-      self._asked[asked.number] = asked
-      self._to_ask.append(asked)
+      call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
+      self.calls[call.number] = call
+      self._unsent.append(call)
     self.wake()
-    return asked
+    return call
 
-  def forget(self, asked: Asked) -> None:
-    """Nobody waits for the answer any more."""
+  def forget(self, call: ServiceCall) -> None:
+    """Drop a call without waiting for its answer."""
     with self.changed:
-      if self._asked.pop(asked.number, None) is None:
+      if self.calls.pop(call.number, None) is None:
         return
-      self._to_ask = deque(a for a in self._to_ask if a is not asked)
-      if asked.kind is replay_messages.SAMPLE and asked.sent and not self.away:
-        self.cancel(asked)
+      self._unsent = deque(c for c in self._unsent if c is not call)
+      if call.kind is replay_messages.SAMPLE and call.sent and not self.away:
+        self.cancel(call)
 
-  def cancel(self, asked: Asked) -> None:
-    """Has a sample answered with what has been drawn."""
+  def cancel(self, call: ServiceCall) -> None:
+    """Ask the service to answer a SAMPLE with the items drawn so far."""
     with self.changed:
-      asked.cancelled = True
-      self._to_ask.append(asked)
+      call.cancelled = True
+      self._unsent.append(call)
     self.wake()
 
-  # --- as a link's handler
+  # --- the link's handler
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """For samples, which are unpacked in another thread."""
+    """Give samples memory of their own, because another thread unpacks them."""
     return np.empty(size, np.uint8) if kind is replay_messages.SAMPLES else None
 
   def joined(self, details: dict[str, Any]) -> None:
+    """Begin a session: send again the calls without an answer and the settings of tables."""
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
     replay_messages.read_map('welcome', details, expected)
     waiting, missing = (
-      set(replay_messages.records(details[name], '<u8').tolist()) for name in ('waiting', 'missing')
+      set(replay_messages.read_records(details[name], '<u8').tolist())
+      for name in ('waiting', 'missing')
     )
-    self._begin()
-    self.sizes = _sizes(details.get('sizes'))
+    self._begin_session()
+    self.sizes = _read_sizes(details.get('sizes'))
     self.outbox.joined(details['number'], details['largest'], waiting, missing)
     with self.changed:
-      for asked in self._asked.values():
-        asked.sent = False
-      self._to_ask = deque(a for a in self._asked.values() for _ in range(1 + a.cancelled))
-      for name, settings in self.tables.items():  # it may be a new process
-        table = Asked(
-          self, next(self._numbers), replay_messages.TABLE, (name, settings), again=True
+      for call in self.calls.values():
+        call.sent = False
+      # A cancelled call is queued twice: to be sent, then to be cancelled.
+      self._unsent = deque(call for call in self.calls.values() for _ in range(1 + call.cancelled))
+      for name, settings in self.tables.items():  # the service may be a new process
+        table = ServiceCall(
+          self, next(self._numbers), replay_messages.TABLE, (name, settings), repeated=True
         )
-        self._asked[table.number] = table
-        self._to_ask.appendleft(table)
+        self.calls[table.number] = table
+        self._unsent.appendleft(table)
 
   def lost(self, reason: str) -> None:
-    if not self.link.closed:  # what is closed keeps its last one
+    """End a session."""
+    if not self.link.closed:  # a closed connection keeps its last report
       self.report = None
     self.outbox.lost()
 
   def ping(self) -> int:
-    self._unsaid = self._unsaid_samples = 0
+    """Return the number of samples received, for PING and SAMPLE."""
+    self._unreported_bytes = self._unreported_samples = 0
     return self._received
 
   def pong(self, details: Any) -> None:
-    sizes = _sizes(details)
+    """Take the sizes of tables from PONG."""
+    sizes = _read_sizes(details)
     with self.changed:
-      if sizes != self.sizes:  # a sample may do better elsewhere
+      if sizes != self.sizes:  # a waiting sample may be drawn elsewhere now
         self.sizes = sizes
         self.changed.notify_all()
 
   def turned(self) -> None:
+    """Send calls, items and the number of samples received."""
     if self.away:
       return
-    while self._ask_next():
+    while self._send_call():
       pass
     while self.outbox.send():
       pass
     if (
-      self._unsaid > replay_messages.MOST_BYTES // 4
-      or self._unsaid_samples >= replay_messages.MOST_UNREAD // 4
+      self._unreported_bytes > replay_messages.MOST_BYTES // 4
+      or self._unreported_samples >= replay_messages.MOST_UNREAD // 4
     ):
       self.link.send(PING, self.ping())
 
-  def _ask_next(self) -> bool:
-    """Sends a question, or cancels it if it has been sent already; whether there was one."""
+  def _send_call(self) -> bool:
+    """Send the next call, or cancel it if it was sent before; return False if there is none."""
     with self.changed:
-      if not self._to_ask:
+      if not self._unsent:
         return False
-      asked = self._to_ask.popleft()
-      was_sent, asked.sent = asked.sent, True
-    kind, args = asked.kind, asked.args
+      call = self._unsent.popleft()
+      was_sent, call.sent = call.sent, True
+    kind, args = call.kind, call.args
     if was_sent:
       kind, args = replay_messages.CANCEL, ()
     elif kind is replay_messages.SAMPLE:
-      left = max(asked.end - time.monotonic(), 0.0) if asked.end < math.inf else -1.0
+      left = max(call.end - time.monotonic(), 0.0) if call.end < math.inf else -1.0
       args = *args, left, self.ping()
-    self.link.send(kind, asked.number, *args, arrays=() if was_sent else asked.arrays)
+    self.link.send(kind, call.number, *args, arrays=() if was_sent else call.arrays)
     return True
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """Take a message of the service."""
     if kind is replay_messages.ACK:
-      self.outbox.acknowledged(*fields, *arrays)
+      self.outbox.acknowledge(*fields, *arrays)
     elif kind is replay_messages.SAMPLES:
-      self._sampled(arrays, *fields)
+      self._take_samples(arrays, *fields)
     elif kind is replay_messages.SIGNATURE:
       number, signature = fields
       self._signatures[number] = replay_messages.read_signature(signature)
     elif kind is REPORT:
       self.report = replay_messages.read_report(fields[0])
     else:
-      number, good, value = fields
-      if not good:
+      number, accepted, value = fields
+      if not accepted:
         value = plain_lines(value)
-      elif (question := self._asked.get(number)) is not None:
-        replay_messages.check_answer(question.kind, value)
-      asked = self._answered(number, good, value)
-      if asked is not None and asked.again and not good:
+      elif (pending := self.calls.get(number)) is not None:
+        replay_messages.check_answer(pending.kind, value)
+      call = self._finish_call(number, accepted, value)
+      if call is not None and call.repeated and not accepted:
         raise Refused(str(value))
 
-  def _sampled(
+  def _take_samples(
     self, arrays: list[memoryview], number: int, signature: int, reason: str, size: int
   ) -> None:
     self._received += 1
-    self._unsaid += sum(map(len, arrays))
-    self._unsaid_samples += 1
+    self._unreported_bytes += sum(map(len, arrays))
+    self._unreported_samples += 1
     if signature and signature not in self._signatures:
       raise WireError(f'samples with a signature {signature}, which was not sent')
     with self.changed:
-      if (asked := self._asked.get(number)) is not None:
-        if asked.kind is not replay_messages.SAMPLE:
-          raise WireError(f'samples as an answer to {asked.kind.name}')
-        self.sizes[asked.args[0]] = size
-        self._answered(number, True, (self._signatures.get(signature), arrays, reason))
+      if (call := self.calls.get(number)) is not None:
+        if call.kind is not replay_messages.SAMPLE:
+          raise WireError(f'samples as an answer to {call.kind.name}')
+        self.sizes[call.args[0]] = size
+        self._finish_call(number, True, (self._signatures.get(signature), arrays, reason))
 
-  def _answered(self, number: int, good: bool, value: Any) -> Asked | None:
+  def _finish_call(self, number: int, accepted: bool, value: Any) -> ServiceCall | None:
     with self.changed:
-      asked = self._asked.pop(number, None)
-      if asked is not None:
-        asked.value, asked.good, asked.done = value, good, True
+      call = self.calls.pop(number, None)
+      if call is not None:
+        call.value, call.accepted, call.done = value, accepted, True
         self.changed.notify_all()
-      return asked
+      return call

@@ -1,4 +1,4 @@
-"""Items on their way into a replay service's tables: streams of clients, acknowledgements, refusals."""
+"""Inserts the items of clients into the tables of a replay service, and acknowledges them."""
 
 from __future__ import annotations
 
@@ -13,65 +13,86 @@ from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener, Peer
 from podrace.distributed.net.session_messages import REFUSED
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.served_tables import Entry, Registry
-from podrace.distributed.replay.streams import PART_BYTES, Stream
+from podrace.distributed.replay.insert_streams import PART_BYTES, InsertStream
+from podrace.distributed.replay.served_tables import ServedTable, ServedTables
 from podrace.tables.blocking import InFlight, Pending
+from podrace.tables.chunks import Account
 from podrace.tables.items import Item, Signature
 
 DECLARATIONS = 65536  # of one connection: tables, specs, and leaves of signatures
-LOST_A_SECOND = 10**6  # items that one client can have inserted after a checkpoint, at most
-STREAMS = 65536  # remembered; then the one that was heard of longest ago is forgotten
-SIGNATURES, SIGNATURE_BYTES = 1024, 2**24  # of which one object each is kept, as JSON
+LOST_A_SECOND = 10**6  # items of one client since a checkpoint, at most
+STREAMS = 65536  # remembered; beyond that, the one that was silent for the longest is forgotten
+SIGNATURES, SIGNATURE_BYTES = 1024, 2**24  # shared objects, and their size as JSON
 DECLARED_BYTES = 2**24  # of the signatures of one connection, as JSON
-MESSAGE_UNPACKED = 2**30  # bytes that the chunks of one message may take, to be looked at
-HELD = 4  # times what one client may keep: what may wait for a table's limiter, of all
+MESSAGE_UNPACKED = 2**30  # bytes that a check may unpack for one message
+HELD = 4  # bytes that may wait for a table's limiter, of all clients, over `most_bytes` of one
 HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 
 
-Client = tuple[str, int]  # its key, '' without keys, and its number
+ClientId = tuple[str, int]  # key ('' without keys) and number of a client
 
 
-class Outcome(NamedTuple):
-  """What becomes of the items of a message, by their numbers."""
+class InsertOutcome(NamedTuple):
+  """The numbers of a message's items by outcome, with the reasons of refusals."""
 
   done: list[int]
   waiting: list[int]
-  refused: dict[int, str]  # and why
+  refused: dict[int, str]
+
+
+class HeldItems:
+  """The items of all clients that wait for the limiter of one table, the oldest first.
+
+  Attributes:
+    items: (pending item, stream, number in the stream).
+    parts: of all items: rows of a column, and references to chunks.
+    account: of their chunks.
+  """
+
+  def __init__(self) -> None:
+    self.items: collections.deque[tuple[Pending, InsertStream, int]] = collections.deque()
+    self.parts = 0
+    self.account = Account()
 
 
 class Inserting:
-  """What clients write.
+  """The part of a replay service that takes the items of all clients.
 
   Args:
+    served: the tables.
+    listener: sends acknowledgements.
     most_bytes: of the steps that one client's writers keep.
 
   Attributes:
-    streams: by key and number of the client, those heard of longest ago first.
+    streams: by client, the one that was silent for the longest first.
+    held: the waiting items by table.
+    signature_bytes: of the shared signatures, as JSON.
   """
 
-  def __init__(self, registry: Registry, listener: Listener, most_bytes: int) -> None:
-    self._registry, self._listener, self._most_bytes = registry, listener, most_bytes
-    self._store = registry.store
-    self.streams: collections.OrderedDict[Client, Stream] = collections.OrderedDict()
+  def __init__(self, served: ServedTables, listener: Listener, most_bytes: int) -> None:
+    self._served, self._listener, self._most_bytes = served, listener, most_bytes
+    self._store = served.store
+    self.streams: collections.OrderedDict[ClientId, InsertStream] = collections.OrderedDict()
+    self.held: dict[ServedTable, HeldItems] = collections.defaultdict(HeldItems)
     self._signatures: collections.OrderedDict[str, Signature] = collections.OrderedDict()
-    self._signature_bytes = 0
-    self._flight = InFlight(self._store.lock)  # of all clients, who do the waiting themselves
-    self._refusing: set[tuple[str, str]] = set()  # tables and clients of which refusals were logged
+    self.signature_bytes = 0
+    self._in_flight = InFlight(self._store.lock)  # of all clients; they wait for themselves
+    self._logged: set[tuple[str, str]] = set()  # tables and clients of which a refusal was logged
 
   # --- streams
 
-  def join(self, peer: Peer) -> Stream:
-    """The stream of a client, which goes on over a new connection."""
-    name = peer.key, peer.client
-    known = self.streams.get(name)
+  def join(self, peer: Peer) -> InsertStream:
+    """Return the stream of a client, which continues over its new connection."""
+    client = peer.key, peer.client
+    known = self.streams.get(client)
     if known is not None and known.peer is not None:
       self._listener.drop(known.peer, 'its stream goes on over another connection')
-    stream = self.streams.pop(name, None) or Stream()
-    self.streams[name] = stream  # as the newest
+    stream = self.streams.pop(client, None) or InsertStream()
+    self.streams[client] = stream  # as the newest
     stream.peer = peer
     while len(self.streams) > STREAMS:
       away = [i for i, s in self.streams.items() if s.peer is None]
-      # Its own first, so that no key has those of another one forgotten.
+      # A stream of the same key first, so that no key can push out the streams of another one.
       oldest = next((i for i in away if i[0] == peer.key), away[0] if away else None)
       if oldest is None:
         break
@@ -79,19 +100,19 @@ class Inserting:
     return stream
 
   def left(self, peer: Peer) -> None:
-    """A session is over: what it declared and kept is forgotten."""
-    stream: Stream = peer.state.stream
+    """Forget the declarations and chunks of a session that is over."""
+    stream: InsertStream = peer.state.stream
     if stream.peer is peer:
       stream.peer = None
       with self._store.lock:
         for chunk in stream.pieces.values():
           self._store.drop(chunk, stream.account)
-      stream.begin()
+      stream.begin_session()
     if peer.finished or not stream.number:
       self.streams.pop((peer.key, peer.client), None)
 
   def snapshot(self) -> dict[str, Any]:
-    """All streams, for a checkpoint."""
+    """Return all streams as JSON, for a checkpoint."""
     numbers = [
       [i, s.number, sorted({*s.waiting, *s.missing}), key] for (key, i), s in self.streams.items()
     ]
@@ -99,28 +120,28 @@ class Inserting:
     return dict(streams=numbers, waited=[w for w in waited if w[1]])
 
   def restore(self, saved: dict[str, Any], seconds: float) -> None:
-    """Takes over what `snapshot` gave, so many seconds ago. In older checkpoints streams are of no key."""
+    """Restore streams from a `snapshot` of `seconds` ago. Older checkpoints have no keys."""
     most = int(LOST_A_SECOND * max(seconds, 1.0))
     waited = {((*key, '')[0], client): numbers for client, numbers, *key in saved.get('waited', ())}
     for client, number, missing, *key in saved['streams']:
       name = (*key, '')[0], client
-      self.streams[name] = Stream(number, set(missing), set(waited.get(name, ())), most)
+      self.streams[name] = InsertStream(number, set(missing), set(waited.get(name, ())), most)
 
-  # --- what clients say
+  # --- messages of clients
 
-  def declare(self, stream: Stream, details: dict[str, Any]) -> None:
-    """What the numbers in this connection's INSERTs will mean."""
+  def declare(self, stream: InsertStream, details: dict[str, Any]) -> None:
+    """Take a DECLARE: the tables, specs and signatures that INSERTs name by number."""
     if details.keys() - {'tables', 'specs', 'signatures'} or not all(
       isinstance(x, list) for x in details.values()
     ):
       raise WireError('a declaration of something else than lists of tables, specs and signatures')
     for name in details.get('tables', []):
-      if not isinstance(name, str) or name not in self._registry.entries:
+      if not isinstance(name, str) or name not in self._served.by_name:
         raise WireError(f'a declaration of a table {str(name)[:60]!r}, which there is not')
-      stream.tables.append(self._registry.entries[name])
+      stream.tables.append(self._served.by_name[name])
     stream.specs += map(replay_messages.read_spec, details.get('specs', []))
-    for one in details.get('signatures', []):
-      signature, size = self._signature(one)
+    for packed in details.get('signatures', []):
+      signature, size = self._share_signature(packed)
       stream.signatures.append(signature)
       stream.declared += len(signature.leaves)
       stream.declared_bytes += size
@@ -130,144 +151,158 @@ class Inserting:
     if stream.declared > DECLARATIONS:
       raise WireError(f'more than {DECLARATIONS} tables, specs and leaves of signatures')
 
-  def _signature(self, details: Any) -> tuple[Signature, int]:
-    """One object for each signature, whoever tells it: tables compare by identity first; and its bytes as JSON."""
+  def _share_signature(self, details: Any) -> tuple[Signature, int]:
+    """Read a signature.
+
+    Returns:
+      The one object for all equal signatures, because tables compare by identity first, and the
+      bytes of its JSON.
+    """
     signature = replay_messages.read_signature(details)
-    text = json.dumps(replay_messages.packed_signature(signature))
+    text = json.dumps(replay_messages.pack_signature(signature))
     if (known := self._signatures.pop(text, None)) is None:
-      self._signature_bytes += len(text)
+      self.signature_bytes += len(text)
     self._signatures[text] = signature = known or signature
-    while len(self._signatures) > SIGNATURES or self._signature_bytes > SIGNATURE_BYTES:
-      self._signature_bytes -= len(self._signatures.popitem(last=False)[0])
+    while len(self._signatures) > SIGNATURES or self.signature_bytes > SIGNATURE_BYTES:
+      self.signature_bytes -= len(self._signatures.popitem(last=False)[0])
     return signature, len(text)
 
   def insert(self, peer: Peer, message: int, arrays: list[memoryview]) -> None:
-    """Chunks, and items over them and over those that came before; they are acknowledged."""
+    """Take an INSERT: chunks, and items over new and earlier chunks. Acknowledge the items."""
     if not message:
       raise WireError('an insert with message 0, which is that of ACKs of items that waited')
     stream, counts = peer.state.stream, self._listener.counts
     chunks, details, parts, refs, released = map(
-      replay_messages.records, arrays, replay_messages.INSERTED
+      replay_messages.read_records, arrays, replay_messages.INSERTED
     )
     stream.take_chunks(self._store, chunks, arrays[5])
     counts['pieces'] += len(chunks)
     if stream.kept_bytes > self._most_bytes:
-      what = f'its writers keep {stream.kept_bytes:,} bytes of steps'
-      self._refuse(peer, what, self._most_bytes)
+      excess = f'its writers keep {stream.kept_bytes:,} bytes of steps'
+      self._refuse_client(peer, excess, self._most_bytes)
       return
     done, waiting, groups, lost = stream.take_items(details, parts, refs)
     counts['repeated'] += len(done) + len(waiting)
     if lost:
       counts['lost'] += lost
-      what = f'{lost} items of {peer.name} are lost with an earlier process'
-      self._listener.log(what, logging.WARNING)
-    outcome = Outcome(done, waiting, {})
-    for entry, items in groups:
-      self._put(peer, entry, items, outcome)
+      line = f'{lost} items of {peer.name} are lost with an earlier process'
+      self._listener.log(line, logging.WARNING)
+    outcome = InsertOutcome(done, waiting, {})
+    for served, items in groups:
+      self._put(peer, served, items, outcome)
     if len(stream.waiting) > replay_messages.MOST_ITEMS:
       raise WireError(f'items beyond the {replay_messages.MOST_ITEMS} that may wait')
     stream.release(self._store, released)
     stream.inserted += len(done) + len(waiting)
     counts['items'] += len(done) + len(waiting)
-    if not self._too_many(peer, groups):
+    if not self._refuse_excess(peer, groups):
       why = groups[-1][0].table.inserts.why_not() if waiting and groups else ''
       why = next(iter(outcome.refused.values()), why)
       self._ack(peer, message, why, done, waiting, [*outcome.refused])
 
-  def _put(self, peer: Peer, entry: Entry, items: list[tuple[int, Item]], outcome: Outcome) -> None:
-    """Hands items to their table."""
-    stream = peer.state.stream
-    self._registry.touched.add(entry)
-    for number, found in self._submit(entry, items):
-      if found is None:
+  def _put(
+    self, peer: Peer, served: ServedTable, items: list[tuple[int, Item]], outcome: InsertOutcome
+  ) -> None:
+    """Submit items to their table, and add their numbers to `outcome`."""
+    stream, held = peer.state.stream, self.held[served]
+    self._served.touched.add(served)
+    for number, result in self._submit(served, items):
+      if result is None:
         outcome.done.append(number)
-      elif isinstance(found, Pending):
-        stream.waiting[number] = found
-        entry.held.append((found, stream, number))
-        parts = _count_parts(found.item)
+      elif isinstance(result, Pending):
+        stream.waiting[number] = result
+        held.items.append((result, stream, number))
+        parts = _count_parts(result.item)
         stream.waiting_parts += parts
-        entry.held_parts += parts
+        held.parts += parts
         with self._store.lock:
-          for account in (stream.account, entry.account):
-            entry.table.contents.hold(found.item, account)
+          for account in (stream.account, held.account):
+            served.table.contents.hold(result.item, account)
         outcome.waiting.append(number)
       else:
-        outcome.refused[number] = str(found)
+        outcome.refused[number] = str(result)
         stream.refuse(number)
-        self._tell_refused(entry, peer, found)
+        self._log_refusal(served, peer, result)
 
   def _submit(
-    self, entry: Entry, items: list[tuple[int, Item]]
+    self, served: ServedTable, items: list[tuple[int, Item]]
   ) -> list[tuple[int, Pending | ValueError | None]]:
-    """Items' numbers, and what becomes of them: those first that are not what the table must hold."""
-    good, outcomes = items, list[tuple[int, Pending | ValueError | None]]()
-    if (contents := entry.contents) is not None:
-      good, most = [], contents.unpacked + MESSAGE_UNPACKED
+    """Submit the items that the schema allows.
+
+    Returns:
+      (number, result) of each item, refused ones first. The result is None for an inserted item, or
+      the waiting item, or the reason of the refusal.
+    """
+    valid, results = items, list[tuple[int, Pending | ValueError | None]]()
+    if (schema := served.schema) is not None:
+      valid, most = [], schema.unpacked + MESSAGE_UNPACKED
       for number, item in items:
         try:
-          if contents.unpacked > most:
+          if schema.unpacked > most:
             raise ValueError(f'a message of more than {MESSAGE_UNPACKED:,} bytes unpacked')
-          contents.check(item)
-          good.append((number, item))
+          schema.check(item)
+          valid.append((number, item))
         except ValueError as e:
-          outcomes.append((number, ValueError(f'table {entry.name!r}: {e}')))
-    found = entry.table.inserts.submit_all([item for _, item in good], self._flight)
-    return outcomes + [(number, x) for (number, _), x in zip(good, found, strict=True)]
+          results.append((number, ValueError(f'table {served.name!r}: {e}')))
+    submitted = served.table.inserts.submit_all([item for _, item in valid], self._in_flight)
+    return results + [(number, x) for (number, _), x in zip(valid, submitted, strict=True)]
 
-  def admit(self, entry: Entry) -> None:
-    """Tells whose items have gone in that waited for a table."""
-    admitted: dict[Stream, list[int]] = {}
-    while entry.held and entry.held[0][0].done:
-      pending, stream, number = entry.held.popleft()
+  def admit(self, served: ServedTable) -> None:
+    """Acknowledge the waiting items that a table has inserted since."""
+    held = self.held[served]
+    admitted: dict[InsertStream, list[int]] = {}
+    while held.items and held.items[0][0].done:
+      pending, stream, number = held.items.popleft()
       with self._store.lock:
-        for account in (stream.account, entry.account):
-          entry.table.contents.drop(pending.item, account)
+        for account in (stream.account, held.account):
+          served.table.contents.drop(pending.item, account)
       stream.waiting.pop(number, None)
       parts = _count_parts(pending.item)
       stream.waiting_parts -= parts
-      entry.held_parts -= parts
+      held.parts -= parts
       admitted.setdefault(stream, []).append(number)
     for stream, numbers in admitted.items():
       if stream.peer is not None:
         self._ack(stream.peer, 0, '', numbers, [], [])
 
-  # --- what clients hear
+  # --- messages to clients
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
-    """Items that are in, that wait, and that are refused; `why` is the first refusal's or wait's."""
+    """Send the numbers of inserted, waiting and refused items. `why` is the first reason."""
     arrays = [np.array(x, '<u8') for x in numbers]
     self._listener.send(peer, replay_messages.ACK, message, why[:1000], arrays=arrays)
 
-  def _tell_refused(self, entry: Entry, peer: Peer, reason: ValueError) -> None:
-    """Of each client and table the first time: the others are counted, and their writers get them."""
+  def _log_refusal(self, served: ServedTable, peer: Peer, reason: ValueError) -> None:
+    """Count a refused item, and log the first one of each table and client."""
     peer.state.stream.refusals += 1
     self._listener.counts['refused items'] += 1
-    if (entry.name, peer.name) not in self._refusing and len(self._refusing) < STREAMS:
-      self._refusing.add((entry.name, peer.name))
+    if (served.name, peer.name) not in self._logged and len(self._logged) < STREAMS:
+      self._logged.add((served.name, peer.name))
       self._listener.log(
         f'refused an item of {peer.name} (others are counted): {reason}', logging.WARNING
       )
 
-  def _too_many(self, peer: Peer, groups: list[tuple[Entry, list[Any]]]) -> bool:
-    """Whether too much waits for one of the tables, and a client has been refused for it."""
-    for entry, _ in groups:
-      count, size = len(entry.held), entry.account.bytes + PART_BYTES * entry.held_parts
+  def _refuse_excess(self, peer: Peer, groups: list[tuple[ServedTable, list[Any]]]) -> bool:
+    """Refuse a client if too much waits for a table of its items; return whether it did."""
+    for served, _ in groups:
+      held = self.held[served]
+      count, size = len(held.items), held.account.bytes + PART_BYTES * held.parts
       if count > HELD_ITEMS or size > HELD * self._most_bytes:
-        what = f'{count:,} items of {size:,} bytes wait for table {entry.name!r}'
-        self._refuse(peer, what, HELD * self._most_bytes)
+        excess = f'{count:,} items of {size:,} bytes wait for table {served.name!r}'
+        self._refuse_client(peer, excess, HELD * self._most_bytes)
         return True
     return False
 
-  def _refuse(self, peer: Peer, what: str, allowed: int) -> None:
-    """Ends the session of a client with which too much is kept."""
+  def _refuse_client(self, peer: Peer, excess: str, allowed: int) -> None:
+    """End the session of a client and tell it not to begin another one."""
     details = (
-      f'{what}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
+      f'{excess}, of which {allowed:,} are allowed: shorten history or max_in_flight, or start the '
       'service with more --client-bytes'
     )
     self._listener.drop(peer, details)
-    self._listener.send(peer, REFUSED, [details])  # in another session it would be the same
+    self._listener.send(peer, REFUSED, [details])  # a new session would end in the same way
 
 
 def _count_parts(item: Item) -> int:
-  """The parts of an item and their references to chunks."""
+  """Count the parts of an item and their references to chunks."""
   return sum([1 + len(part[0]) for part in item.parts])

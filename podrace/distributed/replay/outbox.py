@@ -1,4 +1,4 @@
-"""Items on their way to a replay service."""
+"""Sends the items of a connection's writers to a replay service."""
 
 from __future__ import annotations
 
@@ -7,29 +7,26 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from podrace.distributed.net.link import Link
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.sent_chunks import Sending, SentChunk, pieces_of
+from podrace.distributed.replay.writer_store import Sending, SentChunk, WriterStore, pieces_of
 from podrace.tables.items import Signature
-
-if TYPE_CHECKING:
-  from podrace.distributed.replay.connection import Connection
-from podrace.distributed.replay.writer_store import WriterStore
 
 TURN = 0.05  # seconds between looks at the clock
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
 FRAME_SLACK = 2**16  # bytes of an INSERT besides the chunks of one item
-FEW = 64  # items that wait for others while an INSERT is not yet acknowledged, or for
-SPACING = 0.02  # seconds since the last one
-RELEASE_SECONDS = 1.0  # after which chunks that nobody needs are let go without a further item
+# Fewer items than FEW wait for more while an INSERT is not acknowledged, or for SPACING seconds.
+FEW = 64
+SPACING = 0.02
+RELEASE_SECONDS = 1.0  # after which chunks are released without a further item
 
 
 class Declarations:
-  """What numbers mean in one session, and what of it has still to be said."""
+  """The numbers of tables, specs and signatures in one session, and the next DECLARE."""
 
   def __init__(self) -> None:
     self._numbers: dict[str, dict[Any, int]] = collections.defaultdict(dict)
@@ -37,63 +34,73 @@ class Declarations:
     self._new: dict[str, list[Any]] = {}
     self.take_new()
 
-  def number(self, what: str, key: Any, details: Any = None) -> int:
-    """Of a table, spec or signature; `details` are declared if it is new, of a spec the (dtype, shape) itself."""
-    numbers = self._numbers[what]
+  def number(self, kind: str, key: Any, details: Any = None) -> int:
+    """Return the number of a key, and declare it if it is new.
+
+    Args:
+      kind: 'tables', 'specs' or 'signatures'.
+      key: a table's name, a signature, or a spec (dtype, shape).
+      details: declared for a new key. A spec is declared by its key.
+    """
+    numbers = self._numbers[kind]
     if (number := numbers.get(key)) is None:
       number = numbers[key] = len(numbers)
-      self._new[what].append(details or [key[0].str, list(key[1])])
+      self._new[kind].append(details or [key[0].str, list(key[1])])
     return number
 
   def signature(self, signature: Signature) -> int:
-    """Writers have signatures of their own, most of them equal; looked up by identity first."""
+    """Return the number of a signature. Look it up by identity, because comparing is slow."""
     known = self._known.get(id(signature))
     if known is None:
-      number = self.number('signatures', signature, replay_messages.packed_signature(signature))
+      number = self.number('signatures', signature, replay_messages.pack_signature(signature))
       if len(self._known) > 1000:
         self._known.clear()
       known = self._known[id(signature)] = number, signature
     return known[0]
 
   def take_new(self) -> dict[str, list[Any]]:
-    """What a DECLARE has to say before the next INSERT."""
+    """Return, and forget, the details of the DECLARE that the next INSERT needs."""
     new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
     return new
 
 
 class Outbox:
-  """One connection's. Of its thread, but for `store` and `idle`."""
+  """The items of all writers of a connection. For its thread only, except `add` and `idle`.
 
-  def __init__(self, connection: Connection, link: Link) -> None:
-    self._connection, self._link = connection, link
-    self.released: deque[SentChunk] = deque()  # which writers need no longer
-    self.why_held = ''  # what keeps the newest items out of their tables, as the service says
+  Attributes:
+    released: chunks that writers no longer need.
+    why_held: the reason why the newest items wait, as the service reports.
+    messages: INSERTs sent in this session.
+    sent: items that are not yet acknowledged, by number.
+  """
+
+  def __init__(self, link: Link) -> None:
+    self._link = link
+    self.released: deque[SentChunk] = deque()
+    self.why_held = ''
     self.messages = 0
-    self.sent: dict[int, Sending] = {}  # items that are not yet known to be in, by number
+    self.sent: dict[int, Sending] = {}
     self._stores: list[weakref.ref[WriterStore]] = []
     self._number = 0  # of the newest item
-    self._again: deque[Sending] = deque()
+    self._unsent: deque[Sending] = deque()  # items that must be sent again
     self._inserted_at = 0.0
-    self._begin(replay_messages.FRAME_BYTES)
+    self._begin_session(replay_messages.FRAME_BYTES)
 
-  def _begin(self, largest: int) -> None:
-    """What is of one session only."""
+  def _begin_session(self, largest: int) -> None:
     self._largest = largest
     self._declared = Declarations()
     self._next_piece = self._outstanding = self.messages = 0
-    self.released.clear()  # with the session in which they were sent
+    self.released.clear()  # the service has forgotten them with the last session
 
   @property
   def idle(self) -> bool:
     """Whether an item would be sent at once."""
     return not self._outstanding and time.monotonic() > self._inserted_at + SPACING
 
-  def store(self, delay: float) -> WriterStore:
-    """A new writer's."""
-    store = WriterStore(self._connection, self, delay)
+  def add(self, store: WriterStore) -> None:
+    """Send the items of this store until it is garbage-collected. For any thread."""
     with self._link.changed:
       self._stores = [*(r for r in self._stores if r() is not None), weakref.ref(store)]
-    return store
 
   def _live_stores(self) -> list[WriterStore]:
     return [store for ref in self._stores if (store := ref()) is not None]
@@ -101,23 +108,30 @@ class Outbox:
   def joined(
     self, newest: int, largest: int, waiting: Collection[int], missing: Collection[int]
   ) -> None:
-    """A session begins: what the service has not got is sent again, before anything new."""
-    self._begin(largest)
-    again = [i for i in sorted(self.sent) if i > newest or i in missing]
+    """Begin a session, in which the items that the service lacks are sent before any new one.
+
+    Args:
+      newest: the largest number that has come.
+      largest: frame in bytes.
+      waiting: numbers of items that wait for a limiter.
+      missing: numbers up to `newest` of items that the service does not have.
+    """
+    self._begin_session(largest)
+    unsent = [i for i in sorted(self.sent) if i > newest or i in missing]
     done = [i for i in sorted(self.sent) if i <= newest and i not in missing and i not in waiting]
-    self._again = deque(self.sent[i] for i in again)
+    self._unsent = deque(self.sent[i] for i in unsent)
     self._finish(done)
 
   def lost(self) -> None:
-    """A session is over: who waits looks why."""
+    """End a session: wake the calls that wait, so that they check the connection."""
     for store in self._live_stores():
       store.finish([])
 
-  # --- what is acknowledged
+  # --- acknowledgements
 
-  def acknowledged(self, message: int, why: str, *numbers: memoryview) -> None:
-    """What ACK says: items that are in, that wait, and that are refused."""
-    done, waiting, refused = (replay_messages.records(x, '<u8').tolist() for x in numbers)
+  def acknowledge(self, message: int, why: str, *numbers: memoryview) -> None:
+    """Take an ACK: numbers of inserted, waiting and refused items."""
+    done, waiting, refused = (replay_messages.read_records(x, '<u8').tolist() for x in numbers)
     if message:
       self._outstanding -= 1
     if waiting:
@@ -134,17 +148,17 @@ class Outbox:
     for store, sendings in by_store.items():
       store.finish(sendings, refusal)
 
-  # --- what is sent
+  # --- messages
 
   def send(self) -> bool:
-    """Sends one INSERT, if it is time; whether it was."""
+    """Send one INSERT if it is due; return whether it was."""
     if self._outstanding >= OUTSTANDING:
       return False
     stores = self._live_stores()
     queued = sum(len(store.queue) for store in stores)
     now = time.monotonic()
     early = bool(self._outstanding) or now < self._inserted_at + SPACING
-    is_urgent = bool(self._again) or queued >= FEW or any(store.forced for store in stores)
+    is_urgent = bool(self._unsent) or queued >= FEW or any(store.flushing for store in stores)
     if early and not is_urgent:
       self._link.patience = SPACING if queued else TURN
       return False
@@ -153,19 +167,19 @@ class Outbox:
     if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
       return False
     self._inserted_at = now
-    self._insert(self._fitting(batch))
+    self._insert(self._refuse_large(batch))
     return True
 
   def _batch(self, stores: list[WriterStore], now: float) -> list[Sending]:
-    """Items for one message."""
+    """Take the items of the next message."""
     batch: list[Sending] = []
     size = 0
     while (
-      self._again
+      self._unsent
       and len(batch) < replay_messages.MESSAGE_ITEMS
       and size < replay_messages.MESSAGE_BYTES
     ):
-      batch.append(self._again.popleft())
+      batch.append(self._unsent.popleft())
       size += batch[-1].bytes
     room = min(
       replay_messages.MESSAGE_ITEMS, len(batch) + replay_messages.MOST_ITEMS - len(self.sent)
@@ -177,22 +191,23 @@ class Outbox:
         size += sum(sending.bytes for sending in taken)
     return batch
 
-  def _fitting(self, batch: list[Sending]) -> list[Sending]:
-    """The items that a frame of the service has room for; the others are refused, here already."""
+  def _refuse_large(self, batch: list[Sending]) -> list[Sending]:
+    """Refuse items that are larger than a frame of the service, and return the rest."""
     if sum(sending.bytes for sending in batch) < self._largest // 2:
       return batch
-    found = []
+    fitting = []
     for sending in batch:
       if (size := sending.bytes) > self._largest - FRAME_SLACK:
         why = (
-          f'an item of {size:,} bytes for table {sending.table.name!r} at {self._link.address}, which takes '
-          f'frames of {self._largest:,}: make it shorter, or start the service with more --client-bytes'
+          f'an item of {size:,} bytes for table {sending.table.name!r} at {self._link.address}, '
+          f'which takes frames of {self._largest:,}: make it shorter, or start the service with '
+          'more --client-bytes'
         )
         self.sent.pop(sending.number, None)
         sending.store.finish([sending], why)
       else:
-        found.append(sending)
-    return found
+        fitting.append(sending)
+    return fitting
 
   def _insert(self, batch: list[Sending]) -> None:
     declared, items, parts, refs, pieces = self._declared, [], [], list[int](), list[Any]()
@@ -235,8 +250,8 @@ class Outbox:
     self._link.send(replay_messages.INSERT, self.messages, arrays=arrays)
 
   def _released_numbers(self) -> list[int]:
-    found = []
+    numbers = []
     while self.released:
       chunk = self.released.popleft()
-      found += [p.number for p in chunk.pieces if p.session == self._link.number]
-    return found
+      numbers += [p.number for p in chunk.pieces if p.session == self._link.number]
+    return numbers

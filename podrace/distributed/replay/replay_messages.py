@@ -1,7 +1,7 @@
-"""What replay and parameters say over the wire, byte by byte as in docs/protocol.md.
+"""The messages between a replay service and its clients, as in docs/protocol.md.
 
-Here are the kinds of messages, and what is in their arrays.
-Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
+Here are the kinds of messages and the layout of their arrays. Input is not trusted: anything that
+is not exactly as expected raises WireError.
 """
 
 from __future__ import annotations
@@ -14,17 +14,14 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from podrace import tables
 from podrace.distributed.net import reports, session_messages
-from podrace.distributed.net.frame import NUMBER, Kind, WireError, check_fields, packed
+from podrace.distributed.net.frame import Kind, WireError, check_fields, packed
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
-from podrace.tables.limiters import RateLimiter
-from podrace.tables.selectors import Selector
 
 SERVICE = 'podrace replay'
-# Of a client; requests begin with a number, which their ANSWER has.
+# Of a client. Requests begin with a number, which their ANSWER repeats.
 TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
 DECLARE = packed(17, 'DECLARE', dict)
 # Chunks, items, parts, chunks' numbers, released, bytes.
@@ -46,23 +43,22 @@ OF_CLIENTS = session_messages.of_clients(
 )
 OF_SERVICES = session_messages.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
 
-KEY_BITS = 20  # of a key, below what the writer has drawn
+KEY_BITS = 20  # of a key that are counted; the writer draws the rest
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
-MOST_BYTES = 2**28  # of samples that a client is sent and has not said to have
-MOST_UNREAD = 128  # messages of them
-MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # of an INSERT: it is sent with so many
-MESSAGE_CHUNKS = 2**20  # new ones, or references to chunks, of an INSERT
+MOST_BYTES = 2**28  # of samples that were sent to a client and not acknowledged
+MOST_UNREAD = 128  # messages of such samples
+MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # at which an INSERT is full
+MESSAGE_CHUNKS = 2**20  # new chunks, and references to chunks, of an INSERT
 MESSAGE_KEYS = 2**16  # of an UPDATE or DELETE
 MESSAGE_PARTS = 2**19  # of a sample: items times leaves, and references to chunks
 FRAME_BYTES = 2**30  # a larger frame closes the connection
-ROWS = 2**20  # of a chunk whose rows have no bytes
+ROWS = 2**20  # of a chunk without bytes
 UNPACKED_CHUNK_BYTES = 2**26  # of a packed chunk, if it has more than one row
-UNPACKED_SAMPLE_BYTES = 2**32  # of all that one message of samples is unpacked to
-DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and what has them
+UNPACKED_SAMPLE_BYTES = 2**32  # of one message of samples
+DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and their parents
 KEY_CHARACTERS, NAME_CHARACTERS = 200, 1000  # of a key in a structure, and of the name of a leaf
-MOST_NUMBER = 1e15  # of a rate limiter's that is finite
 
-AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk's bytes are to be read
+AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how the bytes of a chunk are stored
 
 
 def _layout(**fields: str) -> np.dtype:
@@ -73,28 +69,28 @@ CHUNK = _layout(spec='<u4', rows='<u4', how='<u4', bytes='<u4')
 ITEM = _layout(number='<u8', key='<i8', priority='<f8', table='<u4', signature='<u4')
 PART = _layout(chunks='<u4', offset='<u4', rows='<u4')
 DRAWN = _layout(key='<i8', probability='<f8', table_size='<i8', priority='<f8', times_sampled='<i8')
-INSERTED = CHUNK, ITEM, PART, '<u8', '<u8'  # of an INSERT's arrays, before the bytes
+INSERTED = CHUNK, ITEM, PART, '<u8', '<u8'  # the arrays of an INSERT before the bytes
 assert (CHUNK.itemsize, ITEM.itemsize, PART.itemsize, DRAWN.itemsize) == (16, 32, 12, 40)
 
 
-def records(frame: Any, dtype: Any) -> np.ndarray:
-  """A frame's records, which it must hold without rest."""
+def read_records(frame: Any, dtype: Any) -> np.ndarray:
+  """Return the records in a frame; raise WireError if its size does not fit."""
   dtype = np.dtype(dtype)
   if len(frame) % dtype.itemsize:
     raise WireError(f'a frame of {len(frame)} bytes, expected records of {dtype.itemsize}')
   return np.frombuffer(frame, dtype)
 
 
-def numbers(every: Iterable[int]) -> bytes:
-  """Numbers of items in their order, as `records` reads them."""
-  return np.array(sorted(every), '<u8').tobytes()
+def pack_numbers(numbers: Iterable[int]) -> bytes:
+  """Return numbers of items in ascending order, as `read_records` reads them."""
+  return np.array(sorted(numbers), '<u8').tobytes()
 
 
-# --- signatures -------------------------------------------------------------------------------------
+# --- signatures
 
 
-def packed_signature(signature: Signature) -> list[Any]:
-  """A signature as msgpack has it."""
+def pack_signature(signature: Signature) -> list[Any]:
+  """Return a signature as msgpack has it."""
   leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
   return [trees.to_json(signature.structure), leaves]
 
@@ -103,21 +99,22 @@ _DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
 
 
 def read_signature(details: Any) -> Signature:
-  """What `packed_signature` made; raises WireError for anything else."""
+  """Read a signature of `pack_signature`; raise WireError if it is malformed."""
   try:
-    document, described = details
+    document, descriptions = details
     count, nodes = _check_structure(document, DEPTH)
     if nodes > NODES:
       raise WireError(f'a structure of {nodes} nodes, at most {NODES}')
-    if type(described) is not list:
+    if type(descriptions) is not list:
       raise WireError('a signature without a list of leaves')
-    if count != len(described) or not 1 <= count <= LEAVES:
-      raise WireError(f'a signature of {count} leaves, of which {len(described)} are described')
+    if count != len(descriptions) or not 1 <= count <= LEAVES:
+      raise WireError(f'a signature of {count} leaves, of which {len(descriptions)} are described')
     leaves = []
-    for name, dtype, shape, single in described:
+    for name, dtype, shape, single in descriptions:
       if type(name) is not str or len(name) > NAME_CHARACTERS or type(single) is not bool:
         raise WireError(
-          f'a leaf without a name of at most {NAME_CHARACTERS} characters, or that is neither single nor over time'
+          f'a leaf without a name of at most {NAME_CHARACTERS} characters, or that is neither '
+          'single nor over time'
         )
       leaves.append(Leaf(name, *read_spec([dtype, shape]), single))
     return Signature(trees.from_json(document), tuple(leaves))
@@ -126,7 +123,7 @@ def read_signature(details: Any) -> Signature:
 
 
 def _check_structure(document: Any, depth: int) -> tuple[int, int]:
-  """How many leaves and how many nodes it has."""
+  """Check a structure and return its number of leaves and of nodes."""
   label, keys, children = document
   if depth == 0 or type(label) is not str or len(label) > 200:
     raise WireError('a structure that is too deep, or without a label')
@@ -155,7 +152,7 @@ def _check_structure(document: Any, depth: int) -> tuple[int, int]:
 
 
 def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
-  """(dtype, shape) of one row."""
+  """Read the dtype and shape of a row; raise WireError if they are malformed."""
   try:
     name, shape = details
     dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
@@ -165,146 +162,49 @@ def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
     raise WireError(f'{str(details)[:60]}, expected [dtype, shape] of numbers')
   if type(shape) is not list or len(shape) > 16 or any(type(n) is not int or n < 0 for n in shape):
     raise WireError(f'a shape {str(shape)[:60]}, expected a list of up to 16 whole numbers')
-  most = row_bytes(dtype, [max(n, 1) for n in shape])  # numpy wants the rest to be in bounds, too
+  # NumPy needs the other lengths to be in bounds even if one is 0.
+  most = row_bytes(dtype, [max(n, 1) for n in shape])
   if most > FRAME_BYTES:
     raise WireError(f'rows of {shape}, which is {most} bytes, at most {FRAME_BYTES}')
   return dtype, tuple(shape)
 
 
 def row_bytes(dtype: np.dtype, shape: Sequence[int]) -> int:
-  """Bytes of one row."""
+  """Return the bytes of one row."""
   return dtype.itemsize * math.prod(shape)
 
 
-# --- tables' settings -------------------------------------------------------------------------------
-
-RUN = 'run'  # the setting that says of which run a table is
-CONTENTS = 'contents'  # the one that says what its items must hold, see podrace.distributed.replay.item_schema
-_SELECTORS = 'uniform', 'fifo', 'lifo', 'min_heap', 'max_heap', 'prioritized'
-
-
-def selector(text: str) -> Selector:
-  """Of a name such as fifo, prioritized:0.6 or prioritized(0.6).
-
-  Raises:
-    ValueError: for any other.
-  """
-  found = re.fullmatch(r'(\w+)(?::([^()]+)|\(([^()]+)\))?', text)
-  name, number = (found[1], found[2] or found[3]) if found else ('', None)
-  if name not in _SELECTORS or (number is None) == (name == 'prioritized'):
-    raise ValueError(
-      f'a selector is {", ".join(_SELECTORS[:-1])} or prioritized:EXPONENT, not {text!r}'
-    )
-  return getattr(tables, name)(*([float(number)] if number else []))
-
-
-def packed_settings(
-  *,
-  sampler: Selector,
-  remover: Selector,
-  rate_limiter: RateLimiter,
-  max_size: int,
-  max_bytes: int | None = None,
-  max_times_sampled: int = 0,
-  run: str = '',
-  contents: list[Any] | None = None,
-) -> dict[str, Any]:
-  """A table's settings as msgpack and JSON have them; `run`, if it is of one, is the run's name."""
-  details = dict(
-    sampler=sampler.name,
-    remover=remover.name,
-    rate_limiter=[rate_limiter.name, *map(float, rate_limiter.numbers)],
-    max_size=max_size,
-    max_bytes=max_bytes,
-    max_times_sampled=max_times_sampled,
-  )
-  return details | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
-
-
-def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:
-  """A table with the settings that `packed_settings` made.
-
-  Raises:
-    ValueError: if there can't be such a table.
-  """
-  try:
-    limiter = _limiter(*details['rate_limiter'])
-    sampler, remover = selector(details['sampler']), selector(details['remover'])
-    sizes = {k: details[k] for k in ('max_size', 'max_bytes', 'max_times_sampled')}
-  except (KeyError, TypeError) as e:
-    raise ValueError(f'table {name!r}: settings without {e}') from None
-  if more := details.keys() - sizes.keys() - {'rate_limiter', 'sampler', 'remover', RUN, CONTENTS}:
-    raise ValueError(f'table {name!r}: settings {sorted(map(str, more))}, which there are not')
-  if RUN in details and not (type(details[RUN]) is str and 0 < len(details[RUN]) <= 200):
-    raise ValueError(f'table {name!r}: a run that is not a name of at most 200 characters')
-  for k, v in sizes.items():
-    if not (type(v) is int and v < NUMBER) and not (k == 'max_bytes' and v is None):
-      raise ValueError(f'table {name!r}: {k}={v!r} must be a whole number below 2^63')
-  return tables.Table(name, store, sampler=sampler, remover=remover, rate_limiter=limiter, **sizes)
-
-
-def _limiter(name: Any, spi: Any, least: Any, low: Any, high: Any) -> RateLimiter:
-  """One with whose numbers nothing overflows; raises ValueError for any other."""
-  if type(name) is not str or len(name) > 200:
-    raise ValueError('a rate limiter without a name of at most 200 characters')
-  if any(type(x) not in (int, float) for x in (spi, least, low, high)):
-    raise ValueError(f'{name}: {[spi, least, low, high]}, expected four numbers')
-  if not 1 / MOST_NUMBER <= spi <= MOST_NUMBER:
-    raise ValueError(f'{name}: samples_per_insert must be positive and finite, not {spi}')
-  if not 1 <= least <= MOST_NUMBER or least != int(least):
-    raise ValueError(f'{name}: min_size must be a whole number of at least 1, not {least}')
-  for which, bound, unlimited in (('min', low, -math.inf), ('max', high, math.inf)):
-    if not (bound == unlimited or abs(bound) <= MOST_NUMBER):
-      raise ValueError(
-        f'{name}: {which}_diff must be {unlimited} or at most {MOST_NUMBER:g}, not {bound}'
-      )
-  return RateLimiter(name, float(spi), int(least), float(low), float(high))
-
-
-def settings_differences(name: str, there: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-  """A line for each setting in which a table is not what was asked for; of another run that one."""
-  if RUN in asked and asked[RUN] != there.get(RUN):
-    return [
-      f'table {name!r} is of {_run(there.get(RUN))}, {_run(asked[RUN])} asks for it: each run needs a '
-      '`podrace replay` of its own, with another --listen and --dir; or end all processes of the other '
-      'run, and start this `podrace replay` anew, with another --dir or none'
-    ]
-  return [
-    f'table {name!r}: {k} is {there[k]} at the server, {asked.get(k)} is asked for'
-    for k in there
-    if k not in (RUN, CONTENTS) and _compared(k, there[k]) != _compared(k, asked.get(k))
-  ]
-
-
-def _run(name: Any) -> str:
-  return 'no run' if name is None else f'run {name!r}'
-
-
-def _compared(setting: str, value: Any) -> Any:
-  """What must be the same; of a limiter not its name, which is shown only."""
-  return value[1:] if setting == 'rate_limiter' and isinstance(value, list) else value
-
-
-# --- chunks -----------------------------------------------------------------------------------------
+# --- chunks
 
 
 def make_chunk(
   store: ChunkStore, data: Any, how: int, rows: int, dtype: np.dtype, shape: tuple[int, ...]
 ) -> Chunk:
-  """A chunk as it came, over these bytes, which can be so many rows; nothing is unpacked."""
+  """Make a chunk over the bytes of a message, without unpacking them.
+
+  Args:
+    store: of the chunk.
+    data: the bytes.
+    how: AS_IS, PACKED or DIFFERENCES.
+    rows: of the chunk.
+    dtype: of a row.
+    shape: of a row.
+
+  Raises:
+    WireError: the bytes cannot be as many rows.
+  """
   size = rows * row_bytes(dtype, shape)
-  if (
-    not size and rows > ROWS
-  ):  # they cost nothing here, and a number each for a client that samples them
+  # Rows without bytes cost nothing here, but a number each at a client that samples them.
+  if not size and rows > ROWS:
     raise WireError(f'a chunk of {rows} rows without bytes, at most {ROWS}')
   if how > DIFFERENCES:
     raise WireError(f'a chunk of kind {how}, expected at most {DIFFERENCES}')
   try:
-    found = len(data) if how == AS_IS else zstandard.frame_content_size(data)
+    unpacked = len(data) if how == AS_IS else zstandard.frame_content_size(data)
   except zstandard.ZstdError as e:
     raise WireError(f'a chunk that is not zstandard ({e})') from None
-  if found != size or size > FRAME_BYTES:
-    raise WireError(f'a chunk with {found} bytes of rows, expected {size}')
+  if unpacked != size or size > FRAME_BYTES:
+    raise WireError(f'a chunk with {unpacked} bytes of rows, expected {size}')
   if how == AS_IS:
     return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
   if rows > 1 and size > UNPACKED_CHUNK_BYTES:
@@ -313,17 +213,26 @@ def make_chunk(
 
 
 OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
-OF_ANSWER: dict[Kind, Any] = {  # what the value of a good ANSWER is, by the kind of the question
+# The type of an accepted request's ANSWER, or its fields and their types.
+OF_ANSWER: dict[Kind, Any] = {
   TABLE: dict(settings=dict, most=float),
-  INFO: dict(OF_TABLE, chunks=int, deletes=int, updates=int, seconds=dict, why_no_sample=str, why_no_insert=str),
+  INFO: dict(
+    OF_TABLE,
+    chunks=int,
+    deletes=int,
+    updates=int,
+    seconds=dict,
+    why_no_sample=str,
+    why_no_insert=str,
+  ),
   UPDATE: int,
   DELETE: int,
   SAVE: str,
-}  # fmt: skip
+}
 
 
 def check_answer(kind: Kind, value: Any) -> None:
-  """Refuses the value of a good ANSWER to such a question if it is of another form."""
+  """Raise WireError if an accepted request's ANSWER has a value of the wrong form."""
   expected = OF_ANSWER.get(kind)
   what = f'good answer to {kind.name}'
   if isinstance(expected, dict):
@@ -339,24 +248,33 @@ def check_answer(kind: Kind, value: Any) -> None:
 
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
-  """What a client keeps of a service's REPORT: the service and its tables."""
-  found = read_map('report', details, OF_REPORT)
-  if not math.isfinite(found['resident_mb']):
+  """Return the known fields of a REPORT; raise WireError if one is missing or malformed."""
+  report = read_map('report', details, OF_REPORT)
+  if not math.isfinite(report['resident_mb']):
     raise WireError('a report with a memory that is not finite')
-  return found | {'tables': [read_map('table of a report', t, OF_TABLE) for t in found['tables']]}
+  return report | {'tables': [read_map('table of a report', t, OF_TABLE) for t in report['tables']]}
 
 
-def read_map(what: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
-  """What is expected of a map, by name; raises WireError for others."""
+def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+  """Return the expected fields of a map.
+
+  Args:
+    kind: of map, for the error.
+    details: the map.
+    expected: types by field.
+
+  Raises:
+    WireError: a field is missing or has another type.
+  """
   if type(details) is not dict:
-    raise WireError(f'a {what} that is no map')
-  found = {name: details.get(name) for name in expected}
-  check_fields(what, list(found.values()), tuple(expected.values()))
-  return found
+    raise WireError(f'a {kind} that is no map')
+  fields = {name: details.get(name) for name in expected}
+  check_fields(kind, list(fields.values()), tuple(expected.values()))
+  return fields
 
 
-def kept(chunk: Chunk) -> tuple[int, Any]:
-  """How a chunk that is full is kept, and as what."""
+def stored_form(chunk: Chunk) -> tuple[int, Any]:
+  """Return how the bytes of a full chunk are stored, and the bytes."""
   if chunk.packed is None:
     return AS_IS, chunk.array
   data, differences = chunk.packed
@@ -364,7 +282,17 @@ def kept(chunk: Chunk) -> tuple[int, Any]:
 
 
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
-  """Refuses rows that are not in these chunks, or need not all of them; how many rows the chunks have."""
+  """Check the rows of a part and return the number of rows of its chunks.
+
+  Args:
+    leaf: of the part.
+    chunks: of the part, all of which it must need.
+    offset: of its first row in the first chunk.
+    rows: of the part.
+
+  Raises:
+    WireError: the chunks do not fit.
+  """
   total = 0
   for chunk in chunks:
     if chunk.dtype != leaf.dtype or chunk.shape != leaf.shape:

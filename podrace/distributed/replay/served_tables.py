@@ -1,179 +1,175 @@
-"""The tables of a replay service by name, with their settings, and what clients ask of them."""
+"""The tables of a replay service by name, their settings, and requests for one table."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import itertools
 import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from podrace import tables
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener
-from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.item_schema import Contents, difference
-from podrace.distributed.replay.waiting import RequestQueue
-from podrace.tables.blocking import Pending
-from podrace.tables.chunks import Account, ChunkStore
+from podrace.distributed.replay import replay_messages, table_settings
+from podrace.distributed.replay.item_schema import ItemSchema, describe_difference
+from podrace.distributed.replay.table_settings import CONTENTS, describe_differences
+from podrace.tables.chunks import ChunkStore
 from podrace.tables.table import Table
-
-if TYPE_CHECKING:
-  from podrace.distributed.replay.streams import Stream
 
 TABLES = 1024
 SETTINGS_BYTES = 2**26  # of all tables' settings, as JSON
+SIZES = 256  # tables of which the size is sent to clients
 
 
-class Entry:
-  """A table, its settings, and what waits for it."""
+class ServedTable:
+  """A table, its settings, and the schema of its items if the settings have one."""
 
   def __init__(self, table: Table, settings: dict[str, Any]) -> None:
     self.table, self.name, self.settings = table, table.name, settings
-    self.contents: Contents | None = None  # what its items must hold, if its settings say so
-    self.held: collections.deque[tuple[Pending, Stream, int]] = collections.deque()
-    self.held_parts = 0  # of those: rows of a column, and references to chunks
-    self.account = Account()  # of the chunks of those
-    # A peek does not wait for the limiter, nor for samples that do.
-    self.readers, self.peekers = RequestQueue(), RequestQueue()
+    self.schema: ItemSchema | None = None
 
-  def expect(self) -> None:
-    """Has the table take such items only as its settings say, if they do."""
-    if replay_messages.CONTENTS in self.settings:
-      self.contents = Contents(self.settings[replay_messages.CONTENTS])
-      table = self.table.contents
-      table.signature = table.signature or self.contents.signature
+  def apply_schema(self) -> None:
+    """Make the table take only the items that its settings describe, if they do."""
+    if CONTENTS in self.settings:
+      self.schema = ItemSchema(self.settings[CONTENTS])
+      contents = self.table.contents
+      contents.signature = contents.signature or self.schema.signature
 
-  def differences(self, asked: dict[str, Any]) -> list[str]:
-    """A line for each setting that is another one; contents are taken over where there were none."""
-    there, columns = self.settings, asked.get(replay_messages.CONTENTS)
-    reasons = replay_messages.settings_differences(self.name, there, asked)
-    if columns is None or reasons or columns == there.get(replay_messages.CONTENTS):
+  def merge_settings(self, requested: dict[str, Any]) -> list[str]:
+    """Compare settings with a client's, and take over its schema if there was none.
+
+    Returns:
+      A line for each setting that differs.
+    """
+    current, columns = self.settings, requested.get(CONTENTS)
+    reasons = describe_differences(self.name, current, requested)
+    if columns is None or reasons or columns == current.get(CONTENTS):
       return reasons
-    signature, wanted = self.table.contents.signature, Contents(columns).signature
-    if replay_messages.CONTENTS in there:
-      return [f'table {self.name!r}: {difference(there[replay_messages.CONTENTS], columns)}']
-    if signature is not None and signature.leaves != wanted.leaves:
+    signature, expected = self.table.contents.signature, ItemSchema(columns).signature
+    if CONTENTS in current:
+      return [f'table {self.name!r}: {describe_difference(current[CONTENTS], columns)}']
+    if signature is not None and signature.leaves != expected.leaves:
       return [
         f'table {self.name!r} has items of other columns than the contents that are asked for'
       ]
-    self.settings = {**there, replay_messages.CONTENTS: columns}
-    self.expect()
+    self.settings = {**current, CONTENTS: columns}
+    self.apply_schema()
     return []
 
 
-class Registry:
-  """All tables."""
+class ServedTables:
+  """The tables of a replay service.
+
+  Attributes:
+    store: of all tables' chunks.
+    by_name: the tables.
+    touched: tables at which a waiting request may go on.
+  """
 
   def __init__(self, store: ChunkStore, listener: Listener) -> None:
     self.store, self._listener = store, listener
-    self.entries: dict[str, Entry] = {}  # by name
-    self.touched: set[Entry] = set()  # at which somebody who waits may go on
+    self.by_name: dict[str, ServedTable] = {}
+    self.touched: set[ServedTable] = set()
     self._settings_bytes = 0  # that clients have sent
 
   def make(self, name: str, settings: dict[str, Any]) -> None:
-    """A new table.
-
-    Raises:
-      ValueError: if there can't be such a table.
-    """
-    if replay_messages.CONTENTS in settings:
-      Contents(settings[replay_messages.CONTENTS])  # which can raise, before anything is made
-    self.entries[name] = Entry(replay_messages.make_table(name, self.store, settings), settings)
-    self.entries[name].expect()
+    """Make a new table. Raise ValueError for settings that are not valid."""
+    if CONTENTS in settings:
+      ItemSchema(settings[CONTENTS])  # raises before anything is made
+    self.by_name[name] = ServedTable(
+      table_settings.make_table(name, self.store, settings), settings
+    )
+    self.by_name[name].apply_schema()
 
   def restore(self, path: Path, settings: dict[str, dict[str, Any]]) -> None:
-    """A checkpoint's tables, which had these settings.
+    """Restore the tables of a checkpoint, which were saved with these settings by name.
 
     Raises:
-      CheckpointError: if it is damaged, or a table that is there had other settings.
+      CheckpointError: it is damaged, or a table exists already with other settings.
     """
     for name, details in settings.items():
-      if name not in self.entries:
+      if name not in self.by_name:
         self.make(name, details)
-      elif reasons := replay_messages.settings_differences(
-        name, details, self.entries[name].settings
-      ):
+      elif reasons := describe_differences(name, details, self.by_name[name].settings):
         raise tables.CheckpointError(
           f'checkpoint {path} has other settings than --table: ' + '; '.join(reasons)
         )
       else:
-        self.entries[name].settings = details  # of the run, too
-    for name in self.entries.keys() - settings.keys():
+        self.by_name[name].settings = details  # which have the run, too
+    for name in self.by_name.keys() - settings.keys():
       raise tables.CheckpointError(
         f'checkpoint {path} has tables {sorted(settings)}, and no {name!r}: '
         'clients can have new tables made, --table only those of the checkpoint'
       )
     tables.restore(self.store, path)
-    for entry in self.entries.values():
-      entry.expect()
+    for served in self.by_name.values():
+      served.apply_schema()
 
   def sizes(self) -> dict[str, int]:
-    """Of tables, so that clients of several servers can sample in proportion."""
-    return {e.name: len(e.table) for e in itertools.islice(self.entries.values(), 256)}
+    """Return items by table, for clients that sample from shards in proportion."""
+    return {t.name: len(t.table) for t in itertools.islice(self.by_name.values(), SIZES)}
 
-  # --- what clients ask; each raises ValueError for an answer that is a refusal
+  # --- requests of clients: a ValueError is the answer
 
-  def table(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a table, which is made if there is none, and the largest priority."""
-    if name not in self.entries and settings:
-      if len(self.entries) >= TABLES or not 0 < len(name) <= 200:
+  def open(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's settings and largest priority. Make the table if it does not exist."""
+    if name not in self.by_name and settings:
+      if len(self.by_name) >= TABLES or not 0 < len(name) <= 200:
         raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
-      text = self._read_settings(name, settings)
+      text = self._encode_settings(name, settings)
       self.make(name, settings)
       self._settings_bytes += len(text)
       self._listener.log(f'made table {name!r}: {text}')
-    entry = self._named(name, '. Give settings, with which it would be made')
-    if replay_messages.CONTENTS in settings and replay_messages.CONTENTS not in entry.settings:
-      text, before = self._read_settings(name, settings), entry.settings
-      reasons = entry.differences(settings)
-      self._settings_bytes += len(text) * (entry.settings is not before)
+    served = self._find(name, '. Give settings, with which it would be made')
+    if CONTENTS in settings and CONTENTS not in served.settings:
+      text, before = self._encode_settings(name, settings), served.settings
+      reasons = served.merge_settings(settings)
+      self._settings_bytes += len(text) * (served.settings is not before)
     else:
-      reasons = entry.differences(settings) if settings else []
+      reasons = served.merge_settings(settings) if settings else []
     if reasons:
       self._listener.log('\n  '.join(['refused:', *reasons]), logging.WARNING)
       raise ValueError('\n  '.join(['the server refused:', *reasons]))
-    contents = entry.table.contents
-    return dict(settings=entry.settings, most=min(contents.sampler.most, contents.remover.most))
+    contents = served.table.contents
+    return dict(settings=served.settings, most=min(contents.sampler.most, contents.remover.most))
 
-  def _read_settings(self, name: str, settings: dict[str, Any]) -> str:
-    """A client's settings as JSON; raises ValueError if there is no room for them."""
-    text = json.dumps(
-      settings, default=repr
-    )  # what JSON lacks is refused by name when the table is made
+  def _encode_settings(self, name: str, settings: dict[str, Any]) -> str:
+    """Return a client's settings as JSON; raise ValueError if all settings become too large."""
+    # Values that JSON lacks are refused by name when the table is made.
+    text = json.dumps(settings, default=repr)
     if self._settings_bytes + len(text) > SETTINGS_BYTES:
       raise ValueError(
-        f'table {name!r}: settings of {len(text):,} bytes, where those of all tables may have {SETTINGS_BYTES:,} and '
-        f'have {self._settings_bytes:,}'
+        f'table {name!r}: settings of {len(text):,} bytes, where those of all tables may have '
+        f'{SETTINGS_BYTES:,} and have {self._settings_bytes:,}'
       )
     return text
 
-  def _named(self, name: str, more: str = '') -> Entry:
-    if name not in self.entries:
+  def _find(self, name: str, hint: str = '') -> ServedTable:
+    if name not in self.by_name:
       where = self._listener.address
-      raise ValueError(f'{where} has no table {name!r}; it has {sorted(self.entries)}{more}')
-    return self.entries[name]
+      raise ValueError(f'{where} has no table {name!r}; it has {sorted(self.by_name)}{hint}')
+    return self.by_name[name]
 
-  def update(self, name: str, keys: memoryview, priorities: memoryview) -> int:
-    """Sets priorities by key; how many keys were there."""
-    found = _keys(keys)
-    self._listener.counts['updated'] += len(found)
-    values = replay_messages.records(priorities, '<f8')
-    return self._named(name).table.update_priorities(found, values)
+  def update_priorities(self, name: str, keys: memoryview, priorities: memoryview) -> int:
+    """Set priorities by key; return how many keys were in the table."""
+    known = _read_keys(keys)
+    self._listener.counts['updated'] += len(known)
+    values = replay_messages.read_records(priorities, '<f8')
+    return self._find(name).table.update_priorities(known, values)
 
   def delete(self, name: str, keys: memoryview) -> int:
-    """Removes items by key; how many keys were there."""
-    entry = self._named(name)
-    self.touched.add(entry)
-    return entry.table.delete(_keys(keys))
+    """Remove items by key; return how many keys were in the table."""
+    served = self._find(name)
+    self.touched.add(served)
+    return served.table.delete(_read_keys(keys))
 
   def info(self, name: str) -> dict[str, Any]:
-    """How a table does."""
-    table = self._named(name).table
+    """Return the statistics of a table, and why its samples and inserts wait."""
+    table = self._find(name).table
     return dict(
       dataclasses.asdict(table.info()),
       why_no_sample=table.reads.why_not(),
@@ -181,8 +177,8 @@ class Registry:
     )
 
 
-def _keys(array: memoryview) -> np.ndarray:
-  keys = replay_messages.records(array, '<i8')
+def _read_keys(array: memoryview) -> np.ndarray:
+  keys = replay_messages.read_records(array, '<i8')
   if len(keys) > replay_messages.MESSAGE_KEYS:
     raise WireError(f'{len(keys)} keys in a message, at most {replay_messages.MESSAGE_KEYS}')
   return keys

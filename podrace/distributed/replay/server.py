@@ -1,8 +1,8 @@
 """`podrace replay`: podrace.tables behind a socket. Imports no JAX.
 
-One thread has the network and the tables. Items come with the chunks that they are the first to need, packed
-by their writer; they are kept and sent on as they came. Each part of a service has a module: `inserting`,
-`sampling` and `saving` here, over the `registry` of tables.
+One thread serves the network and the tables. Items come with the chunks that no earlier item
+needed. Their writer has packed the chunks, and the service keeps and sends them as they came.
+`inserting`, `sampling` and `checkpoints` are its parts, over `served_tables`.
 """
 
 from __future__ import annotations
@@ -23,50 +23,65 @@ from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Handler, Listen, Listener, Peer, Serving
 from podrace.distributed.net.safe_text import Say, plain_lines
 from podrace.distributed.net.session_messages import SILENCE
-from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.checkpoints import Saving
+from podrace.distributed.replay import replay_messages, table_settings
+from podrace.distributed.replay.checkpoints import ReplayCheckpoints
+from podrace.distributed.replay.insert_streams import InsertStream
 from podrace.distributed.replay.inserting import Inserting
-from podrace.distributed.replay.sampling import Reading, Sampling
-from podrace.distributed.replay.served_tables import Registry
-from podrace.distributed.replay.streams import Stream
+from podrace.distributed.replay.sample_requests import SampleWindow
+from podrace.distributed.replay.sampling import Sampling
+from podrace.distributed.replay.served_tables import ServedTables
 from podrace.system.process import on_signals
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore
 
-SLACK = 2**20  # bytes of a frame beyond what is counted, as of items and packed steps
+SLACK = 2**20  # bytes of a frame besides steps and chunks, such as items
+REPORTED = 64  # tables in a report
 
 log = logging.getLogger('podrace.distributed.replay')
 
 
-class Client(NamedTuple):
-  """A peer's state."""
+class ClientState(NamedTuple):
+  """The state of a peer's session."""
 
-  stream: Stream
-  reading: Reading
+  stream: InsertStream
+  window: SampleWindow
 
 
 class ReplayServer(Handler):
-  """Tables behind a socket, while it is entered.
+  """Tables behind a socket, served by a thread while the server is entered.
+
+  *Owner*: the caller, by `with` or `start` and `stop`.
+  *Ends when*: stopped, or its thread fails.
+  *Raises*: nothing while it serves; `failure` has the traceback of the thread.
+
+  Example:
+    with ReplayServer('tcp://127.0.0.1:5560', tables=parse_tables([...])) as server:
+      server.ended.wait()
 
   Args:
     address: to listen at.
-    dir: where checkpoints are kept; the newest is read at the start. None for no checkpoints.
-      While it is open no other service may keep its own there.
-    tables: settings by name (`wire.packed_settings`), made at the start; clients may have others made.
-    checkpoint_every: seconds; 0 for on demand and at the end only.
+    dir: where checkpoints are kept, or None for no checkpoints. The newest one is restored. No
+      other service may use the directory at the same time.
+    keys: a directory with the service's keys, needed beyond this machine.
+    insecure: no keys, beyond this machine.
+    tables: settings by name (`table_settings.pack_settings`) of tables to make at the start.
+      Clients can make more.
+    checkpoint_every: seconds; 0 for checkpoints on demand and at the end only.
     most_bytes: of the steps that one client's writers keep.
-    say: gets what is worth a line, and its level.
+    peer_timeout: seconds of silence after which a client's session ends.
+    say: called with each line to log and its level.
+    announce: how the address is announced.
 
   Attributes:
     tables: by name.
     peers: clients with a session.
-    counts: of what has happened, by name.
-    ended: set when its thread has ended.
+    counts: events by name.
+    ended: set when the thread has ended.
 
   Raises:
-    CheckpointError: if the newest checkpoint is damaged, or its tables are not as given; if another
-      service has `dir`, or it is no directory that can be written to.
-    ValueError: if a number can't be.
+    CheckpointError: the newest checkpoint is damaged, or its tables have other settings; or another
+      service uses `dir`, or it cannot be written to.
+    ValueError: a number is out of range.
     SecurityError: see podrace.distributed.net.keys.
   """
 
@@ -99,45 +114,42 @@ class ReplayServer(Handler):
     self._most_bytes = most_bytes
     self.store = ChunkStore(cache_bytes=0)
     self.tables = self.store.tables
-    self.registry = Registry(self.store, listener)
-    self.inserting = Inserting(self.registry, listener, most_bytes)
-    self.sampling = Sampling(self.registry, listener)
+    self.served = ServedTables(self.store, listener)
+    self.inserting = Inserting(self.served, listener, most_bytes)
+    self.sampling = Sampling(self.served, listener)
     for name, details in (tables or {}).items():
-      self.registry.make(name, details)
-    self.saving = Saving(dir, checkpoint_every, self._snapshot, listener)
+      self.served.make(name, details)
+    self.saving = ReplayCheckpoints(dir, checkpoint_every, self._snapshot, listener)
     self._serving = Serving(listener, self.sampling.seconds, self.saving.leave)
     self.ended, self.ask_to_stop = self._serving.ended, self._serving.ask_to_stop
     self._or_unlock(self._restore)
 
   def _restore(self) -> None:
-    """The newest checkpoint, if there is one."""
     if newest := self.saving.newest():
       path, extra = newest
-      self.registry.restore(path, extra['tables'])
+      self.served.restore(path, extra['tables'])
       self.inserting.restore(extra, time.time() - path.stat().st_mtime)
       items = sum(map(len, self.tables.values()))
       self.listener.log(f'restored {path}: {len(self.tables)} tables, {items:,} items')
 
   def _snapshot(self) -> checkpoint.Snapshot:
-    """Tables and streams, at one moment."""
-    settings = {name: entry.settings for name, entry in self.registry.entries.items()}
+    """Take the tables and streams of one moment."""
+    settings = {name: served.settings for name, served in self.served.by_name.items()}
     extra = dict(tables=settings, **self.inserting.snapshot())
     return checkpoint.snapshot(self.store, json.loads(json.dumps(extra)))
 
-  # --- its life
-
   @property
   def address(self) -> str:
-    """Where it listens."""
+    """The address at which it listens."""
     return self.listener.address
 
   @property
   def failure(self) -> str | None:
-    """The traceback of what has ended its thread; None if nothing has."""
+    """The traceback of the exception that ended the thread, or None."""
     return self._serving.failure
 
   def start(self) -> None:
-    """Listens, from now on."""
+    """Start to listen."""
     self._or_unlock(self._serving.start)
 
   def _or_unlock(self, do: Callable[[], None]) -> None:
@@ -155,44 +167,48 @@ class ReplayServer(Handler):
     self.stop()
 
   def stop(self) -> None:
-    """Ends it, after a last checkpoint."""
+    """End the thread after a last checkpoint."""
     self._serving.stop()
     self.saving.unlock()
 
-  # --- as a listener's handler
+  # --- the listener's handler
 
   @property
   def largest(self) -> int:
-    """Bytes of a frame: the steps that a client may keep, or the chunks of one message; and a little more."""
+    """The largest frame in bytes: the steps that a client may keep, and the chunks of a message."""
     return min(
       replay_messages.FRAME_BYTES,
       self._most_bytes + replay_messages.MESSAGE_CHUNKS * replay_messages.CHUNK.itemsize + SLACK,
     )
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
+    """Raise WireError for a client without a number."""
     if not details['client']:
       raise WireError('a hello of client 0, which none is')
     return []
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
+    """Begin a session, and return the details of WELCOME."""
     stream = self.inserting.join(peer)
-    peer.state = Client(stream, Reading())
+    peer.state = ClientState(stream, SampleWindow())
     self.listener.log(f'{peer.name} joins')
     return dict(
       most_items=replay_messages.MOST_ITEMS,
       most_bytes=self._most_bytes,
       largest=self.largest,
       number=stream.number,
-      sizes=self.registry.sizes(),
-      waiting=replay_messages.numbers(stream.waiting),
-      missing=replay_messages.numbers(stream.missing),
+      sizes=self.served.sizes(),
+      waiting=replay_messages.pack_numbers(stream.waiting),
+      missing=replay_messages.pack_numbers(stream.missing),
     )
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
+    """End a session."""
     self.sampling.left(peer)
     self.inserting.left(peer)
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
+    """Take a message of a client."""
     if kind is replay_messages.INSERT:
       self.inserting.insert(peer, fields[0], arrays)
     elif kind is replay_messages.SAMPLE:
@@ -207,108 +223,110 @@ class ReplayServer(Handler):
   def _request(
     self, peer: Peer, kind: Kind, number: int, args: Sequence[Any], arrays: list[memoryview]
   ) -> None:
-    """What is answered at once, or by an error that is the client's to raise; a SAVE when it is written."""
-    does: dict[Kind, Any] = {
-      replay_messages.TABLE: self.registry.table,
-      replay_messages.UPDATE: self.registry.update,
-      replay_messages.DELETE: self.registry.delete,
-      replay_messages.INFO: self.registry.info,
+    """Answer a request with a value, or with an error that the client raises.
+
+    SAVE is answered when the checkpoint is written.
+    """
+    functions: dict[Kind, Any] = {
+      replay_messages.TABLE: self.served.open,
+      replay_messages.UPDATE: self.served.update_priorities,
+      replay_messages.DELETE: self.served.delete,
+      replay_messages.INFO: self.served.info,
     }
     try:
       if kind is replay_messages.SAVE:
-        self.saving.want(peer, number)
+        self.saving.request(peer, number)
         return
-      good, answer = True, does[kind](*args, *arrays)
+      accepted, answer = True, functions[kind](*args, *arrays)
     except ValueError as e:
-      good, answer = False, plain_lines(e)
-    self.listener.send(peer, replay_messages.ANSWER, number, good, answer)
+      accepted, answer = False, plain_lines(e)
+    self.listener.send(peer, replay_messages.ANSWER, number, accepted, answer)
 
   def ping(self, peer: Peer, said: Any) -> dict[str, int]:
-    if said is not None:  # a client that never samples need not tell
+    """Take the number of samples that a client has received, and return the sizes of tables."""
+    if said is not None:  # a client that never samples may leave it out
       if type(said) is not int or said < 0:
         raise WireError('a PING without the number of samples that have come')
-      self.sampling.received(peer.state.reading, said)
-    return self.registry.sizes()
+      self.sampling.acknowledge(peer.state.window, said)
+    return self.served.sizes()
 
   def turned(self) -> None:
-    touched = self.registry.touched
+    """Serve the requests and items that can go on."""
+    touched = self.served.touched
     touched |= self.sampling.take_unfinished()
     while touched:
-      entry = touched.pop()
-      self.sampling.serve(entry.readers)
-      self.sampling.serve(entry.peekers)
-      self.inserting.admit(entry)
+      served = touched.pop()
+      self.sampling.serve(served)
+      self.inserting.admit(served)
     self.sampling.expire()
     self.saving.turned()
 
   def report(self) -> dict[str, Any]:
-    shown = [dataclasses.asdict(t.info()) for t in itertools.islice(self.tables.values(), 64)]
-    return dict(self.listener.report(_described), tables=shown, bytes=self.store.total.bytes,
-                checkpoints=[str(p) for p in self.saving.saved])  # fmt: skip
+    """Return the details of REPORT."""
+    shown = itertools.islice(self.tables.values(), REPORTED)
+    return dict(
+      self.listener.report(_client_report),
+      tables=[dataclasses.asdict(table.info()) for table in shown],
+      bytes=self.store.total.bytes,
+      checkpoints=[str(p) for p in self.saving.saved],
+    )
 
 
-def _described(peer: Peer) -> dict[str, Any]:
-  """What a report has of a client besides."""
-  client: Client = peer.state
+def _client_report(peer: Peer) -> dict[str, Any]:
+  client: ClientState = peer.state
   return dict(
     inserted=client.stream.inserted,
-    sampled=client.reading.sampled,
+    sampled=client.window.sampled,
     refused=client.stream.refusals,
     waiting_inserts=len(client.stream.waiting),
-    waiting_samples=len(client.reading.waiting),
+    waiting_samples=len(client.window.waiting),
     kept_bytes=client.stream.kept_bytes,
-    unread_bytes=client.reading.bytes,
+    unread_bytes=client.window.bytes,
   )
 
 
-# --- the command ------------------------------------------------------------------------------------
+# --- the command
 
 
 def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Settings by name, of what `--table` was given.
-
-  Raises:
-    ValueError: saying what is expected.
-  """
-  found: dict[str, dict[str, Any]] = {}
+  """Return settings by name from the values of `--table`. Raise ValueError."""
+  parsed: dict[str, dict[str, Any]] = {}
   for text in texts:
     try:
       name, settings = _parse_table(text)
-      if name in found:
+      if name in parsed:
         raise ValueError(f'there is a table {name!r} already')
     except ValueError as e:
       raise ValueError(f'--table {text}: {e}') from None
-    found[name] = settings
-  return found
+    parsed[name] = settings
+  return parsed
 
 
 def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
   needed, sizes = ['name', 'sampler', 'remover', 'rate', 'max_size'], dict[str, Any]()
   known = [*needed, 'max_bytes', 'max_times_sampled']
-  given: dict[str, str] = {}
+  values: dict[str, str] = {}
   for part in text.split(','):
     key, _, value = part.partition('=')
-    if key not in known or not value or key in given:
+    if key not in known or not value or key in values:
       raise ValueError(f'{part!r}, expected {", ".join(known)}, each =VALUE')
     if key.startswith('max_'):
       if not value.isdigit():
         raise ValueError(f'{key} takes a whole number, not {value!r}')
       sizes[key] = int(value)
-    given[key] = value
-  if lacking := [k for k in needed if k not in given]:
-    raise ValueError(f'needs {", ".join(lacking)}')
-  sampler, remover = (
-    replay_messages.selector(given['sampler']),
-    replay_messages.selector(given['remover']),
+    values[key] = value
+  if missing := [k for k in needed if k not in values]:
+    raise ValueError(f'needs {", ".join(missing)}')
+  settings = table_settings.pack_settings(
+    sampler=table_settings.parse_selector(values['sampler']),
+    remover=table_settings.parse_selector(values['remover']),
+    rate_limiter=_parse_limiter(values['rate']),
+    **sizes,
   )
-  limiter = _limiter(given['rate'])
-  settings = replay_messages.packed_settings(
-    sampler=sampler, remover=remover, rate_limiter=limiter, **sizes
-  )
-  return given['name'], settings
+  return values['name'], settings
 
 
-def _limiter(text: str) -> tables.RateLimiter:
+def _parse_limiter(text: str) -> tables.RateLimiter:
   name, *numbers = text.split(':')
   if name in ('min_size', 'queue', 'stack') and len(numbers) == 1:
     return getattr(tables, name)(int(numbers[0]))
@@ -321,12 +339,12 @@ def _limiter(text: str) -> tables.RateLimiter:
 
 
 def run(address: str, **options: Any) -> int:
-  """`podrace replay`: serves until a signal; the exit code."""
-  found = 0
+  """Serve until a signal, and return the exit code of `podrace replay`."""
+  received = 0
 
   def on_signal(signum: int, frame: Any) -> None:
-    nonlocal found
-    found = signum
+    nonlocal received
+    received = signum
     server.ask_to_stop()
 
   try:
@@ -337,4 +355,4 @@ def run(address: str, **options: Any) -> int:
   with on_signals(on_signal), server:
     log.info('listening at %s', server.address)
     server.ended.wait()
-  return 1 if server.failure else 128 + found
+  return 1 if server.failure else 128 + received

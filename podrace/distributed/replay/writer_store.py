@@ -1,8 +1,9 @@
-"""What podrace.tables.Writer writes to, where the tables are elsewhere.
+"""The chunks and items of one writer to tables of a replay service.
 
-Each writer has a store of its own; each connection an outbox, over which their items go. Rows are cut into pieces, packed by the writer, which go to the service with
-the first item that needs them. A chunk that is full is one piece; one that is not yet is cut early if an item
-has waited long enough for it, or is flushed.
+Each writer has a store, and each connection an outbox that sends the items of its stores. The
+writer cuts its rows into pieces and packs them. A piece is sent with the first item that needs it.
+A full chunk is one piece. A chunk that is not full is cut early if an item has waited for `delay`
+seconds or is flushed.
 """
 
 from __future__ import annotations
@@ -12,55 +13,139 @@ import os
 import threading
 import time
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.sent_chunks import Piece, Sending, SentChunk
-from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Wait
+from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Pending, Wait
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
 
-if TYPE_CHECKING:
-  from podrace.distributed.replay.connection import Connection
-  from podrace.distributed.replay.outbox import Outbox
-  from podrace.distributed.replay.remote_table import RemoteTable
+COUNTED = 4096  # bytes above which a chunk counts in the size of a message
+REFERENCE = 16  # bytes that a reference to a chunk counts for
+
+
+class Session(Protocol):
+  """The connection that sends the items of a store.
+
+  Attributes:
+    address: of the service.
+    released: chunks that writers no longer need, for the connection to announce.
+  """
+
+  address: str
+  released: deque[SentChunk]
+
+  @property
+  def idle(self) -> bool:
+    """Whether an item would be sent at once."""
+
+  def wake(self) -> None:
+    """Wake the connection's thread."""
+
+  def check_open(self) -> None:
+    """Raise Closed, or the error that ended the connection."""
+
+  def why_not_inserted(self) -> str:
+    """Return the reason why the newest items are not in their tables."""
+
+
+class WriterTarget(Protocol):
+  """The table of an item; `report` gets a line if an insert waits long."""
+
+  name: str
+  report: Callable[[str], None]
+
+
+class ChunkPiece:
+  """Packed rows of a chunk, and their number in the session that sent them."""
+
+  __slots__ = ('data', 'how', 'number', 'rows', 'session')
+
+  def __init__(self, rows: int, how: int, data: bytes) -> None:
+    self.rows, self.how, self.data = rows, how, data
+    self.number, self.session = 0, -1
+
+
+class SentChunk(Chunk):
+  """A chunk, and the pieces of its rows before `through`."""
+
+  __slots__ = ('pieces', 'store', 'through')
+
+  def __init__(self, key: int, array: np.ndarray, length: int, store: WriterStore) -> None:
+    super().__init__(key, array, length)
+    self.pieces: list[ChunkPiece] = []
+    self.store, self.through = store, 0
+
+
+class Sending(Pending):
+  """An item that is not yet acknowledged; it must be sent at the time `due`."""
+
+  __slots__ = ('due', 'number', 'store')
+
+  def __init__(
+    self, item: Item, writer: InFlight, table: WriterTarget, store: WriterStore, due: float
+  ) -> None:
+    super().__init__(item, table, writer)
+    self.store, self.due = store, due
+    self.number = 0  # in the client's stream, once the item has been sent
+
+  @property
+  def bytes(self) -> int:
+    """About the bytes of its chunks, also if an earlier item has sent them."""
+    parts = self.item.parts
+    references = REFERENCE * sum([len(part[0]) for part in parts])
+    return references + sum([c.nbytes for part in parts for c in part[0] if c.nbytes > COUNTED])
 
 
 class WriterStore(ChunkStore):
-  """One writer's chunks, and its items that are not yet in their tables."""
+  """The chunks of one writer, and its items that have not been sent.
 
-  def __init__(self, connection: Connection, outbox: Outbox, delay: float) -> None:
+  Args:
+    delay: seconds that an item waits for its last chunks to fill up.
+
+  Attributes:
+    queue: items that have not been sent.
+    flushing: all of them are to be sent at once.
+    unacknowledged: account of the chunks of items that are not yet in their tables.
+  """
+
+  def __init__(self, session: Session, delay: float) -> None:
     super().__init__(cache_bytes=0)
     if not 0 <= delay < math.inf:
       raise ValueError(f'{delay=} must be at least 0, in seconds')
-    self.connection, self._outbox, self.delay = connection, outbox, delay
-    self.queue: deque[Sending] = deque()  # not yet sent
-    self.forced = False  # all of them are to be sent
+    self.session, self.delay = session, delay
+    self.queue: deque[Sending] = deque()
+    self.flushing = False
     self.unacknowledged = Account()
     self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
     self._cutting = threading.Lock()
     self._key = -1
 
-  # --- for the writer ------------------------------------------------------------------------------
+  # --- for the writer
 
   def chunk(self, array: np.ndarray, length: int) -> Chunk:
+    """Make a chunk."""
     return SentChunk(next(self._chunk_keys), array, length, self)
 
   def seal(self, chunk: Chunk, differences: bool) -> None:
+    """Cut and pack the rest of a full chunk."""
     assert isinstance(chunk, SentChunk)
     self.cut(chunk, differences)
     with self.lock:
       self._resize(chunk, sum(len(piece.data) for piece in chunk.pieces))
 
   def drop(self, chunk: Chunk, account: Account) -> None:
+    """Drop a chunk, and release it at the service if no account holds it."""
     super().drop(chunk, account)
     if not chunk.holders:
       assert isinstance(chunk, SentChunk)
-      self._outbox.released.append(chunk)
+      self.session.released.append(chunk)
 
   def read(self, chunk: Chunk) -> np.ndarray:
+    """Return the rows of a chunk."""
     array = chunk.array
     if array is not None:
       return array
@@ -77,9 +162,9 @@ class WriterStore(ChunkStore):
     ]
     return np.concatenate(pieces)
 
-  def submit(self, table: RemoteTable, item: Item, writer: InFlight) -> Sending:
-    """Queues an item, which is sent when its chunks are full, or in `delay` seconds."""
-    self.connection.check_open()
+  def submit(self, table: WriterTarget, item: Item, writer: InFlight) -> Sending:
+    """Queue an item, which is sent when its chunks are full, or after `delay` seconds."""
+    self.session.check_open()
     if item.key == NEW:
       item.key = self._new_key()
     with self.lock:
@@ -88,39 +173,35 @@ class WriterStore(ChunkStore):
         for chunk in part[0]:
           self.hold(chunk, self.unacknowledged)
     self.queue.append(sending)
-    if (self._outbox.idle and self.is_ready(item)) or len(
+    if (self.session.idle and self.is_ready(item)) or len(
       self.queue
     ) == replay_messages.MESSAGE_ITEMS:
-      self.connection.wake()
+      self.session.wake()
     return sending
 
   def _new_key(self) -> int:
-    """A key that nobody else draws: 42 random bits, which last for a million items."""
+    """Return a key that no other writer draws: 42 random bits, new after 2^KEY_BITS items."""
     if (self._key + 1) % 2**replay_messages.KEY_BITS == 0:
       self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << replay_messages.KEY_BITS
     self._key += 1
     return self._key
 
   def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
-    """Returns when an item is in its table, or at most so many wait, or one has been refused."""
+    """Wait until an item is in its table, at most `most` wait, or one has been refused."""
     if not pending.number:
-      self.forced = True
-      self.connection.wake()
+      self.flushing = True
+      self.session.wake()
     writer, table = pending.writer, pending.table
     desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
     with self.lock:
       while not pending.done and len(writer.waiting) > most and not writer.refusals:
-        self.connection.check_open()
-        wait.on(desk, self._done, 'insert into', self._why_not)
+        self.session.check_open()
+        wait.on(desk, self._done, 'insert into', self.session.why_not_inserted)
 
-  def _why_not(self) -> str:
-    connection, why = self.connection, self._outbox.why_held or 'it has not been acknowledged yet'
-    return f'at {connection.address} {connection.state() if connection.away else why}'
-
-  # --- for the connection's thread -----------------------------------------------------------------
+  # --- for the connection's thread
 
   def cut(self, chunk: SentChunk, differences: bool = False) -> None:
-    """Makes a piece of the rows that are in none yet."""
+    """Make a piece of the rows that are in no piece yet."""
     with self._cutting:
       upto = chunk.length
       if upto > chunk.through:
@@ -128,9 +209,9 @@ class WriterStore(ChunkStore):
         rows = chunk.array[chunk.through : upto]
         packed = pack(rows, differences)
         if packed is None:
-          piece = Piece(len(rows), replay_messages.AS_IS, rows.tobytes())
+          piece = ChunkPiece(len(rows), replay_messages.AS_IS, rows.tobytes())
         else:
-          piece = Piece(
+          piece = ChunkPiece(
             len(rows),
             replay_messages.DIFFERENCES if packed[1] else replay_messages.PACKED,
             packed[0],
@@ -141,7 +222,7 @@ class WriterStore(ChunkStore):
         chunk.array = None
 
   def is_ready(self, item: Item) -> bool:
-    """Whether all its rows are in pieces."""
+    """Return whether all rows of an item are in pieces."""
     for chunks, offset, rows in item.parts:
       if len(chunks) > 1:
         offset -= sum([chunk.length for chunk in chunks[:-1]])
@@ -150,26 +231,26 @@ class WriterStore(ChunkStore):
     return True
 
   def complete(self, item: Item) -> None:
-    """Makes pieces of all its rows."""
+    """Make pieces of all rows of an item."""
     if not self.is_ready(item):
       for part in item.parts:
         self.cut(part[0][-1])  # type: ignore[arg-type]
 
   def take(self, most: int, size: int, now: float) -> list[Sending]:
-    """Items to send next: so many at most, of about so many bytes, and at least one."""
+    """Take at most `most` items to send next, and stop after about `size` bytes."""
     queue, taken = self.queue, list[Sending]()
     while queue and len(taken) < most and size > 0:
       head = queue[0]
       size -= head.bytes
-      if not (self.is_ready(head.item) or self.forced or head.due <= now):
+      if not (self.is_ready(head.item) or self.flushing or head.due <= now):
         break
       taken.append(queue.popleft())
     if not queue:
-      self.forced = False
+      self.flushing = False
     return taken
 
   def finish(self, done: list[Sending], refusal: str | None = None) -> None:
-    """Items are in, or refused; whoever waits looks around."""
+    """Finish items that were inserted or refused, and wake the calls that wait."""
     with self.lock:
       for sending in done:
         if sending.done:
@@ -183,4 +264,19 @@ class WriterStore(ChunkStore):
       self._done.notify_all()
 
 
-# --- over a connection ------------------------------------------------------------------------------
+def pieces_of(part: Any) -> tuple[list[ChunkPiece], int]:
+  """Return the pieces that a part of an item needs, and its first row in the first of them."""
+  chunks, offset, rows = part
+  if len(chunks) == 1 and len(chunks[0].pieces) == 1:
+    return chunks[0].pieces, offset
+  needed: list[ChunkPiece] = []
+  first, start, end = offset, 0, offset + rows
+  for chunk in chunks:
+    for piece in chunk.pieces:
+      stop = start + piece.rows
+      if stop > offset and start < end:
+        if not needed:
+          first = offset - start
+        needed.append(piece)
+      start = stop
+  return needed, first

@@ -12,7 +12,7 @@ import pytest
 from children import Process, until
 from test_net_keys import Nobody
 
-from podrace.distributed import replay
+from podrace.distributed import parameters
 from podrace.distributed.net import address as net_address
 from podrace.distributed.net import announce, keys
 from podrace.distributed.net.address import host_and_port
@@ -37,17 +37,19 @@ def test_a_service_announces_the_port_that_it_has(tmp_path: Path) -> None:
 def test_a_learner_announces_where_its_parameters_are(tmp_path: Path) -> None:
   file = tmp_path / 'at.json'
   there = Announcement(file, 'params')
-  with replay.Publisher('tcp://127.0.0.1:0', announce=there) as publisher:
+  with parameters.Publisher('tcp://127.0.0.1:0', announce=there) as publisher:
     assert announce.read(file) == {'params': publisher.address}
     assert not publisher.address.endswith(':0')
-  with replay.Publisher('tcp://0.0.0.0:0', insecure=True, announce=there) as publisher:
+  with parameters.Publisher('tcp://0.0.0.0:0', insecure=True, announce=there) as publisher:
     assert announce.read(file) == {'params': publisher.reachable}
     assert host_and_port(publisher.reachable)[0] == socket.gethostname()
 
 
 def test_what_cannot_be_announced_is_refused(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match=r'--announce .*/no/at.json cannot be written: No such file'):
-    replay.Publisher('tcp://127.0.0.1:0', announce=Announcement(tmp_path / 'no/at.json', 'params'))
+    parameters.Publisher(
+      'tcp://127.0.0.1:0', announce=Announcement(tmp_path / 'no/at.json', 'params')
+    )
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"a": 1}', '{"a": "b"', '\xff'])

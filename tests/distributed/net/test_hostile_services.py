@@ -14,7 +14,7 @@ from mutants import Document, data_of, mutant
 from peers import spec
 
 from podrace import tables
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 from podrace.distributed.environments import client as remote_client
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.net import session_messages
@@ -26,12 +26,12 @@ WELCOME = {'silence': 5.0}
 
 
 def of_parameters(address: str) -> tuple[Link, Callable[[], Any]]:
-  reader = replay.Parameters(address)
+  reader = parameters.Parameters(address)
   return reader._link, reader.close
 
 
 def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
-  client = replay.Client([address], None, False)
+  client = replay.ReplayClient([address], None, False)
   return client.connections[0].link, client.close
 
 
@@ -44,7 +44,7 @@ def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
 
 def parameters_say() -> list[Document]:
   data = np.ones(5).tobytes()
-  version = publisher.Version(1, [('x', np.ones(5))])
+  version = publisher.ParameterVersion(1, [('x', np.ones(5))])
   return [
     (session_messages.WELCOME, [WELCOME], []),
     (session_messages.PONG, [1], []),
@@ -114,7 +114,7 @@ def test_samples_do_not_answer_another_question() -> None:
     sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=9
   )
   end = bare.Accepting(replay_messages.OF_CLIENTS)
-  client = replay.Client([end.address], None, False)
+  client = replay.ReplayClient([end.address], None, False)
   welcome = replay_says()[0][1][0]
   with ThreadPoolExecutor(1) as pool:
     made = pool.submit(lambda: client.table('it', **settings))

@@ -17,6 +17,7 @@ from children import ROOT
 from peers import Learner, Raw, spec
 
 from podrace import tables, types
+from podrace.distributed import parameters
 from podrace.distributed.environments import environment_messages, slots
 from podrace.distributed.environments import server as remote_server
 from podrace.distributed.net import (
@@ -33,14 +34,15 @@ from podrace.distributed.net import (
 )
 from podrace.distributed.net.frame import PREFIX, Kind, WireError, split
 from podrace.distributed.parameters import parameter_messages, reader
-from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.parameters.publisher import KEPT, MOST_BYTES, MOST_LEAVES
 from podrace.distributed.replay import (
+  insert_streams,
   inserting,
   replay_messages,
   sampling,
   served_tables,
   server,
-  streams,
+  table_settings,
 )
 from podrace.envs.host import answer_timer
 from podrace.tables.items import TableInfo
@@ -245,7 +247,7 @@ SETTINGS: dict[str, Any] = dict(
 
 
 def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
-  told = replay_messages.packed_settings(**SETTINGS)
+  told = table_settings.pack_settings(**SETTINGS)
   with server.ReplayServer(bare.ANY, tables={'t': told}) as service:
     one = bare.connect(service.address, replay_messages.OF_SERVICES)
     welcome = one.hello(replay_messages.SERVICE, 7)
@@ -283,7 +285,7 @@ def test_the_settings_of_the_page_make_a_table() -> None:
   assert text is not None
   settings = json.loads(text[0])
   shown = named(PAGE.partition('| setting | type |')[2].partition('\n\n')[0])
-  assert set(settings) | {replay_messages.RUN, replay_messages.CONTENTS} == shown
+  assert set(settings) | {table_settings.RUN, table_settings.CONTENTS} == shown
   with server.ReplayServer(bare.ANY) as service:
     one = bare.connect(service.address, replay_messages.OF_SERVICES)
     one.hello(replay_messages.SERVICE, 7)
@@ -360,13 +362,13 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| array of maps, integer | at most {listener.REPORTED:,},',
     f'{replay_messages.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
     f'n is at most {replay_messages.MESSAGE_KEYS:,} |',
-    f"a stream's newest {streams.REFUSED_ITEMS:,} refused items",
+    f"a stream's newest {insert_streams.REFUSED_ITEMS:,} refused items",
     f'at most {sampling.REQUESTS:,} that are not answered',
     f'`n` <= {replay_messages.MOST_ITEMS:,} items',
     f'or {replay_messages.MOST_UNREAD} answers',
     f'at most {inserting.DECLARATIONS:,} together in a session',
     f'There are at most {served_tables.TABLES:,} tables',
-    f'of each, at most {parameters.MOST_LEAVES:,}.',
+    f'of each, at most {MOST_LEAVES:,}.',
     f'| {replay_messages.DEPTH} within each other;',
     f'| 1 to {replay_messages.LEAVES:,}; a name has at most {replay_messages.NAME_CHARACTERS:,} characters |',
     f'{replay_messages.NODES:,} of them together; `named NAME` and a key have at most {replay_messages.KEY_CHARACTERS} ',
@@ -384,9 +386,9 @@ def test_powers_of_two_are_those_of_the_page() -> None:
   assert stream.ANSWER_BYTES == 2**24 == inserting.DECLARED_BYTES
   assert served_tables.SETTINGS_BYTES == 2**26
   assert types.LARGEST_OBSERVATION == 1e9 and types.LARGEST_REWARD == 1e12
-  assert parameters.MOST_BYTES == 2**32 - 2**21 and replay_messages.FRAME_BYTES == 2**30
+  assert MOST_BYTES == 2**32 - 2**21 and replay_messages.FRAME_BYTES == 2**30
   assert replay_messages.UNPACKED_CHUNK_BYTES == 2**26 and replay_messages.MOST_BYTES == 2**28
-  assert parameters.KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
+  assert KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
   assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
-  assert server.SLACK == 2**20 and replay_messages.MOST_NUMBER == 10**15
+  assert server.SLACK == 2**20 and table_settings.MOST_NUMBER == 10**15
   assert answer_timer.START_SECONDS == 120 and stream.PREFIX_BYTES == 8

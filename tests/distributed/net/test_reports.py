@@ -17,7 +17,7 @@ from peers import Learner, Raw
 from rich.console import Console
 
 from podrace import cli
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 from podrace.distributed.learner import replay_reports
 from podrace.distributed.net import dashboard, reports, session_messages
 from podrace.distributed.net.frame import WireError
@@ -48,9 +48,9 @@ def of_program() -> dict[str, Any]:
 
     all_of(client)
     program = lambda: dict(steps=10, replay=replay_reports(client))  # noqa: E731
-    with replay.Publisher(bare.ANY, environments=2, program=program) as publisher:
+    with parameters.Publisher(bare.ANY, environments=2, program=program) as publisher:
       publisher.publish(1, [('x', np.ones(2))])
-      reader = replay.Parameters(publisher.address)
+      reader = parameters.Parameters(publisher.address)
       asker = dashboard.Asker(publisher.address, None, False)
       try:
         until(lambda: (r := asker.ask())['program']['replay'] and r['clients'])

@@ -18,17 +18,17 @@ from podrace.distributed import replay
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.replay import item_schema, replay_messages, sample_frames
-from podrace.distributed.replay.item_schema import FINITE, Contents, column
+from podrace.distributed.replay.item_schema import FINITE, ItemSchema, pack_column
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
 
 COLUMNS = [
-  column('image', np.uint8, (64, 64), 4),
-  column('reward', np.float32, (), 4, FINITE),
-  column('step_type', np.int8, (), 4, (0, 2)),
-  column('action', np.int32, (2,), 3, ([0, 0], [3, 5])),
-  column('value', np.float32, (), 3),
-  column('env_id', np.int32, ()),
+  pack_column('image', np.uint8, (64, 64), 4),
+  pack_column('reward', np.float32, (), 4, FINITE),
+  pack_column('step_type', np.int8, (), 4, (0, 2)),
+  pack_column('action', np.int32, (2,), 3, ([0, 0], [3, 5])),
+  pack_column('value', np.float32, (), 3),
+  pack_column('env_id', np.int32, ()),
 ]
 ITEMS: dict[str, Any] = {**SIMPLE, 'contents': COLUMNS}
 
@@ -41,7 +41,7 @@ def step(**changes: Any) -> dict[str, Any]:
   return good | changes
 
 
-def write(client: replay.Client, rows: int = 4, **changes: Any) -> None:
+def write(client: replay.ReplayClient, rows: int = 4, **changes: Any) -> None:
   """An item, of whose steps the last but one is otherwise; raises what the service has against it."""
   with client.writer(8) as writer:
     for i in range(rows):
@@ -108,7 +108,7 @@ def test_contents_outlive_the_service(tmp_path: Path) -> None:
     with ReplayServer(ANY, dir=tmp_path) as server, replay.connect(server.address) as client:
       client.table('it', **ITEMS)
       client.table('it', **SIMPLE)  # who does not say what it holds is not asked
-      other = [*COLUMNS[:-1], column('env_id', np.int32, (), None, (0, 9))]
+      other = [*COLUMNS[:-1], pack_column('env_id', np.int32, (), None, (0, 9))]
       with pytest.raises(replay.Refused, match=r"\['env_id', .* is asked for"):
         client.table('it', **{**ITEMS, 'contents': other})
       with pytest.raises(ValueError, match='step_type'):
@@ -138,7 +138,7 @@ def test_an_older_tables_contents_are_those_that_its_run_asks_for(server: Replay
 ])  # fmt: skip
 def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
   with pytest.raises(ValueError):
-    Contents(wrong)
+    ItemSchema(wrong)
   with replay.connect(server.address) as client:
     if wrong:
       with pytest.raises(replay.Refused):
@@ -160,7 +160,7 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
       assert list(raw.answer(replay_messages.ANSWER)[0][:2]) == [number, True]
     for number in range(3, 13):
       raw.say(replay_messages.SAVE, number)
-    until(lambda: len(server.saving._wanted) == 10)
+    until(lambda: len(server.saving.requests) == 10)
     assert server.counts['checkpoints'] == 3
     server.saving._saves._at -= 3600.0  # an hour later
     server.listener.wake()
@@ -177,13 +177,13 @@ def packed(size: int) -> bytes:
   return zstandard.ZstdCompressor(level=19).compress(bytes(size))
 
 
-X = column('x', np.int64, (2,), 3)
+X = pack_column('x', np.int64, (2,), 3)
 
 
 def declared(server: ReplayServer) -> Raw:
   raw = Raw(server.address)
   raw.join()
-  signature = replay_messages.packed_signature(Contents([X]).signature)
+  signature = replay_messages.pack_signature(ItemSchema([X]).signature)
   raw.say(replay_messages.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
   return raw
 

@@ -16,7 +16,13 @@ from test_service_tables import SIMPLE, fill
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.net import session_messages
-from podrace.distributed.replay import inserting, replay_messages, sampling, served_tables
+from podrace.distributed.replay import (
+  inserting,
+  replay_messages,
+  sampling,
+  served_tables,
+  table_settings,
+)
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import trees
 
@@ -106,7 +112,7 @@ def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: Rep
     table = client.table(
       'it', **{**SIMPLE, 'rate_limiter': tables.queue(10), 'max_times_sampled': 1}
     )
-    readers = server.registry.entries['it'].readers
+    readers = server.sampling.queue(server.served.by_name['it'], peek=False)
     greedy, modest = Raw(server.address), Raw(server.address)
     for raw, count in ((greedy, 50), (modest, 2)):
       raw.join()
@@ -174,7 +180,7 @@ def test_names_of_declarations_are_bounded_each_and_together(
     )
   assert '65,536' in raw.gone()
   raw.close()
-  assert server.inserting._signature_bytes <= 2**17
+  assert server.inserting.signature_bytes <= 2**17
 
 
 def test_named_tuples_are_made_only_by_a_client_that_reads_them() -> None:
@@ -190,7 +196,7 @@ def test_settings_of_all_tables_together_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(served_tables, 'SETTINGS_BYTES', 4000)
-  settings = replay_messages.packed_settings(
+  settings = table_settings.pack_settings(
     sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=5
   )
   raw = Raw(server.address)
@@ -245,12 +251,12 @@ def test_samples_that_no_client_reads_are_bounded_for_all_together(
         sample(raw, number + 1, 2000, peek=True)
     events = server.listener.lines.events
     until(lambda: sum('bytes of samples unread' in line for line in events) >= 2, 60)
-    assert server.sampling._unread_bytes <= 2**22
+    assert server.sampling.unread_bytes <= 2**22
     assert len(good.table('it').sample(1, peek=True).key) == 1
   for raw in raws:
     raw.close()
   until(lambda: not server.peers)
-  assert server.sampling._unread_bytes == 0
+  assert server.sampling.unread_bytes == 0
 
 
 def test_samples_that_many_wait_for_are_drawn_in_turns(
@@ -295,8 +301,7 @@ def test_requests_of_clients_that_do_not_read_are_not_looked_at_again(
     sample(raw, number, 1)
   until(lambda: server.counts['samples'] == replay_messages.MOST_UNREAD)
   until(lambda: server.tables['it'].info().waiting_samplers == 300)
-  entry = server.registry.entries['it']
-  assert not entry.readers
+  assert not server.sampling.queue(server.served.by_name['it'], peek=False)
   with replay.connect(server.address) as good:
     assert len(good.table('it').sample(3).key) == 3
   raw.say(session_messages.PING, replay_messages.MOST_UNREAD)

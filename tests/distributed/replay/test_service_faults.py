@@ -21,7 +21,7 @@ from test_service_tables import SIMPLE, fill
 from podrace import cli, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import sessions
-from podrace.distributed.replay import replay_messages, streams
+from podrace.distributed.replay import insert_streams, replay_messages
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import checkpoint
 
@@ -118,8 +118,8 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
     most = min(replay_messages.MOST_UNREAD, replay_messages.MOST_BYTES // (8 * numbers))
     until(lambda: sum(a.done for a in asked) >= most)
     peer = next(iter(server.peers))
-    assert peer.state.reading.bytes <= replay_messages.MOST_BYTES + 9 * numbers
-    assert len(peer.state.reading.unread) <= replay_messages.MOST_UNREAD
+    assert peer.state.window.bytes <= replay_messages.MOST_BYTES + 9 * numbers
+    assert len(peer.state.window.unread) <= replay_messages.MOST_UNREAD
     assert not all(a.done for a in asked)
     connection.ping = ping  # type: ignore[method-assign]
     until(lambda: all(a.done for a in asked))  # it says what has come without asking for more
@@ -450,7 +450,7 @@ def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.Mon
   with ReplayServer(ANY) as server, service.connect(server.address) as first:
     with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
       service.connect(server.address, timeout=2.0)
-    found: list[service.Client] = []
+    found: list[service.ReplayClient] = []
     thread = threading.Thread(
       target=lambda: found.append(service.connect(server.address)), daemon=True
     )
@@ -490,8 +490,8 @@ def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
 
 
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-  monkeypatch.setattr(streams, 'REFUSED_ITEMS', 3)
-  one = streams.Stream(10)
+  monkeypatch.setattr(insert_streams, 'REFUSED_ITEMS', 3)
+  one = insert_streams.InsertStream(10)
   for number in range(5):
     one.refuse(number)
   assert one.missing == {2, 3, 4} and list(one.refused) == [2, 3, 4]
@@ -505,7 +505,7 @@ def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
     for _ in range(20):
       with pytest.raises(tables.RateLimited):
         table.sample(1, timeout=0.001)
-    assert not connection._asked and not connection._to_ask
+    assert not connection.calls and not connection._unsent
     with ReplayServer(server.address) as again:
       fill(client, table, 2).close(timeout=60)
       assert len(table.sample(1, timeout=60).key) == 1 and not again.counts['malformed']

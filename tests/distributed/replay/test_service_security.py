@@ -25,6 +25,7 @@ from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, errors, tables
+from podrace.distributed import parameters
 from podrace.distributed import replay as service
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import session_messages
@@ -86,18 +87,18 @@ def test_a_listed_key_is_needed_for_either_service(tmp_path: Path) -> None:
   net_keys.new_keys(keys)
   stranger = tmp_path / 'stranger'
   net_keys.new_keys(stranger)
-  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+  with ReplayServer(ANY, keys=keys) as server, parameters.Publisher(ANY, keys=keys) as publisher:
     publisher.publish(1, [('x', np.ones(3))])
     with service.connect(server.address, keys=keys) as client:
       fill(client, client.table('it', **SIMPLE), 3).close(timeout=30)
-      reader = service.Parameters(publisher.address, keys=keys)
+      reader = parameters.Parameters(publisher.address, keys=keys)
       assert reader.get(timeout=30).version == 1
       counts, others = server.counts, publisher.listener.counts
       for other in (None, stranger):
         with pytest.raises(TimeoutError, match='with the same keys'):
           service.connect(server.address, keys=other, timeout=1.0)
-        late = service.Parameters(publisher.address, keys=other)
-        with pytest.raises(service.StaleParameters):
+        late = parameters.Parameters(publisher.address, keys=other)
+        with pytest.raises(parameters.StaleParameters):
           late.get(timeout=0.5)
         late.close()
       assert counts['turned away'] and others['turned away']
@@ -116,9 +117,9 @@ def test_a_client_that_was_turned_away_joins_once_its_key_is_listed(tmp_path: Pa
   net_keys.new_client(keys, own)
   listed = keys / net_keys.ALLOWED
   text = listed.read_text()
-  with ReplayServer(ANY, keys=keys) as server, service.Publisher(ANY, keys=keys) as publisher:
+  with ReplayServer(ANY, keys=keys) as server, parameters.Publisher(ANY, keys=keys) as publisher:
     publisher.publish(1, [('x', np.ones(3))])
-    reader = service.Parameters(publisher.address, keys=own)
+    reader = parameters.Parameters(publisher.address, keys=own)
     assert reader.get(timeout=30).version == 1
     with service.connect(server.address, keys=own) as client:
       (connection,) = client.connections
@@ -158,7 +159,7 @@ def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> No
   (tmp_path / 'keys' / lacks).unlink()
   for connect in (
     lambda: service.connect('tcp://127.0.0.1:9', keys=tmp_path / 'keys', timeout=None),
-    lambda: service.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
+    lambda: parameters.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
   ):
     error = ended(connect)
     assert isinstance(error, errors.SecurityError) and f'no {lacks}' in str(error)
@@ -223,7 +224,7 @@ class Raw(bare.Bare):
     raise AssertionError('the connection ended without a word')
 
 
-SIGNATURE = replay_messages.packed_signature(
+SIGNATURE = replay_messages.pack_signature(
   Signature(('dict', ('x',), (('leaf', (), ()),)), (Leaf('x', np.dtype('<i8'), (2,), False),))
 )
 
@@ -423,7 +424,7 @@ def test_streams_declarations_and_wishes_for_checkpoints_are_bounded(
     for _ in range(33):
       first.say(replay_messages.DECLARE, {'tables': ['it'] * 2000})
     assert 'more than 65536' in first.gone()
-    server.saving._wanted.clear()
+    server.saving.requests.clear()
     monkeypatch.undo()
     first.close()
 
@@ -736,16 +737,16 @@ def fuzz_documents(count: int) -> None:
     assert resident() - before < 2**27
     fill(client, table, 5).close(timeout=60)
     assert len(table.sample(2, timeout=60).key) == 2
-  with service.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     publisher.publish(1, [('x', np.ones(5))])
     before = resident()
     hello = lambda: told_hello(parameter_messages.SERVICE)  # noqa: E731
     every = lambda: [(session_messages.PING, [None], []), (session_messages.BYE, ['enough'], [])]  # noqa: E731
-    kinds = service.Parameters.kinds
+    kinds = parameters.Parameters.kinds
     good = tell(publisher.listener, kinds, hello, spoiled(hello, every), count // 3)
     assert count / 60 < good < count / 3, good
     assert resident() - before < 2**25
-    reader = service.Parameters(publisher.address)
+    reader = parameters.Parameters(publisher.address)
     assert reader.get(timeout=30).version == 1
     reader.close()
 

@@ -24,7 +24,7 @@ from table_model import Model, removals
 from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import tables
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 from podrace.distributed.net import connecting
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer, parse_tables
@@ -45,7 +45,7 @@ def server() -> Iterator[ReplayServer]:
 
 
 @pytest.fixture
-def client(server: ReplayServer) -> Iterator[replay.Client]:
+def client(server: ReplayServer) -> Iterator[replay.ReplayClient]:
   with replay.connect(server.address) as client:
     yield client
 
@@ -105,10 +105,11 @@ class RemotePair(Pair):
       self.table.sample(1)
     until(lambda: not self.server.peers)
     self.host.close()
-    entry = self.server.registry.entries['it']
-    for pending, stream, _ in entry.held:  # who waits for a table that nobody closes
-      for account in (stream.account, entry.account):
-        entry.table.contents.drop(pending.item, account)
+    served = self.server.served.by_name['it']
+    held = self.server.inserting.held[served]
+    for pending, stream, _ in held.items:  # who waits for a table that nobody closes
+      for account in (stream.account, held.account):
+        served.table.contents.drop(pending.item, account)
     self.host.delete(list(self.there()))
     assert (self.store.total.bytes, self.store.total.chunks) == (0, 0)
     self.server.stop()
@@ -144,7 +145,7 @@ def test_many_operations(operations: list[Any], **case: Any) -> None:
 Point = namedtuple('Point', ['x', 'y'])
 
 
-def test_items_come_back_as_they_were(client: replay.Client) -> None:
+def test_items_come_back_as_they_were(client: replay.ReplayClient) -> None:
   table = client.table('data', **SIMPLE)
   rng, writer = np.random.default_rng(0), client.writer(history=20, rows_per_chunk=6)
   steps = [
@@ -186,7 +187,7 @@ def test_items_come_back_as_they_were(client: replay.Client) -> None:
   writer.close()
 
 
-def test_either_byte_order(client: replay.Client) -> None:
+def test_either_byte_order(client: replay.ReplayClient) -> None:
   table = client.table('orders', **SIMPLE)
   with client.writer(history=40, rows_per_chunk=40) as writer:
     for t in range(40):
@@ -198,7 +199,7 @@ def test_either_byte_order(client: replay.Client) -> None:
     np.testing.assert_array_equal(rows[0, :, 0], np.arange(40))
 
 
-def test_lengths_differ_and_the_rest_is_zero(client: replay.Client) -> None:
+def test_lengths_differ_and_the_rest_is_zero(client: replay.ReplayClient) -> None:
   table = client.table('lengths', **SIMPLE)
   writer = client.writer(history=6, rows_per_chunk=4)
   for t in range(1, 30):
@@ -212,7 +213,7 @@ def test_lengths_differ_and_the_rest_is_zero(client: replay.Client) -> None:
 
 
 def test_a_step_is_sent_once_and_never_unpacked_by_the_server(
-  server: ReplayServer, client: replay.Client, monkeypatch: pytest.MonkeyPatch
+  server: ReplayServer, client: replay.ReplayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   def refuse(*args: Any) -> Any:
     raise AssertionError('the server unpacks')
@@ -234,7 +235,7 @@ def test_a_step_is_sent_once_and_never_unpacked_by_the_server(
 
 
 def test_large_items_go_out_in_several_messages(
-  server: ReplayServer, client: replay.Client
+  server: ReplayServer, client: replay.ReplayClient
 ) -> None:
   table = client.table('large', **SIMPLE)
   writer = client.writer(history=1, rows_per_chunk=1)
@@ -250,7 +251,7 @@ def test_large_items_go_out_in_several_messages(
 
 
 def test_a_sample_that_is_too_large_is_an_error(
-  client: replay.Client, monkeypatch: pytest.MonkeyPatch
+  client: replay.ReplayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   table = client.table('too large', **SIMPLE)
   writer = client.writer(history=1)
@@ -266,7 +267,7 @@ def test_a_sample_that_is_too_large_is_an_error(
   assert len(table.sample(1, timeout=30).key) == 1
 
 
-def test_keys_go_in_as_many_messages_as_they_need(client: replay.Client) -> None:
+def test_keys_go_in_as_many_messages_as_they_need(client: replay.ReplayClient) -> None:
   table = client.table('many keys', **SIMPLE)
   fill(client, table, 3).close(timeout=30)
   keys = np.arange(1, 200_001)
@@ -275,7 +276,7 @@ def test_keys_go_in_as_many_messages_as_they_need(client: replay.Client) -> None
   assert table.delete(keys) == 3 and not len(table)
 
 
-def test_what_nobody_needs_is_let_go(server: ReplayServer, client: replay.Client) -> None:
+def test_what_nobody_needs_is_let_go(server: ReplayServer, client: replay.ReplayClient) -> None:
   table = client.table('short', **{**SIMPLE, 'max_size': 5})
   writer = client.writer(history=2, rows_per_chunk=2, delay=0.0)
   for t in range(400):
@@ -293,7 +294,7 @@ def test_what_nobody_needs_is_let_go(server: ReplayServer, client: replay.Client
 # --- what is refused ------------------------------------------------------------------------------
 
 
-def test_settings_that_differ_are_refused_with_both_sides(client: replay.Client) -> None:
+def test_settings_that_differ_are_refused_with_both_sides(client: replay.ReplayClient) -> None:
   client.table('set', **SIMPLE)
   assert client.table('set').name == 'set'
   assert client.table('set', **SIMPLE).name == 'set'
@@ -311,7 +312,7 @@ def test_settings_that_differ_are_refused_with_both_sides(client: replay.Client)
   assert client.table('set').info().size == 0  # the connection goes on
 
 
-def test_a_limiter_is_compared_by_its_numbers(client: replay.Client) -> None:
+def test_a_limiter_is_compared_by_its_numbers(client: replay.ReplayClient) -> None:
   ratio = tables.sample_to_insert_ratio
   client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80)})
   client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=80.0)})
@@ -347,7 +348,9 @@ def test_a_table_is_of_one_run(tmp_path: Path) -> None:
         client.table('it', **SIMPLE, run='two-2')
 
 
-def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(client: replay.Client) -> None:
+def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(
+  client: replay.ReplayClient,
+) -> None:
   table = client.table('alike', **SIMPLE)
   writer = client.writer(history=2)
   writer.append({'x': np.float32(1)})
@@ -377,7 +380,7 @@ def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(client: repla
 # --- waiting --------------------------------------------------------------------------------------
 
 
-def fill(client: replay.Client, table: Any, n: int, **options: Any) -> tables.Writer:
+def fill(client: replay.ReplayClient, table: Any, n: int, **options: Any) -> tables.Writer:
   writer = client.writer(history=1, **options)
   for i in range(n):
     writer.append({'x': np.int64(i)})
@@ -385,7 +388,7 @@ def fill(client: replay.Client, table: Any, n: int, **options: Any) -> tables.Wr
   return writer
 
 
-def test_a_limiter_is_felt_as_back_pressure_and_loses_nothing(client: replay.Client) -> None:
+def test_a_limiter_is_felt_as_back_pressure_and_loses_nothing(client: replay.ReplayClient) -> None:
   table = client.table(
     'queue',
     sampler=tables.fifo(),
@@ -420,7 +423,7 @@ def test_a_limiter_is_felt_as_back_pressure_and_loses_nothing(client: replay.Cli
   assert not thread.is_alive() and key > 0
 
 
-def test_timeouts_tell_what_is_missing_and_keep_what_was_drawn(client: replay.Client) -> None:
+def test_timeouts_tell_what_is_missing_and_keep_what_was_drawn(client: replay.ReplayClient) -> None:
   table = client.table(
     'late', **{**SIMPLE, 'rate_limiter': tables.sample_to_insert_ratio(2.0, 1, (0.0, 1e6))}
   )
@@ -439,7 +442,7 @@ def test_timeouts_tell_what_is_missing_and_keep_what_was_drawn(client: replay.Cl
     table.sample(2, at_least=3)
 
 
-def test_a_waiting_sampler_is_served_as_soon_as_it_can_be(client: replay.Client) -> None:
+def test_a_waiting_sampler_is_served_as_soon_as_it_can_be(client: replay.ReplayClient) -> None:
   table = client.table('soon', **SIMPLE)
   found: list[Any] = []
   threads = [
@@ -454,7 +457,9 @@ def test_a_waiting_sampler_is_served_as_soon_as_it_can_be(client: replay.Client)
   assert len(found) == 3 and table.info().waiting_samplers == 0
 
 
-def test_prefetching_is_bounded_and_taken_back(server: ReplayServer, client: replay.Client) -> None:
+def test_prefetching_is_bounded_and_taken_back(
+  server: ReplayServer, client: replay.ReplayClient
+) -> None:
   table = client.table('ahead', **SIMPLE)
   fill(client, table, 100).close(timeout=30)
   with table.sampler(10, prefetch=3) as batches:
@@ -522,7 +527,7 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
 def test_a_client_that_waits_for_a_service_is_told_what_may_be_wrong(
   caplog: pytest.LogCaptureFixture,
 ) -> None:
-  reader = replay.Parameters('tcp://127.0.0.1:9')
+  reader = parameters.Parameters('tcp://127.0.0.1:9')
   until(lambda: caplog.records)
   reader.close()
   assert connecting.NOBODY in caplog.records[0].getMessage()
@@ -532,7 +537,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
   with pytest.raises(TimeoutError, match=r'no podrace replay at tcp://127\.0\.0\.1:9 in 0 s'):
     replay.connect('tcp://127.0.0.1:9', timeout=0.3)
   with (
-    replay.Publisher(ANY) as other,
+    parameters.Publisher(ANY) as other,
     pytest.raises(replay.Refused, match="wants 'podrace replay'"),
   ):
     replay.connect(other.address, timeout=10)
@@ -542,7 +547,7 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 def test_top_shows_tables_and_clients(
-  server: ReplayServer, client: replay.Client, tmp_path: Path
+  server: ReplayServer, client: replay.ReplayClient, tmp_path: Path
 ) -> None:
   from rich.console import Console
 
@@ -561,8 +566,8 @@ def test_top_shows_tables_and_clients(
   )
 
 
-def test_a_million_keys_differ(client: replay.Client) -> None:
-  stores = [client.connections[0].outbox.store(0.5) for _ in range(4)]
+def test_a_million_keys_differ(client: replay.ReplayClient) -> None:
+  stores = [client.connections[0].writer_store(0.5) for _ in range(4)]
   keys = {store._new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]

@@ -22,7 +22,7 @@ from podrace.distributed.replay.server import ReplayServer
 
 
 @contextlib.contextmanager
-def shards(n: int = 2) -> Iterator[tuple[list[ReplayServer], service.Client]]:
+def shards(n: int = 2) -> Iterator[tuple[list[ReplayServer], service.ReplayClient]]:
   with contextlib.ExitStack() as stack:
     servers = [stack.enter_context(ReplayServer(ANY, peer_timeout=2.0)) for _ in range(n)]
     yield servers, stack.enter_context(service.connect([s.address for s in servers]))
@@ -88,7 +88,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     assert any(replay.address in r.getMessage() for r in caplog.records)
     lonely = fill(client, table, 5)  # to the one that is there
     lonely.close(timeout=30)
-    waiting = writers[[w._store.connection for w in writers].index(client.connections[1])]  # type: ignore[attr-defined]
+    waiting = writers[[w._store.session for w in writers].index(client.connections[1])]  # type: ignore[attr-defined]
     waiting.append({'x': np.int64(7)})
     waiting.create_item(other, 1.0, num_steps=1)
     with pytest.raises(tables.RateLimited, match=f'at {replay.address} .*there is no connection'):
@@ -151,7 +151,7 @@ def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: P
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(table.sample(8, timeout=60)), daemon=True)
     thread.start()
-    until(lambda: client.connections[1]._asked or client.connections[0]._asked)
+    until(lambda: client.connections[1].calls or client.connections[0].calls)
     until(lambda: first.tables['it'].info().waiting_samplers == 1)
     replay.kill()
     until(lambda: client.connections[1].away)

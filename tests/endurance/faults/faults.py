@@ -44,7 +44,7 @@ from proxy import Proxy
 
 from podrace import tables
 from podrace.distributed.net.dashboard import Asker
-from podrace.distributed.replay import replay_messages
+from podrace.distributed.replay import table_settings
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore, gather
 
@@ -522,7 +522,7 @@ def kept(folder: Path) -> dict[str, tables.Table]:
     store = ChunkStore(cache_bytes=0)
     try:
       told = checkpoint.extra_of(newest)['tables']
-      found = {name: replay_messages.make_table(name, store, x) for name, x in told.items()}
+      found = {name: table_settings.make_table(name, store, x) for name, x in told.items()}
       tables.restore(store, newest)
       return found
     except (tables.CheckpointError, OSError):

@@ -11,11 +11,11 @@ from children import until
 from services import ANY
 from test_parameters import leaves
 
-from podrace.distributed import replay
+from podrace.distributed import parameters, replay
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.parameters import parameter_messages
-from podrace.distributed.parameters.leases import Leases, asked
+from podrace.distributed.parameters.leases import Leases, read_request
 
 
 def test_ranges_do_not_overlap_and_fill_what_is_free() -> None:
@@ -44,17 +44,17 @@ def test_ranges_do_not_overlap_and_fill_what_is_free() -> None:
 @pytest.mark.parametrize('said', [True, -1, 1.0, '4', 2**63, None])
 @pytest.mark.parametrize('name', ['environments', 'first'])
 def test_a_hello_asks_in_whole_numbers(name: str, said: Any) -> None:
-  assert asked({}) == (0, 0) and asked({'environments': 4, 'first': 8}) == (4, 8)
+  assert read_request({}) == (0, 0) and read_request({'environments': 4, 'first': 8}) == (4, 8)
   with pytest.raises(WireError, match=f'{name} that is no integer'):
-    asked({name: said})
+    read_request({name: said})
 
 
-def reader(address: str, environments: int, **more: Any) -> replay.Parameters:
-  return replay.Parameters(address, environments=environments, **more)
+def reader(address: str, environments: int, **more: Any) -> parameters.Parameters:
+  return parameters.Parameters(address, environments=environments, **more)
 
 
 def test_a_spare_takes_the_place_that_is_free() -> None:
-  with replay.Publisher(ANY, environments=32) as publisher:
+  with parameters.Publisher(ANY, environments=32) as publisher:
     publisher.publish(1, leaves(1))
     one = reader(publisher.address, 16)
     one.get(timeout=30)
@@ -76,8 +76,8 @@ def test_a_spare_takes_the_place_that_is_free() -> None:
 
 def test_a_process_that_is_cut_off_comes_back_to_its_place() -> None:
   """At once, though the learner has not heard of the cut, and others wait."""
-  with replay.Publisher(ANY, environments=32, peer_timeout=3600.0) as publisher:
-    kinds = replay.Parameters.kinds
+  with parameters.Publisher(ANY, environments=32, peer_timeout=3600.0) as publisher:
+    kinds = parameters.Parameters.kinds
     with (
       bare.connect(publisher.address, kinds) as one,
       bare.connect(publisher.address, kinds) as before,
@@ -103,7 +103,7 @@ def test_a_process_that_is_cut_off_comes_back_to_its_place() -> None:
 
 
 def test_whose_place_is_taken_meanwhile_does_not_act() -> None:
-  with replay.Publisher(ANY, environments=8) as publisher:
+  with parameters.Publisher(ANY, environments=8) as publisher:
     publisher.publish(1, leaves(1))
     late = reader(publisher.address, 4)
     late.get(timeout=30)
@@ -125,9 +125,9 @@ def hello(environments: int, client: int = 7) -> dict[str, Any]:
 
 
 def test_who_is_silent_loses_its_place() -> None:
-  with replay.Publisher(ANY, environments=4, peer_timeout=0.5) as publisher:
+  with parameters.Publisher(ANY, environments=4, peer_timeout=0.5) as publisher:
     publisher.publish(1, leaves(1))
-    with bare.connect(publisher.address, replay.Parameters.kinds) as silent:
+    with bare.connect(publisher.address, parameters.Parameters.kinds) as silent:
       assert silent.hello(parameter_messages.SERVICE, 7, environments=4)['first'] == 0
       spare = reader(publisher.address, 4)
       spare.get(timeout=30)
@@ -136,7 +136,7 @@ def test_who_is_silent_loses_its_place() -> None:
 
 
 def test_more_than_the_run_has_is_refused() -> None:
-  with replay.Publisher(ANY, environments=32) as publisher:
+  with parameters.Publisher(ANY, environments=32) as publisher:
     much = reader(publisher.address, 33)
     with pytest.raises(
       replay.Refused, match=r'act in 33 environments, the run has 32 \(--num-envs\)'
@@ -146,7 +146,7 @@ def test_more_than_the_run_has_is_refused() -> None:
 
 
 def test_spares_hear_that_the_run_is_over() -> None:
-  with replay.Publisher(ANY, environments=4) as publisher:
+  with parameters.Publisher(ANY, environments=4) as publisher:
     publisher.publish(1, leaves(1))
     one = reader(publisher.address, 4)
     one.get(timeout=30)
@@ -175,12 +175,12 @@ def test_a_welcome_without_a_place_is_none() -> None:
 
 
 def test_a_spare_whose_learner_goes_gives_up_as_others_do() -> None:
-  with replay.Publisher(ANY, environments=4) as publisher:
+  with parameters.Publisher(ANY, environments=4) as publisher:
     one = reader(publisher.address, 4)
     until(lambda: one.connected)
     spare = reader(publisher.address, 4)
     until(lambda: spare.is_stale)
-  with pytest.raises(replay.StaleParameters, match=r'0\.3 s were not enough'):
+  with pytest.raises(parameters.StaleParameters, match=r'0\.3 s were not enough'):
     spare.get(timeout=0.3)
   one.close()
   spare.close()

@@ -1,29 +1,55 @@
-"""What one client of a replay service writes: its chunks and its numbered items, over all its connections."""
+"""The chunks and numbered items of each client of a replay service, over all its connections."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Peer
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.served_tables import Entry
+from podrace.distributed.replay.served_tables import ServedTable
 from podrace.tables.blocking import Pending
 from podrace.tables.chunks import Account, Chunk, ChunkStore, Part
 from podrace.tables.items import Item, Leaf, Signature
 
-CHUNK_BYTES = 512  # that a chunk takes besides its rows, about
-PART_BYTES = 128  # that a part of an item takes besides its rows, and a reference to a chunk, about
-REFUSED_ITEMS = 2048  # of a stream, that are refused again if they are sent again
+CHUNK_BYTES = 512  # of a chunk besides its rows, about
+PART_BYTES = 128  # of a part of an item besides its rows, and of a reference to a chunk, about
+REFUSED_ITEMS = 2048  # of a stream that are refused again if they are sent again
 
 
-class Stream:
-  """What one client has written, over all its connections.
+class TakenItems(NamedTuple):
+  """The items of one INSERT.
 
-  Its items are numbered. Which have come is remembered, and in the checkpoint, at the same moment as the
-  tables: so an item that is sent again is known.
+  Attributes:
+    done: numbers of repeated items that are in their tables.
+    waiting: numbers of repeated items that wait for a limiter.
+    groups: (table, [(number, item)]) of the new items, in their order.
+    lost: how many items were lost with an earlier process.
+  """
+
+  done: list[int]
+  waiting: list[int]
+  groups: list[tuple[ServedTable, list[tuple[int, Item]]]]
+  lost: int
+
+
+class InsertStream:
+  """The items of one client, over all its connections.
+
+  Items are numbered. The numbers that have come are remembered, and saved in the checkpoint at the
+  same moment as the tables. So an item that is sent again is recognized.
+
+  Args:
+    number: of the newest item that has come.
+    missing: older items that are not in their tables: a restart has lost them, or they were refused
+      and the client may not know.
+    unheard: the items of `missing` that waited in the checkpoint. The client sends them again
+      before any newer item, or it knows that they were inserted, and then they are lost.
+    most_lost: items that may have come after the checkpoint from which the stream was restored; 0
+      once their number is known.
   """
 
   def __init__(
@@ -33,24 +59,21 @@ class Stream:
     unheard: set[int] | None = None,
     most_lost: int = 0,
   ) -> None:
-    self.number = number  # of the newest item that has come
-    # Items that may have come after the checkpoint from which the stream was restored; 0 once that is known.
+    self.number = number
     self.most_lost = most_lost
-    # Older ones that are not in: a restart has lost them, or they were refused, which the client may not have heard.
     self.missing = missing or set()
-    # Of those, which waited in the checkpoint: the client sends them again before any newer one, or it has heard
-    # that they are in, and they are lost.
     self.unheard = unheard or set()
-    self.refused: list[int] = []  # of those, the newest last (an empty deque has 760 bytes)
-    self.waiting: dict[int, Pending] = {}  # by number, for a limiter
-    self.waiting_parts = 0  # of those: rows of a column, and references to chunks
+    # The refused items of `missing`, the newest last. A list: an empty deque takes 760 bytes.
+    self.refused: list[int] = []
+    self.waiting: dict[int, Pending] = {}  # for a limiter, by number
+    self.waiting_parts = 0  # of waiting items: rows of a column, and references to chunks
     self.account = Account()
     self.peer: Peer | None = None
-    self.begin()
+    self.begin_session()
 
-  def begin(self) -> None:
-    """For a new connection, in which everything is said anew."""
-    self.tables: list[Entry] = []
+  def begin_session(self) -> None:
+    """Forget the declarations and chunks of the last connection."""
+    self.tables: list[ServedTable] = []
     self.specs: list[tuple[np.dtype, tuple[int, ...]]] = []
     self.signatures: list[Signature] = []
     self.declared = self.declared_bytes = 0
@@ -60,11 +83,11 @@ class Stream:
 
   @property
   def kept_bytes(self) -> int:
-    """Of what its writers keep, and of its items that wait."""
+    """Bytes of the chunks that the client's writers keep, and of its waiting items."""
     return self.account.bytes + CHUNK_BYTES * len(self.pieces) + PART_BYTES * self.waiting_parts
 
   def refuse(self, number: int) -> None:
-    """An item is not in: who has not heard it asks again, and is refused again."""
+    """Record a refused item: if the client did not hear it, it sends the item again."""
     self.missing.add(number)
     self.refused.append(number)
     if len(self.refused) > REFUSED_ITEMS:
@@ -73,28 +96,34 @@ class Stream:
   # --- chunks
 
   def take_chunks(self, store: ChunkStore, details: np.ndarray, data: memoryview) -> None:
-    """New chunks; each is held until the client says otherwise."""
+    """Make new chunks and hold them until the client releases them.
+
+    Args:
+      store: of the chunks.
+      details: records of CHUNK [n].
+      data: their bytes one after the other.
+    """
     if len(details) > replay_messages.MESSAGE_CHUNKS:
       raise WireError(
         f'{len(details)} chunks in a message, at most {replay_messages.MESSAGE_CHUNKS}'
       )
     if int(details['bytes'].astype(np.int64).sum()) != len(data):
       raise WireError(f'{len(data)} bytes of chunks, which differ from what is said of them')
-    start, made = 0, []
+    start, chunks = 0, []
     for spec, rows, how, size in details.tolist():
       if spec >= len(self.specs) or not rows:
         raise WireError(f'a chunk of {rows} rows of spec {spec}')
-      own = bytes(data[start : start + size])
-      made.append(replay_messages.make_chunk(store, own, how, rows, *self.specs[spec]))
+      packed = bytes(data[start : start + size])
+      chunks.append(replay_messages.make_chunk(store, packed, how, rows, *self.specs[spec]))
       start += size
     with store.lock:
-      for chunk in made:
+      for chunk in chunks:
         store.hold(chunk, self.account)
         self.pieces[self.next_piece] = chunk
         self.next_piece += 1
 
   def release(self, store: ChunkStore, numbers: np.ndarray) -> None:
-    """Chunks that the client needs no longer."""
+    """Drop the chunks that the client no longer needs."""
     with store.lock:
       for number in numbers.tolist():
         chunk = self.pieces.pop(number, None)
@@ -104,21 +133,21 @@ class Stream:
 
   # --- items
 
-  def take_items(
-    self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray
-  ) -> tuple[list[int], list[int], list[tuple[Entry, list[tuple[int, Item]]]], int]:
-    """Items that came before and are in or wait, by number; the new ones; and how many are lost."""
+  def take_items(self, details: np.ndarray, parts: np.ndarray, refs: np.ndarray) -> TakenItems:
+    """Read the items of an INSERT from its records of ITEM, PART and numbers of chunks."""
     self._check_items(details, parts, refs)
     rows, numbers = iter(parts.tolist()), iter(refs.tolist())
-    found = [
-      tuple([self._part(leaf, next(rows), numbers) for leaf in self.signatures[s].leaves])
+    parts_of_items = [
+      tuple([self._read_part(leaf, next(rows), numbers) for leaf in self.signatures[s].leaves])
       for s in details['signature'].tolist()
     ]
     done: list[int] = []
     waiting: list[int] = []
-    groups: list[tuple[Entry, list[tuple[int, Item]]]] = []
+    groups: list[tuple[ServedTable, list[tuple[int, Item]]]] = []
     lost = 0
-    for (number, key, priority, table, s), own in zip(details.tolist(), found, strict=True):
+    for (number, key, priority, table, s), item_parts in zip(
+      details.tolist(), parts_of_items, strict=True
+    ):
       if number > self.number:
         lost += self._count_lost(number) + len(self.unheard)
         self.number, self.unheard = number, set()
@@ -128,17 +157,17 @@ class Stream:
       else:  # it has come before
         (waiting if number in self.waiting else done).append(number)
         continue
-      entry = self.tables[table]
-      if not groups or groups[-1][0] is not entry:
-        groups.append((entry, []))
-      item = Item(abs(key), priority, self.signatures[s], own, amends=key < 0)
+      served = self.tables[table]
+      if not groups or groups[-1][0] is not served:
+        groups.append((served, []))
+      item = Item(abs(key), priority, self.signatures[s], item_parts, amends=key < 0)
       groups[-1][1].append((number, item))
-    return done, waiting, groups, lost
+    return TakenItems(done, waiting, groups, lost)
 
   def _count_lost(self, number: int) -> int:
-    """Items between the newest and this one that were in an earlier process, after its last checkpoint.
+    """Count the items before `number` that an earlier process took after its last checkpoint.
 
-    Only a stream that was restored can have lost any: of other ones the service knows all that has come.
+    Only a restored stream can have lost any. Of any other one the service knows every item.
     """
     between, most = number - self.number - 1, self.most_lost
     self.most_lost = 0
@@ -166,7 +195,7 @@ class Stream:
     if needed != len(parts):
       raise WireError(f'{len(parts)} parts, expected {needed}')
 
-  def _part(self, leaf: Leaf, details: list[int], numbers: Iterator[int]) -> Part:
+  def _read_part(self, leaf: Leaf, details: list[int], numbers: Iterator[int]) -> Part:
     count, offset, rows = details
     try:
       chunks = tuple([self.pieces[next(numbers)] for _ in range(count)])

@@ -17,10 +17,10 @@ from proxy import Proxy
 from services import ANY, Program
 
 from podrace import tables
-from podrace.distributed import replay
+from podrace.distributed import parameters
 from podrace.distributed.net import session_messages
 from podrace.distributed.parameters import parameter_messages, reader
-from podrace.distributed.parameters import publisher as parameters
+from podrace.distributed.parameters.publisher import ParameterVersion
 
 
 def leaves(value: float, size: int = 1000) -> list[tuple[str, np.ndarray]]:
@@ -28,9 +28,9 @@ def leaves(value: float, size: int = 1000) -> list[tuple[str, np.ndarray]]:
 
 
 def test_versions_come_whole_and_only_when_they_have_changed() -> None:
-  with replay.Publisher(ANY) as publisher:
-    reader = replay.Parameters(publisher.address)
-    with pytest.raises(replay.StaleParameters, match=r'there are no parameters of .* yet'):
+  with parameters.Publisher(ANY) as publisher:
+    reader = parameters.Parameters(publisher.address)
+    with pytest.raises(parameters.StaleParameters, match=r'there are no parameters of .* yet'):
       reader.get(timeout=0.3)
     assert reader.version == -1
     array = np.arange(6, dtype=np.float64).reshape(2, 3)
@@ -52,7 +52,7 @@ def test_versions_come_whole_and_only_when_they_have_changed() -> None:
         publisher.publish(version, leaves(1))
     with pytest.raises(ValueError, match='not made of numbers'):
       publisher.publish(10, [('x', np.array(['text']))])
-    late = replay.Parameters(publisher.address)
+    late = parameters.Parameters(publisher.address)
     assert late.get(timeout=30).version == 9
     late.close()
     reader.close()
@@ -61,7 +61,7 @@ def test_versions_come_whole_and_only_when_they_have_changed() -> None:
 
 
 def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
-  with replay.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     readers = [Program(tmp_path / f'{i}', 'read', publisher.address, 60) for i in range(3)]
     publisher.publish(0, leaves(0, 600_000))
     until(lambda: all(r.said() for r in readers))
@@ -75,9 +75,9 @@ def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
 
 
 def test_versions_come_although_newer_ones_are_published_faster() -> None:
-  with replay.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     proxy = Proxy(int(publisher.address.rpartition(':')[2]))
-    reader = replay.Parameters(proxy.address)
+    reader = parameters.Parameters(proxy.address)
     until(lambda: reader.connected)
     proxy.down = False
     for number in range(1, 11):
@@ -95,7 +95,7 @@ def test_versions_come_although_newer_ones_are_published_faster() -> None:
 
 
 def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
-  with replay.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     ends = []
     for version in range(8):  # each is being sent to a client of its own, that does not read
       publisher.publish(version, leaves(version, 3_000_000))  # more than a kernel holds
@@ -103,7 +103,7 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
       ends[-1].hello(parameter_messages.SERVICE)
       until(lambda n=version: publisher.listener.counts['bytes'] >= (n + 1) * 24_000_000)
     until(lambda: len(publisher.peers) == 6)
-    assert sorted(p.state.has.number for p in publisher.peers) == [0, 1, 2, 3, 6, 7]
+    assert sorted(p.state.last.number for p in publisher.peers) == [0, 1, 2, 3, 6, 7]
     for version, end in enumerate(ends):
       with end:
         if version not in (4, 5):
@@ -111,15 +111,15 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
           assert number == version and len(data) == 24_000_008
 
 
-def under_way(reader: replay.Parameters) -> bool:
+def under_way(reader: parameters.Parameters) -> bool:
   connection = reader._link._connection
   return connection is not None and connection.stream._large is not None
 
 
 def test_a_cut_on_the_way_is_outlived() -> None:
-  with replay.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     proxy = Proxy(int(publisher.address.rpartition(':')[2]))
-    reader = replay.Parameters(proxy.address)
+    reader = parameters.Parameters(proxy.address)
     try:
       for version in range(8):
         publisher.publish(version, leaves(version, 2_000_000))  # 16 MB
@@ -133,10 +133,10 @@ def test_a_cut_on_the_way_is_outlived() -> None:
 
 
 def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None:
-  with replay.Publisher(ANY, peer_timeout=2.0) as publisher:
+  with parameters.Publisher(ANY, peer_timeout=2.0) as publisher:
     address = publisher.address
     proxy = Proxy(int(address.rpartition(':')[2]))
-    reader = replay.Parameters(proxy.address, max_staleness=1.5)
+    reader = parameters.Parameters(proxy.address, max_staleness=1.5)
     publisher.publish(1, leaves(1))
     assert reader.get(timeout=30).version == 1
     begun = time.monotonic()
@@ -146,7 +146,7 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     until(lambda: reader.staleness > 1.5)
     with (
       caplog.at_level(logging.WARNING),
-      pytest.raises(replay.StaleParameters, match='version 1 is held'),
+      pytest.raises(parameters.StaleParameters, match='version 1 is held'),
     ):
       reader.get(timeout=0.2)
     assert any('are stale' in r.getMessage() for r in caplog.records)
@@ -163,25 +163,25 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     reader.close()
     proxy.close()
   with pytest.raises(ValueError, match='max_staleness'):
-    replay.Parameters(address, max_staleness=0.0)
+    parameters.Parameters(address, max_staleness=0.0)
 
 
 def test_a_publisher_that_comes_back_goes_on() -> None:
-  publisher = replay.Publisher(ANY)
+  publisher = parameters.Publisher(ANY)
   address = publisher.address
-  reader = replay.Parameters(address)
+  reader = parameters.Parameters(address)
   publisher.publish(7, leaves(7))
   assert reader.get(timeout=30).version == 7
   publisher.close()
   until(lambda: not reader.connected)
   assert reader.get().version == 7  # without a bound
-  with replay.Publisher(address) as publisher:
+  with parameters.Publisher(address) as publisher:
     publisher.publish(5, leaves(5))  # a learner that resumed from an earlier checkpoint
     until(lambda: reader.version == 5)
   reader.close()
 
 
-def _lie(lie: str, version: parameters.Version) -> tuple[list[Any], bytes]:
+def _lie(lie: str, version: ParameterVersion) -> tuple[list[Any], bytes]:
   """What is not as it must be: the fields of NEWEST, and its bytes."""
   leaves, data = version.leaves, version.data
   if lie == 'bytes':
@@ -201,8 +201,8 @@ def _lie(lie: str, version: parameters.Version) -> tuple[list[Any], bytes]:
 def test_what_is_not_as_announced_is_never_seen(lie: str) -> None:
   """A publisher that lies once, and then tells the truth over a new connection."""
   publisher = bare.Accepting(session_messages.of_clients())
-  reader = replay.Parameters(publisher.address)
-  version = parameters.Version(1, leaves(1, 10))
+  reader = parameters.Parameters(publisher.address)
+  version = ParameterVersion(1, leaves(1, 10))
   with publisher.welcome() as end:
     fields, data = _lie(lie, version)
     end.say(parameter_messages.NEWEST, *fields, arrays=(data,))
@@ -216,7 +216,7 @@ def test_what_is_not_as_announced_is_never_seen(lie: str) -> None:
 
 
 def test_a_client_that_sends_arrays_is_dropped() -> None:
-  with replay.Publisher(ANY) as publisher:
+  with parameters.Publisher(ANY) as publisher:
     with bare.connect(publisher.address, reader.Parameters.kinds) as end:
       end.hello(parameter_messages.SERVICE)
       until(lambda: bool(publisher.peers))
