@@ -6,7 +6,7 @@ import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -16,10 +16,7 @@ from podrace.errors import CheckpointError, ReplayFailed, RunError, Stopped, Usa
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
 from podrace.run.directory import machine
-from podrace.settings.config import Config
-
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
+from podrace.settings.config import Basics
 
 
 class Saves:
@@ -33,7 +30,7 @@ class Saves:
 
   def __init__(
     self,
-    config: Config | Discovery,
+    config: Basics,
     program: Architecture,
     run_dir: Path,
     is_ours: Callable[[], bool],

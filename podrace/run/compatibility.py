@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
 from podrace.errors import CheckpointError, UsageError
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.directory import completed_record, read_record
-from podrace.settings.config import Config
+from podrace.settings.config import Basics
 from podrace.settings.record import differences, option, to_json
 from podrace.topology import data_size, model_size
-
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
 
 
 class Fit:
   """What the checkpoints of a run must have in common with its program."""
 
-  def __init__(self, config: Config | Discovery, program: Architecture, run_dir: Path) -> None:
+  def __init__(self, config: Basics, program: Architecture, run_dir: Path) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
 
   def record(self) -> dict[str, Any]:
@@ -99,9 +96,10 @@ class Fit:
 
   def _devices_advice(self, mesh: int) -> str:
     """How to have as many devices that learn as a checkpoint was made on."""
-    if self._config.architecture == 'anakin':
+    now = to_json(self._config)  # of `discover` it names neither
+    if now.get('architecture', 'anakin') == 'anakin':
       own = ', as each device of a gossip run has parameters of its own'
-      return f'give --devices {mesh}{own if self._config.agree == "gossip" else ""}'
+      return f'give --devices {mesh}{own if now.get("agree") == "gossip" else ""}'
     old = completed_record(read_record(self._run_dir) or {}, self._config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)

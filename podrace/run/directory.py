@@ -11,14 +11,14 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from podrace.errors import RunError, Stopped, UnreadableFile, UsageError
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
-from podrace.settings.config import Config
+from podrace.settings.config import Basics, Config
 from podrace.settings.record import (
   changes,
   check_code,
@@ -67,9 +67,6 @@ DISCOVER_RECORD = {
   'agent_updates': needed(COUNT),
 }
 
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
-
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 
 
@@ -101,7 +98,7 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
-def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
+def changes_of(config: Basics, run_dir: Path) -> list[str]:
   """What the run directory's record and this configuration differ in, a line each.
 
   Raises:
@@ -150,7 +147,7 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   return summary
 
 
-def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
+def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:
   """A run directory's record with later fields; of code, it may name what this configuration has."""
   return completed(record, user_code.named(to_json(config)))
 
@@ -179,13 +176,13 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   return config
 
 
-def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Config | Discovery:
+def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
   """As `load_config`, of any command."""
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
   check_code(record, allow_code)
-  config: Config | Discovery = from_json(record)
+  config: Basics = from_json(record)
   return config
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
@@ -15,10 +15,7 @@ from podrace import hooks
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
 from podrace.run.summary import described
-from podrace.settings.config import Config
-
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
+from podrace.settings.config import Basics
 
 
 @dataclasses.dataclass
@@ -43,7 +40,7 @@ class Log:
 
   def __init__(
     self,
-    config: Config | Discovery,
+    config: Basics,
     run_dir: Path,
     callbacks: Callbacks,
     sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
@@ -139,7 +136,7 @@ class Log:
       'step': step,
       'wall_s': round(self.wall_s, 3),
       'steps_per_s': round(self.since_line.rate, 1),
-      **described(summary, self.config.seeds),
+      **described(summary),
     }
     self.since_line = Clock()
     if not self.lines:

@@ -40,7 +40,7 @@ from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.sinks import check_sinks
 from podrace.run.summary import final_return
 from podrace.run.warm_start import check_start, warm_started
-from podrace.settings.config import Config
+from podrace.settings.config import Basics, Config
 from podrace.settings.record import to_json
 from podrace.settings.validation import validate
 from podrace.system.blame import label
@@ -96,6 +96,11 @@ def train(
   """
   config = continued(config, Path(run_dir))
   validate(config)
+  called = Callbacks(callbacks, override)
+  if called.transforms and config.agree == 'gossip':
+    raise UsageError(
+      'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
+    )
 
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, Server | None]:
     server = make_server(config, listen)
@@ -116,7 +121,7 @@ def train(
         f'`podrace replay` at {", ".join(addresses.replay)}'
       )
 
-  return carry_out(config, assemble, run_dir, override, sinks, quiet, callbacks, opening)
+  return carry_out(config, config.seeds, assemble, run_dir, override, sinks, quiet, called, opening)
 
 
 def discover(
@@ -133,17 +138,19 @@ def discover(
   def assemble(warn: Callable[[str], None]) -> tuple[Architecture, None]:
     return build_discovery(config), None
 
-  return carry_out(config, assemble, run_dir, override, sinks, quiet, callbacks)
+  called = Callbacks(callbacks, override)
+  return carry_out(config, 1, assemble, run_dir, override, sinks, quiet, called)
 
 
 def carry_out(
-  config: Config | Discovery,
+  config: Basics,
+  seeds: int,
   assemble: Callable[[Callable[[str], None]], tuple[Architecture, Server | None]],
   run_dir: Path | str,
   override: bool,
   sinks: tuple[str | metrics.Sink, ...],
   quiet: bool,
-  callbacks: Sequence[Callback],
+  called: Callbacks,
   opening: Callable[[Callable[[str], None]], None] = lambda say: None,
 ) -> dict[str, Any]:
   """Begins a run or goes on with it, to its end; returns the summary. Raises as `train`.
@@ -153,15 +160,11 @@ def carry_out(
     opening: says what there is to say once the run begins.
   """
   check_sinks(sinks, Path(run_dir))
-  called, run_dir = Callbacks(callbacks, override), Path(run_dir)
+  run_dir = Path(run_dir)
   if called.transforms and jax.process_count() > 1:
     raise UsageError('a callback with transform is for runs of one process')
-  if called.transforms and config.agree == 'gossip':
-    raise UsageError(
-      'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
-    )
   leader = jax.process_index() == 0
-  terminal = progress.progress(config.total_updates * config.steps_per_update, config.seeds)
+  terminal = progress.progress(config.total_updates * config.steps_per_update, seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:
@@ -182,7 +185,7 @@ def carry_out(
       stack.enter_context(server)
       (say if leader else log.info)(f'listening for environments at {server.address}')
     opening(say)
-    run = _Run(config, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
+    run = _Run(config, seeds, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
 
@@ -200,7 +203,7 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
     )
 
 
-def refuse(config: Config | Discovery, run_dir: Path, override: bool) -> None:
+def refuse(config: Basics, run_dir: Path, override: bool) -> None:
   """Raises UsageError for a run directory that can't be that of this run, before anything is made."""
   check_directory(run_dir)
   if run_dir.is_dir():
@@ -211,7 +214,7 @@ def refuse(config: Config | Discovery, run_dir: Path, override: bool) -> None:
 
 
 def finished(
-  config: Config | Discovery, run_dir: Path, override: bool, warn: Callable[[str], None]
+  config: Basics, run_dir: Path, override: bool, warn: Callable[[str], None]
 ) -> dict[str, Any] | None:
   """The summary of the run that is there, if it is finished; None if it begins or goes on.
 
@@ -264,7 +267,8 @@ class _Run:
 
   def __init__(
     self,
-    config: Config | Discovery,
+    config: Basics,
+    seeds: int,
     program: Architecture,
     run_dir: Path,
     stop: Stop,
@@ -279,7 +283,7 @@ class _Run:
     self.log = Log(config, run_dir, callbacks, sinks, None if quiet else terminal, warn)
     self.evaluations: Evaluations | None = None
     self.config, self.program, self.run_dir, self.stop = config, program, run_dir, stop
-    self.is_ours = is_ours
+    self.is_ours, self.seeds = is_ours, seeds
     self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
     self.compile_s = 0.0
@@ -305,8 +309,8 @@ class _Run:
     state = self.restored()
     if self.leader:
       write_json(self.run_dir / 'config.json', to_json(config))
-    each = config.seeds // hooks.settings(config.agent)
-    seeds = np.uint32(config.seed) + np.arange(config.seeds, dtype=np.uint32) % np.uint32(each)
+    each = self.seeds // hooks.settings(config.agent)
+    seeds = np.uint32(config.seed) + np.arange(self.seeds, dtype=np.uint32) % np.uint32(each)
     keys = jax.vmap(jax.random.key)(seeds)
     if state is None:
       started = time.perf_counter()
@@ -392,7 +396,7 @@ class _Run:
     config, pace = self.config, Pace()
     per_line = config.updates(config.log_every or -(-config.total_steps // 100))
     per_save = config.updates(config.checkpoint_every) if config.checkpoint_every else 0
-    per_eval = config.updates(config.eval_every) if config.eval_every else 0
+    per_eval = self.evaluations.updates_between if self.evaluations else 0
     update, total = self.updates_done(state), config.total_updates
     last_save = time.perf_counter()
     while update < total:
@@ -415,7 +419,7 @@ class _Run:
         )
       seconds = time.perf_counter() - began
       update += n
-      self.log.add(n * config.steps_per_update * config.seeds, seconds)
+      self.log.add(n * config.steps_per_update * self.seeds, seconds)
       self.check_health(broken, finite, update)
       if n:
         pace.observe(n, seconds)

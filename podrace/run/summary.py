@@ -29,8 +29,8 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
   return {'episode_return': files.number(mean), 'episode_return_std': files.number(std)}
 
 
-def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
-  """What a line of metrics has of a summary (see `Anakin.read_log`)."""
+def described(summary: dict[str, Any]) -> metrics.Line:
+  """Return the part of a line of metrics that comes from a summary (see `Anakin.read_log`)."""
   episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
   total = int(episodes.sum())
   length = np.sum(summary['length_sum'], dtype=np.float64)
@@ -40,7 +40,7 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
     'episodes': total,
     'gradient_steps': int(np.max(summary['gradient_steps'])),
   }
-  if seeds > 1:
+  if np.ndim(summary['episodes']):  # [seeds]
     sums = np.asarray(summary['return_sum'], np.float64)
     line['episode_return_by_seed'] = [
       files.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
