@@ -459,10 +459,10 @@ class Moves:
 
   def device_put(self, x: Any, device: Any = None) -> Any:
     y = self._put(x, device)
-    _, _, caller = sys._getframe(1).f_code.co_qualname.partition('.')
-    if caller.startswith('_ship'):
+    caller = sys._getframe(1).f_code.co_qualname
+    if caller.startswith('move_parts'):
       self.shipped += jax.tree.leaves((x, y))
-    if caller.startswith('publish'):
+    if caller.startswith('Actors.publish'):
       self.published += jax.tree.leaves((x, y))
     return y
 

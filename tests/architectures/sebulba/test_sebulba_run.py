@@ -29,7 +29,7 @@ from processes import (
   summary,
   tell_parameters,
 )
-from test_distributed import TOLERANCE, free_port, pair, parameters
+from test_many_processes import TOLERANCE, free_port, pair, parameters
 from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
 from podrace import cli
