@@ -42,7 +42,7 @@ def rate(config: Config, seconds: float) -> dict[str, float]:
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([0], np.uint32))
   state = driver.init(jax.random.clone(keys))
-  driver.start(state, keys, {})
+  driver.start(state, keys)
   try:
     state, _ = driver.advance(state, -(-MIN_SIZE // config.steps_per_update) + 10, lambda: False)
     start, updates = time.perf_counter(), 0

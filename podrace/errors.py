@@ -55,7 +55,7 @@ class SecurityError(ValueError):
   """Keys or addresses that can't be right; the message is for the user."""
 
 
-class ReplayFailed(Exception):
+class ReplayFailed(RunError):
   """The replay's thread ended with an exception; the message has its traceback."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,75 +28,45 @@ from podrace.types import Agent, Array, Metrics, Replay, TrainState
 REPLICAS = 'replicas'  # the axis of a mesh along which replicas differ
 
 
-class Agreement(Protocol):
-  """What Anakin asks for. `train` is a run's: its `params` are one tree, the same on all devices."""
-
-  @property
-  def split(self) -> bool:
-    """Whether `rest` is split over the devices, along its first axis."""
-    ...
-
-  def check(self, mesh: Mesh) -> None:
-    """Raises ValueError if it can't be on this mesh."""
-    ...
-
-  def begin(self, train: TrainState, replicas: int) -> TrainState:
-    """The run's `train`, from what an agent's `init` makes."""
-    ...
-
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
-    """A new run's `train` with what `f` makes of the agent's."""
-    ...
-
-  def source(self, train: TrainState) -> Any:
-    """What acting has its parameters from."""
-    ...
-
-  def params_of(self, source: Any) -> Any:
-    """The parameters that a device acts with, of its part of `source`."""
-    ...
-
-  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
-    """As `podrace.learner.learner`. The `params` it returns may be those of an earlier update."""
-    ...
-
-  def settled(self, train: TrainState) -> TrainState:
-    """With the `params` that all of the run's updates have made."""
-    ...
-
-  def metrics(self, train: TrainState) -> Metrics:
-    """What a line of metrics says of a settled `train`."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-  """Gradients are averaged over the devices, so all devices have the same parameters."""
+  """Averages gradients over the devices, so all devices have the same parameters.
 
-  split: bool = dataclasses.field(default=False, init=False)
+  Anakin calls these methods. A `train` is the run's: its `params` are one tree, the same on all
+  devices. `Gossip` overrides every method, and splits `rest` over the devices along its first axis.
+  """
+
+  split: bool = dataclasses.field(default=False, init=False)  # `rest` is split over the devices
 
   def check(self, mesh: Mesh) -> None:
-    pass
+    """Raise ValueError if this mesh does not fit."""
 
   def begin(self, train: TrainState, replicas: int) -> TrainState:
+    """Return the run's first `train`, from the result of an agent's `init`."""
     return train
 
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    """Return the first `train` of a new run, in which `f` has changed the agent's `train`."""
     return f(train)
 
   def source(self, train: TrainState) -> Any:
+    """Return the tree that acting reads its parameters from."""
     return train.params
 
   def params_of(self, source: Any) -> Any:
+    """Return the parameters that a device acts with, from its part of `source`."""
     return source
 
   def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    """Return a function as `podrace.learner.learner` does. Its `params` may be out of date."""
     return learner(agent, replay, mesh)
 
-  def settled(self, train: TrainState) -> TrainState:
+  def finalize(self, train: TrainState) -> TrainState:
+    """Return `train` with up-to-date `params`."""
     return train
 
   def metrics(self, train: TrainState) -> Metrics:
+    """Return metrics of a finalized `train`."""
     return {}
 
 
@@ -109,7 +79,7 @@ class Replicas(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Gossip:
+class Gossip(AllReduce):
   """Each replica makes its own update; then it averages its parameters with those of one neighbour.
 
   What is in an agent's `rest` stays the replica's own: optimiser states, target networks, the critics of SAC and D4PG.
@@ -147,7 +117,7 @@ class Gossip:
     arriving = jnp.zeros((replicas, size + 1), jnp.float32) if self.staleness else ()
     return TrainState(train.params, Replicas(every, jnp.ones(replicas, jnp.float32), arriving))
 
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
     return self.begin(f(_first(train.rest.train)), len(train.rest.weight))
 
   def source(self, train: TrainState) -> Any:
@@ -163,7 +133,7 @@ class Gossip:
       own = _first(own)
       key = jax.random.fold_in(key, lax.axis_index(REPLICAS))
       train, memory, metrics, count = update_alone(own.train, memory, trajectory, key, update)
-      own = self.mixed(own, train, update)
+      own = self.mix(own, train, update)
       return jax.tree.map(lambda x: x[None], own), memory, lax.pmean(metrics, REPLICAS), count
 
     split, flat_specs = (REPLICAS, AXIS), P((REPLICAS, AXIS))
@@ -181,7 +151,7 @@ class Gossip:
 
     return learn
 
-  def mixed(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
+  def mix(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
     """One replica after its update, whose new `train` is `after`, and the exchange with its neighbours.
 
     A replica holds the mass w * z, of weight w and parameters z. An update adds to the mass what it adds to z. The
@@ -213,7 +183,7 @@ class Gossip:
     """How much further the neighbour is, for each round of the graph."""
     return [1] if self.graph == 'ring' else [2**k for k in range((replicas - 1).bit_length())]
 
-  def settled(self, train: TrainState) -> TrainState:
+  def finalize(self, train: TrainState) -> TrainState:
     return train._replace(params=mean(train.rest.train.params))
 
   def metrics(self, train: TrainState) -> Metrics:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,9 +20,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.architectures.agreement import Agreement, AllReduce
+from podrace.architectures.agreement import AllReduce
 from podrace.architectures.faults import check_faults, count_faults, faults, first_outside
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
@@ -63,7 +62,7 @@ class Anakin:
   num_envs: int
   unroll_length: int
   seeds: int = 1
-  agree: Agreement = AllReduce()
+  agree: AllReduce = AllReduce()
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'seeds'):
@@ -150,7 +149,7 @@ class Anakin:
     if self.seeds > 1:
       update = jax.vmap(update, in_axes=(SEEDS,), out_axes=SEEDS)
     state = lax.fori_loop(0, updates, lambda _, s: update(s), state)
-    return state._replace(train=self._of_each_seed(self.agree.settled)(state.train))
+    return state._replace(train=self._of_each_seed(self.agree.finalize)(state.train))
 
   def _of_each_seed(self, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.vmap(f) if self.seeds > 1 else f
@@ -248,15 +247,16 @@ class Program(Protocol):
 
 
 class AnakinDriver:
-  """An `Architecture`: all of it is in the compiled program.
+  """The `Architecture` of a program that holds all of its state in compiled functions.
 
-  `results` is called at each checkpoint, with the run directory and the state.
+  It has no actors and no connections, so there is nothing to start, finish or close.
   """
 
-  def __init__(
-    self, program: Program, results: Callable[[Path, Any], None] = lambda run_dir, state: None
-  ) -> None:
-    self._program, self.results = program, results
+  parts: Mapping[str, Part] = {}
+  saved_replay = None
+
+  def __init__(self, program: Program) -> None:
+    self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self.windows = program.windows
     self.ready = self.windows.schedule.ready if self.windows else 0
@@ -267,10 +267,10 @@ class AnakinDriver:
     self._read_log = self._program.read_log.lower(self.shapes).compile()
     self._health = self._program.health.lower(self.shapes).compile()
 
-  def start(self, state: Any, keys: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: Any, keys: Array) -> None:
     pass
 
-  def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
+  def advance(self, state: Any, updates: int, cancelled: Callable[[], bool]) -> tuple[Any, int]:
     return jax.block_until_ready(self._run(state, np.int32(updates))), updates
 
   def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
@@ -282,16 +282,7 @@ class AnakinDriver:
     self._program.check(counts, state)
     return broken, finite
 
-  def statistics(self) -> dict[str, Any]:
-    return {}
-
-  def save(self, path: Path) -> Extra | None:
-    return None
-
-  def finished(self, state: Any) -> None:
-    pass
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
+  def finish(self, state: Any) -> None:
     pass
 
   def close(self) -> None:

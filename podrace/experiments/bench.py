@@ -304,7 +304,7 @@ def combined_rate(
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
   """The run itself; and the shares of the actor threads' time, of all and of each."""
   state = filled(driver, state)
-  driver.start(state, keys, {})
+  driver.start(state, keys)
   try:
     state, _ = driver.advance(state, 3, lambda: False)
     _, state = driver.read_log(state)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from podrace import envs
-from podrace.architectures.agreement import Agreement, AllReduce, Gossip
+from podrace.architectures.agreement import AllReduce, Gossip
 from podrace.architectures.anakin import Anakin, AnakinDriver
 from podrace.architectures.protocol import Architecture
 from podrace.architectures.sebulba import (
@@ -87,7 +87,7 @@ def build(
   return AnakinDriver(program)
 
 
-def agreement(config: Config) -> Agreement:
+def agreement(config: Config) -> AllReduce:
   """How the devices that learn agree."""
   if config.agree == 'all-reduce':
     return AllReduce()
@@ -96,9 +96,7 @@ def agreement(config: Config) -> Agreement:
 
 def build_discovery(config: Discovery) -> AnakinDriver:
   """As `meta_training`, as something that a run drives."""
-  from podrace.architectures.discovery.program import write_rule
-
-  return AnakinDriver(meta_training(config), write_rule)
+  return AnakinDriver(meta_training(config))
 
 
 def meta_training(config: Discovery) -> MetaTraining:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from podrace.architectures.protocol import Architecture
-from podrace.architectures.sebulba import ActorFailed
-from podrace.errors import CheckpointError, ReplayFailed, RunError, Stopped, UsageError
+from podrace.architectures.protocol import Architecture, Part
+from podrace.errors import CheckpointError, RunError, Stopped, UsageError
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
 from podrace.run.directory import machine
@@ -25,7 +24,8 @@ class Saves:
   Args:
     is_ours: whether the run directory still is the one that the run began in.
     warn: says what is wrong, and `say` what goes on.
-    notes: called for each checkpoint; what the run wants back with it.
+    parts: state on the host, by its key in the meta of a checkpoint.
+    after_save: called with the run directory and the state, after a checkpoint is begun.
   """
 
   def __init__(
@@ -36,10 +36,13 @@ class Saves:
     is_ours: Callable[[], bool],
     warn: Callable[[str], None],
     say: Callable[[str], None],
-    notes: Callable[[], dict[str, Any]],
+    parts: Mapping[str, Part],
+    after_save: Callable[[Path, Any], None],
   ) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
-    self._is_ours, self._warn, self._say, self._notes = is_ours, warn, say, notes
+    self._is_ours, self._warn, self._say = is_ours, warn, say
+    self._parts, self._after_save = parts, after_save
+    self._replay = program.saved_replay
     self._fit = Fit(config, program, run_dir)
     self.checkpoints = Checkpoints(run_dir / 'checkpoints', config.keep)
     self.saved = -1  # the step of the newest checkpoint
@@ -65,14 +68,14 @@ class Saves:
       'update': update,
       'machine': machine(),
       **self._fit.record(),
-      'statistics': self._program.statistics(),
-      **self._notes(),
+      'statistics': {},  # of an architecture that has none
+      **{name: part.save() for name, part in self._parts.items()},
     }
     params, rest = _split(state)
-    extra = self._program.save(self.checkpoints.extra(step))
+    extra = self._replay.save(self.checkpoints.extra(step)) if self._replay else None
     self.checkpoints.save(step, params, rest, meta, extra)
     self.saved = step
-    self._program.results(self._run_dir, state)
+    self._after_save(self._run_dir, state)
 
   @contextlib.contextmanager
   def failing(self, update: int, state: Any) -> Iterator[None]:
@@ -81,7 +84,7 @@ class Saves:
       yield
     except Stopped:
       raise
-    except (ActorFailed, ReplayFailed, RunError, UsageError) as e:
+    except (RunError, UsageError) as e:
       raise RunError(f'{e}\n{self._at_failure(update, state)}') from e
     except Exception as e:
       what = 'the run failed'
@@ -117,8 +120,8 @@ class Saves:
     kept = f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
     return f'and it could not be saved: {why}; {kept}'
 
-  def restore(self) -> tuple[Any, dict[str, Any]] | None:
-    """The state and the meta of the newest checkpoint that is whole; None if there is none at all."""
+  def restore(self) -> Any | None:
+    """Restore the newest undamaged checkpoint and all parts; returns its state, or None without any."""
     params, rest = _split(self._program.shapes)
     if self.checkpoints.half_written:
       self._warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
@@ -127,7 +130,8 @@ class Saves:
       try:
         self._fit.check(self.checkpoints.meta(step))
         found = self.checkpoints.restore(step, params, rest)
-        self._program.restore(self.checkpoints.extra(step), found.meta.get('extra'))
+        if self._replay:
+          self._replay.restore(self.checkpoints.extra(step), found.meta.get('extra'))
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
@@ -145,7 +149,10 @@ class Saves:
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
       state = found.rest._replace(train=found.rest.train._replace(params=found.params))
-      return state, meta
+      for name, part in self._parts.items():
+        if name in meta:  # an older podrace had fewer
+          part.restore(meta[name])
+      return state
     if damaged:
       raise RunError(
         f'none of the {len(damaged)} checkpoints in {self._run_dir} can be read; '

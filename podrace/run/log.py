@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import jax
 
 from podrace import hooks
+from podrace.architectures.protocol import Part
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
 from podrace.run.summary import described
@@ -56,6 +58,7 @@ class Log:
     self.born = time.perf_counter()
     self.sinks: list[metrics.Sink] = []  # besides `lines`
     self.lines: metrics.JsonLines | None = None
+    self.files: dict[str, metrics.JsonLines] = {}  # by name, those of `check_lines`
     self.known: dict[str, tuple[int, int]] = {}  # by file, `on_disk` when the checkpoint was made
     self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
 
@@ -79,28 +82,39 @@ class Log:
     """Seconds that the run has taken, over all its lives, without the time between them."""
     return self.wall_before + time.perf_counter() - self.born
 
-  def notes(self) -> dict[str, Any]:
-    """What a checkpoint keeps of it; the lines are on disk before the checkpoint."""
-    lines = {}
+  @property
+  def parts(self) -> dict[str, Part]:
+    """State that a checkpoint keeps, by its key in the meta."""
+    return {
+      'wall_s': Part(lambda: self.wall_s, self._setter('wall_before')),
+      'clock': Part(lambda: dataclasses.asdict(self.clock), self._restore_clock),
+      'since_line': Part(lambda: dataclasses.asdict(self.since_line), self._restore_since_line),
+      'lines': Part(self._count_lines, self._setter('known')),
+      'missing_lines': Part(lambda: self.missing, self._setter('missing')),
+      'callbacks': Part(self.callbacks.state, self.callbacks.restore),
+    }
+
+  def _setter(self, name: str) -> Callable[[Any], None]:
+    return functools.partial(setattr, self, name)
+
+  def _restore_clock(self, saved: dict[str, Any]) -> None:
+    self.clock = Clock(**saved)
+
+  def _restore_since_line(self, saved: dict[str, Any]) -> None:
+    self.since_line = Clock(**saved)
+
+  def _count_lines(self) -> dict[str, Any]:
+    """Count the lines of each file. Lines of metrics are on disk before the checkpoint is."""
     if self.lines:
       self.lines.sync()
-      lines['metrics.jsonl'] = self.lines.on_disk()
-    clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
-    counts = {'lines': lines, 'missing_lines': self.missing}
-    return {'wall_s': self.wall_s, **clocks, **counts, 'callbacks': self.callbacks.state()}
-
-  def restore(self, notes: dict[str, Any]) -> None:
-    self.wall_before = notes['wall_s']
-    self.clock, self.since_line = Clock(**notes['clock']), Clock(**notes['since_line'])
-    if 'callbacks' in notes:  # an older podrace had none
-      self.callbacks.restore(notes['callbacks'])
-    self.known, self.missing = notes.get('lines', {}), notes.get('missing_lines', {})
+    return {name: file.on_disk() for name, file in self.files.items()}
 
   def check_lines(self, name: str, file: metrics.JsonLines) -> None:
     """Warn if a file has fewer lines than when the checkpoint was made.
 
     The run goes on: its state is whole, and nobody may be there to decide. `missing` is for its summary.
     """
+    self.files[name] = file
     (known, step), missing = self.known.get(name, (0, 0)), self.missing.get(name, 0)
     lines = file.up_to(step)
     if lines < known:

@@ -139,7 +139,11 @@ def discover(
     return build_discovery(config), None
 
   called = Callbacks(callbacks, override)
-  return carry_out(config, 1, assemble, run_dir, override, sinks, quiet, called)
+  from podrace.architectures.discovery.program import write_rule
+
+  return carry_out(
+    config, 1, assemble, run_dir, override, sinks, quiet, called, after_save=write_rule
+  )
 
 
 def carry_out(
@@ -152,6 +156,7 @@ def carry_out(
   quiet: bool,
   called: Callbacks,
   opening: Callable[[Callable[[str], None]], None] = lambda say: None,
+  after_save: Callable[[Path, Any], None] = lambda run_dir, state: None,
 ) -> dict[str, Any]:
   """Begins a run or goes on with it, to its end; returns the summary. Raises as `train`.
 
@@ -185,7 +190,20 @@ def carry_out(
       stack.enter_context(server)
       (say if leader else log.info)(f'listening for environments at {server.address}')
     opening(say)
-    run = _Run(config, seeds, program, run_dir, stop, terminal, warn, sinks, quiet, is_ours, called)
+    run = _Run(
+      config,
+      seeds,
+      program,
+      run_dir,
+      stop,
+      terminal,
+      warn,
+      sinks,
+      quiet,
+      is_ours,
+      called,
+      after_save,
+    )
     with noting_end(run_dir, Stopped, is_ours) if leader else contextlib.nullcontext():
       return run.go(stack)
 
@@ -278,6 +296,7 @@ class _Run:
     quiet: bool,
     is_ours: Callable[[], bool],  # the directory, still
     callbacks: Callbacks,
+    after_save: Callable[[Path, Any], None],
   ) -> None:
     self.callbacks = callbacks
     self.log = Log(config, run_dir, callbacks, sinks, None if quiet else terminal, warn)
@@ -287,8 +306,8 @@ class _Run:
     self.warn, self.say = warn, _nothing if quiet else warn
     self.leader = jax.process_index() == 0
     self.compile_s = 0.0
-    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, self.notes)
-    self.statistics: dict[str, Any] = {}  # by the architecture, before that checkpoint
+    parts = {**program.parts, **self.log.parts}
+    self.saves = Saves(config, program, run_dir, is_ours, self.warn, self.say, parts, after_save)
 
   def go(self, stack: contextlib.ExitStack) -> dict[str, Any]:
     config = self.config
@@ -325,7 +344,7 @@ class _Run:
     if self.leader:
       self.log.open(stack, max(self.saves.saved, 0))
     self.open_evaluations(stack, state)
-    self.program.start(state, keys, self.statistics)
+    self.program.start(state, keys)
     try:
       state = self.loop(state)
     except BaseException:
@@ -348,15 +367,15 @@ class _Run:
           self.evaluations.finish, update * self.config.steps_per_update, state.train.params
         )
         self.stop.during(last, 'the last evaluation', self.warn, GRACE_SECONDS)
-      self.program.finished(state)
+      self.program.finish(state)
       # JAX waits 30 s for those that leave later, and then ends all: the first one may have evaluated for longer.
       together = functools.partial(everyones, [update])
       self.stop.during(together, 'waiting for the other processes', self.warn, GRACE_SECONDS)
 
   def restored(self) -> Any | None:
-    """The state that the run goes on from, and its notes; None if it begins."""
-    found = self.saves.restore()
-    if found is None:
+    """Restore the state that the run continues from; None if it begins."""
+    state = self.saves.restore()
+    if state is None:
       line: metrics.Line = {}
       with contextlib.suppress(
         UnreadableFile
@@ -366,18 +385,7 @@ class _Run:
         self.warn(
           f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it begins again at step 0'
         )
-      return None
-    state, notes = found
-    self.statistics = notes['statistics']
-    self.log.restore(notes)
     return state
-
-  def notes(self) -> dict[str, Any]:
-    """What a checkpoint keeps of the run besides its state."""
-    notes = self.log.notes()
-    if self.evaluations:
-      notes['lines']['eval.jsonl'] = self.evaluations.lines.on_disk()
-    return notes
 
   def open_evaluations(self, stack: contextlib.ExitStack, state: Any) -> None:
     if not (isinstance(self.config, Config) and self.config.eval_every and self.leader):

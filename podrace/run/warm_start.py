@@ -47,7 +47,7 @@ def warm_started(config: Config, state: Any) -> Any:
     return jax.numpy.broadcast_to(x, (config.seeds, *x.shape[1:])) if several else x[0]
 
   def start(train: Any, params: Any) -> Any:
-    return agree.begun_from(train, lambda new: hooks.warm_start(config.agent, new, params))
+    return agree.begin_from(train, lambda new: hooks.warm_start(config.agent, new, params))
 
   params = jax.tree.map(of_all, params)
   train = (jax.vmap(start) if several else start)(state.train, params)

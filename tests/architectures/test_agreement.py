@@ -73,7 +73,7 @@ def exchanged(
 
     def once(k: Any, own: Replicas) -> Replicas:
       after = own.train._replace(params=own.train.params + move)
-      return gossip.mixed(own, after, k + first)
+      return gossip.mix(own, after, k + first)
 
     own = jax.lax.fori_loop(0, rounds, once, own)
     return jax.tree.map(lambda x: x[None], own)
@@ -185,7 +185,7 @@ def test_with_equal_data_gossip_is_all_reduce(normalize: bool) -> None:
     state = agree.begin(train, 8)
     for k in range(4):
       state, _, metrics, _ = learn(state, (), same, jax.random.key(3 + k), jnp.int32(k))
-    found.append(jax.device_get((agree.settled(state).params, metrics)))
+    found.append(jax.device_get((agree.finalize(state).params, metrics)))
   (params, metrics), (of_gossip, metrics_of_gossip) = found
   moved = max(float(np.abs(x - y).max()) for x, y in zip(
     jax.tree.leaves(params.network), jax.tree.leaves(train.params.network), strict=True))  # fmt: skip

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part
 from podrace.architectures.sebulba.learning import LearningProgram, State
-from podrace.architectures.sebulba.pipe import ActorFailed
 from podrace.architectures.sebulba.sources import Source
-from podrace.errors import ReplayFailed
+from podrace.errors import RunError
 from podrace.types import Array
 
 
@@ -25,35 +23,39 @@ class SebulbaDriver:
     publish: called with the number of updates made and the parameters after them.
   """
 
-  ready = 0  # `advance` looks at `give_up` before each batch
+  ready = 0  # `advance` looks at `cancelled` before each batch
 
   def __init__(
     self, learning: LearningProgram, source: Source, publish: Callable[[int, Any], None]
   ) -> None:
     self.learning, self.source, self._publish = learning, source, publish
     self.mesh, self.init, self.windows = learning.mesh, learning.init, learning.windows
-    self.health = learning.health
+    self.health, self.saved_replay = learning.health, source.saved_replay
     self._update = 0  # how many were made
 
   @property
   def shapes(self) -> State:
     return self.learning.shapes._replace(actors=self.source.snapshots)
 
+  @property
+  def parts(self) -> Mapping[str, Part]:
+    return self.source.parts
+
   def compile(self) -> None:
     self.learning.compile()
     self.source.open()
 
-  def start(self, state: State, keys: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: State, keys: Array) -> None:
     self._update = int(jax.device_get(state.update))
-    self.source.start(state, jax.random.split(keys[0], 3)[1], statistics)
+    self.source.start(state, jax.random.split(keys[0], 3)[1])
 
-  def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
+  def advance(self, state: State, updates: int, cancelled: Callable[[], bool]) -> tuple[State, int]:
     alone = jax.process_count() == 1  # several processes must do the same
     learned, made, before = False, 0, state.train.params
     while made < updates:
       try:
-        batch = self.source.take(self._update, give_up if alone else lambda: False)
-      except (ActorFailed, ReplayFailed):
+        batch = self.source.take(self._update, cancelled if alone else lambda: False)
+      except RunError:
         if not (
           learned and alone
         ):  # other processes make the whole call, and would wait for this one
@@ -75,20 +77,8 @@ class SebulbaDriver:
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     return self.learning.read_log(state, *self.source.read())
 
-  def statistics(self) -> dict[str, Any]:
-    return self.source.statistics()
-
-  def results(self, run_dir: Path, state: State) -> None:
-    pass
-
-  def save(self, path: Path) -> Extra | None:
-    return self.source.save(path)
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    self.source.restore(path, record)
-
-  def finished(self, state: State) -> None:
-    self.source.finished(state)
+  def finish(self, state: State) -> None:
+    self.source.finish(state)
 
   def close(self) -> None:
     self.source.close()

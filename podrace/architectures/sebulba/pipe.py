@@ -10,13 +10,14 @@ import jax
 import numpy as np
 
 from podrace.envs.host.episodes import Totals
+from podrace.errors import RunError
 from podrace.types import TimeStep, Trajectory
 
 Lag = Literal['0', '1', 'async']
 POLL = 0.1  # seconds between looks at whether a wait has lost its sense
 
 
-class ActorFailed(Exception):
+class ActorFailed(RunError):
   """An actor thread ended with an exception; the message has its traceback."""
 
 

@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from podrace import tables
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part, SavedReplay
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
+from podrace.architectures.sebulba.saved_replay import SavedHostReplay
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
-from podrace.errors import CheckpointError, ReplayFailed, UsageError
 from podrace.replay.host import Draw, HostReplay
 from podrace.replay.layout import Layout
-from podrace.system.files import make_folder, sync, write_json
-from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
-PART = 'record.json'  # how to restore one process's replay, of several
 GiveUp = Callable[[], bool]
 
 
@@ -38,12 +33,22 @@ class Source(Protocol):
     """In shapes and shardings, what the actors save of themselves; () if they can't."""
     ...
 
-  def open(self) -> None:
-    """Does what takes long and needs no state: compiles, connects."""
+  @property
+  def parts(self) -> Mapping[str, Part]:
+    """State on the host, as `Architecture.parts`."""
     ...
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
-    """Begins at `state`; `statistics` is what `statistics()` gave when it was saved."""
+  @property
+  def saved_replay(self) -> SavedReplay | None:
+    """As `Architecture.saved_replay`."""
+    ...
+
+  def open(self) -> None:
+    """Compile and connect: everything that takes long and needs no state."""
+    ...
+
+  def start(self, state: State, key: Array) -> None:
+    """Begin at `state`."""
     ...
 
   def take(self, update: int, give_up: GiveUp) -> Batch | None:
@@ -62,21 +67,21 @@ class Source(Protocol):
     """The episodes that ended since the last reading, and metrics."""
     ...
 
-  def statistics(self) -> dict[str, Any]:
-    """What `read` would say, for a checkpoint."""
+  def finish(self, state: State) -> None:
+    """Tell the processes that take part in the run that it is complete."""
     ...
 
-  def save(self, path: Path) -> Extra | None: ...
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None: ...
-  def finished(self, state: State) -> None: ...
   def close(self) -> None: ...
 
 
 class ActorSource:
   """The unrolls of actor threads, as trajectories over the learner's mesh."""
 
+  saved_replay = None
+
   def __init__(self, acting: ActingProgram, mesh: Mesh) -> None:
     self.acting, self.snapshots = acting, acting.snapshots
+    self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
     self._mesh = mesh
     self._statistics = Statistics()
     self._actors: Actors | None = None
@@ -84,9 +89,14 @@ class ActorSource:
   def open(self) -> None:
     self.acting.warm_up()
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
-    first = jax.process_index() == 0  # what was saved is the sum over all processes
-    self._statistics = Statistics(**statistics) if first else Statistics()
+  def _save_statistics(self) -> dict[str, Any]:
+    return dataclasses.asdict(self._statistics.over_processes())
+
+  def _restore_statistics(self, saved: dict[str, Any]) -> None:
+    if jax.process_index() == 0:  # they are the sum over all processes
+      self._statistics = Statistics(**saved)
+
+  def start(self, state: State, key: Array) -> None:
     update = int(jax.device_get(state.update))
     versions = {update: state.train.params}
     if self.acting.lag == '1' and update > 0:
@@ -146,27 +156,13 @@ class ActorSource:
     """Where the time of each actor thread went since the log was last read."""
     return [self._statistics.shares(i) for i in range(self.acting.local_threads)]
 
-  def statistics(self) -> dict[str, Any]:
-    return dataclasses.asdict(self._statistics.over_processes())
-
-  def save(self, path: Path) -> Extra | None:
-    return None
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    pass
-
-  def finished(self, state: State) -> None:
+  def finish(self, state: State) -> None:
     if self.acting.spec.finished:
       self.acting.spec.finished()
 
   def close(self) -> None:
     if self._actors:
       self._actors.close()
-
-
-def _part(path: Path) -> Path:
-  """Where this process saves its replay, within the directory of all."""
-  return path if jax.process_count() == 1 else path / str(jax.process_index())
 
 
 def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
@@ -180,6 +176,8 @@ class HostReplaySource:
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
+    self.parts = actors.parts
+    self.saved_replay = SavedHostReplay(self.replay, bool(self.snapshots))
     self._draws: Iterator[Draw] = iter(())
     self._due = self._taken = 0  # batches of the update at hand
     self._ends: tuple[Snapshot, ...] = ()
@@ -187,9 +185,9 @@ class HostReplaySource:
   def open(self) -> None:
     self._actors.open()
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: State, key: Array) -> None:
     self.replay.start()
-    self._actors.start(state, key, statistics)
+    self._actors.start(state, key)
 
   def publish(self, update: int, params: Any) -> None:
     self._actors.publish(update, params)
@@ -218,48 +216,8 @@ class HostReplaySource:
     episodes, metrics = self._actors.read()
     return episodes, metrics | self.replay.metrics()
 
-  def statistics(self) -> dict[str, Any]:
-    return self._actors.statistics()
-
-  def save(self, path: Path) -> Extra | None:
-    part = _part(path)
-    try:
-      write = self.replay.save(part, bool(self.snapshots))
-    except ReplayFailed as e:
-      raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
-
-    def extra() -> dict[str, Any]:
-      try:
-        if part != path:
-          make_folder(path.parent)
-        record = write()
-        if part != path:
-          write_json(part / PART, record)
-          sync(path.parent.parent)  # the first one made the parent, too
-        return {**record, 'processes': jax.process_count()}
-      except (tables.CheckpointError, OSError) as e:
-        raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
-
-    return extra
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    if record is None:
-      raise CheckpointError(f'checkpoint {path.name} is of a run with replay on the device')
-    if (were := record.get('processes', 1)) != jax.process_count():
-      raise UsageError(
-        f'the checkpoint at step {path.name} has the replay of {were} process(es), each its own part, and this run '
-        f'has {jax.process_count()}: start {were}, or begin another run with --init-from'
-      )
-    part = _part(path)
-    if part != path and (record := read_json(part / PART)) is None:
-      raise CheckpointError(f'{part / PART} is not there')
-    try:
-      self.replay.restore(part, record)
-    except tables.CheckpointError as e:
-      raise CheckpointError(str(e)) from e
-
-  def finished(self, state: State) -> None:
-    self._actors.finished(state)
+  def finish(self, state: State) -> None:
+    self._actors.finish(state)
 
   def close(self) -> None:
     self._actors.close()

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import WriteExtra
 from podrace.errors import CheckpointError, UsageError
 from podrace.run.checkpoint.arrays import (
   PART,
@@ -127,7 +127,7 @@ class Checkpoints:
       files.remove(partial)
 
   def save(
-    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: Extra | None = None
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: WriteExtra | None = None
   ) -> None:
     """Takes a copy and returns; writing goes on in the background.
 

@@ -120,7 +120,7 @@ class Running:
     self.program = program
     self.driver = driver or compiled(program)
     self.state = program.init(keys(seed))
-    self.driver.start(self.state, keys(seed), {})
+    self.driver.start(self.state, keys(seed))
 
   @property
   def actors(self) -> Any:
