@@ -96,10 +96,11 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
   from podrace.commands.configure import base_config, parse
   from podrace.experiments import bench
   from podrace.run.build import build_sebulba
+  from podrace.settings.resolved import resolve
 
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)
-  driver = build_sebulba(config)
+  driver = build_sebulba(resolve(config))
   program = bench.acting_of(driver)
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))

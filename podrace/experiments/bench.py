@@ -20,6 +20,7 @@ from podrace.architectures.sebulba.device_programs import pack
 from podrace.errors import RunError, UsageError
 from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
+from podrace.settings.resolved import resolve
 from podrace.settings.validation import validate
 from podrace.system.output import print_text
 from podrace.system.process import cores
@@ -50,7 +51,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   def say(what: str) -> None:
     print_text(what, file=sys.stderr, flush=True)
 
-  driver = build_sebulba(config)
+  driver = build_sebulba(resolve(config))
   acting = acting_of(driver)
   say('compiling')
   driver.compile()

@@ -21,15 +21,14 @@ from podrace.architectures.sebulba import (
   example_trajectory,
 )
 from podrace.envs.check import check_environment
-from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
-from podrace.hooks import memory
 from podrace.replay import Buffer, windows
 from podrace.replay.layout import Layout
 from podrace.run.check_agent import check_run
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved, resolve
 from podrace.settings.validation import validate
 from podrace.topology import Topology, learner_mesh, share, split_devices
 from podrace.types import Replay
@@ -43,21 +42,33 @@ if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 
-def build(
-  config: Config,
+def build(config: Config) -> Architecture:
+  """Return the program that a config describes, after checking the config.
+
+  Raises:
+    UsageError, ValueError: if settings are wrong or do not fit each other.
+  """
+  validate(config)
+  return assemble(resolve(config))
+
+
+def assemble(
+  resolved: Resolved,
   server: Server | None = None,
   addresses: Addresses | None = None,
   run_dir: Path | None = None,
 ) -> Architecture:
-  """The program that a config describes; `server` is where remote environments come to.
+  """Return the program of a run.
 
-  `addresses` are those of a replay service and for acting processes, where the config has them, and `run_dir`
-  is where it is kept which of the service's tables are the run's.
+  Args:
+    server: accepts remote environments, for `config.envs` remote.
+    addresses: of a replay service and for acting processes, for `config.replay` service.
+    run_dir: records which tables of the service are the run's.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
-  validate(config)
+  config = resolved.config
   if config.model_devices > 1 and jax.process_count() > 1:
     raise UsageError(f'--model-devices {config.model_devices} is for runs of one process')
   if (config.replay == 'service') != (addresses is not None):
@@ -70,21 +81,20 @@ def build(
       raise UsageError('--replay service needs a run directory')
     from podrace.distributed.learner import DistributedSource
 
-    learning, spec = build_learner(config)
-    source = DistributedSource(learning, spec, addresses, config, run_dir)
+    learning = build_learner(resolved)
+    source = DistributedSource(learning, resolved.env, addresses, config, run_dir)
     return SebulbaDriver(learning, source, source.publish)
   if config.architecture == 'sebulba':
-    return build_sebulba(config, server)
-  env = envs.make(config.env)
-  agent = bind_run(config, env)
-  replay, mesh = (
-    memory(agent, env, config.num_envs, config.unroll_length),
-    learner_mesh(config.devices, config.model_devices),
-  )
-  sizes = config.num_envs, config.unroll_length, config.seeds
-  program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
-  check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
+    return build_sebulba(resolved, server)
+  mesh = learner_mesh(config.devices, config.model_devices)
+  parts, sizes = (resolved.agent, resolved.env, resolved.replay, mesh), _sizes(config)
+  program = Anakin(*parts, *sizes, config.seeds, agreement(config))
+  check_run(*parts, *sizes)
   return AnakinDriver(program)
+
+
+def _sizes(config: Config) -> tuple[int, int]:
+  return config.num_envs, config.unroll_length
 
 
 def agreement(config: Config) -> AllReduce:
@@ -154,24 +164,21 @@ def _past(config: Discovery, stack: int) -> Replay | None:
   return windows(buffer, *sizes, keep_state=True, stack=stack)
 
 
-def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:
-  """The Sebulba that a config describes."""
-  spec = host.make(config.env)
+def build_sebulba(resolved: Resolved, server: Server | None = None) -> SebulbaDriver:
+  """Return the Sebulba of a run; `server` accepts remote environments."""
+  config, spec = resolved.config, resolved.env
   if config.envs == 'remote':
     if server is None:
       raise UsageError('--envs remote is for `podrace train`, with --listen')
     spec = server.spec(spec)
-  agent = bind_run(config, spec)
-  replay = memory(agent, spec, config.num_envs, config.unroll_length)
   devices = config.actor_devices, config.learner_devices, config.devices
   topology = split_devices(*devices, config.model_devices)
   return sebulba(
-    agent,
+    resolved.agent,
     spec,
-    replay,
+    resolved.replay,
     topology,
-    config.num_envs,
-    config.unroll_length,
+    *_sizes(config),
     host_replay=config.replay == 'host',
     threads=config.actor_threads,
     lag=config.lag,
@@ -228,23 +235,22 @@ def sebulba(
   return SebulbaDriver(learning, actors, actors.publish)
 
 
-def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
-  """The learning half, by default on all devices; acting is in other processes."""
+def build_learner(resolved: Resolved) -> LearningProgram:
+  """Return the learning half, by default on all devices; acting is in other processes."""
+  config = resolved.config
   if config.actor_devices:
     raise UsageError(
       f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
       'give it to `podrace act`'
     )
-  spec = host.make(config.env)
-  agent = bind_run(config, spec)
+  agent, spec, replay = resolved.agent, resolved.env, resolved.replay
   every = range(config.devices or jax.local_device_count())
   devices = config.learner_devices or ','.join(map(str, every))
   mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
-  replay = memory(agent, spec, config.num_envs, config.unroll_length)
-  check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
-  example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
-  kept = replay if replay.windows is None else Layout(replay.windows, example)
-  return LearningProgram(agent, mesh, kept, example), spec
+  check_run(agent, spec, replay, mesh, *_sizes(config))
+  example = example_trajectory(agent, spec, *_sizes(config))
+  layout = replay if replay.windows is None else Layout(replay.windows, example)
+  return LearningProgram(agent, mesh, layout, example)
 
 
 def make_server(config: Config, listen: Listen | None) -> Server | None:

@@ -46,10 +46,16 @@ class Saves:
     self._fit = Fit(config, program, run_dir)
     self.checkpoints = Checkpoints(run_dir / 'checkpoints', config.keep)
     self.saved = -1  # the step of the newest checkpoint
+    self._checked: dict[int, dict[str, Any]] = {}  # the meta of a checkpoint that fits, by step
 
   def check_newest(self) -> None:
-    """Raises UsageError if the newest checkpoint is another program's."""
-    self._fit.check_newest(self.checkpoints)
+    """Raise UsageError if the newest readable checkpoint is of another program."""
+    for step in self.checkpoints.steps():
+      with contextlib.suppress(CheckpointError):  # `restore` reports it
+        meta = self.checkpoints.meta(step)
+        self._fit.check(meta)
+        self._checked[step] = meta
+        return
 
   def check_directory(self) -> None:
     """Ends the run before it writes into a directory that is not its own any more."""
@@ -128,10 +134,13 @@ class Saves:
     damaged: list[int] = []
     for step in self.checkpoints.steps():
       try:
-        self._fit.check(self.checkpoints.meta(step))
-        found = self.checkpoints.restore(step, params, rest)
+        meta = self._checked.get(step)
+        if meta is None:
+          meta = self.checkpoints.meta(step)
+          self._fit.check(meta)
+        restored = self.checkpoints.restore(step, params, rest, meta)
         if self._replay:
-          self._replay.restore(self.checkpoints.extra(step), found.meta.get('extra'))
+          self._replay.restore(self.checkpoints.extra(step), meta.get('extra'))
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
@@ -140,7 +149,6 @@ class Saves:
         continue
       for bad in damaged:
         self._warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
-      meta = found.meta
       self.saved = step
       self._say(f'resuming at step {step:,}')
       here = machine()
@@ -148,7 +156,7 @@ class Saves:
         self._warn(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
-      state = found.rest._replace(train=found.rest.train._replace(params=found.params))
+      state = restored.rest._replace(train=restored.rest.train._replace(params=restored.params))
       for name, part in self._parts.items():
         if name in meta:  # an older podrace had fewer
           part.restore(meta[name])

@@ -7,8 +7,7 @@ from typing import Any
 
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import CheckpointError, UsageError
-from podrace.run.checkpoint import Checkpoints
+from podrace.errors import UsageError
 from podrace.run.directory import completed_record, read_record
 from podrace.settings.config import Basics
 from podrace.settings.record import differences, option, to_json
@@ -34,16 +33,6 @@ class Fit:
   def shapes(self) -> str:
     """A hash over the shapes of the state."""
     return shapes_sha256(self._program.shapes)
-
-  def check_newest(self, checkpoints: Checkpoints) -> None:
-    """As `check`, of the newest checkpoint that can be read: before anything is compiled."""
-    for step in checkpoints.steps():
-      try:
-        meta = checkpoints.meta(step)
-      except CheckpointError:  # restoring it will say so
-        continue
-      self.check(meta)
-      return
 
   def check(self, meta: dict[str, Any]) -> None:
     """Raises UsageError if a checkpoint is whole but of another program's state."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import functools
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from podrace.errors import RunError, Stopped, UnreadableFile, UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
@@ -29,7 +26,7 @@ from podrace.settings.record import (
   with_unrecorded,
 )
 from podrace.settings.user_code import KIND, update_paths
-from podrace.system.files import check_folder, create_folder, make_user_folder, write_whole
+from podrace.system.files import check_folder
 from podrace.system.files.reading import open_regular, parse_json, read_json, read_object
 from podrace.system.files.schema import (
   COUNT,
@@ -45,12 +42,6 @@ from podrace.system.files.schema import (
 from podrace.system.process import NO_LOCKS, cores, is_locked, lock
 from podrace.version import __version__
 
-RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
-KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
-BROKEN = 'broken'  # one of its files can't be read
-UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
-STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
-END = 'end.json'  # how the run's last life ended, where it did not finish
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 RECORD = {
   'env': needed(TEXT),
@@ -269,117 +260,6 @@ def has_lock(path: Path) -> bool | None:
   return False
 
 
-@contextlib.contextmanager
-def noting_end(
-  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
-) -> Iterator[None]:
-  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
-
-  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
-  """
-  try:
-    before = read_end(path)
-  except UnreadableFile:  # it is replaced below
-    before = {}
-  (path / END).unlink(missing_ok=True)
-
-  def note(state: str, why: str) -> None:
-    with contextlib.suppress(
-      OSError
-    ):  # the disk is full, or the directory is gone: what failed is what counts
-      if is_ours():
-        write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
-
-  try:
-    yield
-  except stopped as e:
-    note(STOPPED, str(e))
-    raise
-  except UsageError:
-    if before:
-      note(before.get('state', FAILED), before.get('why', ''))
-    raise
-  except KeyboardInterrupt:
-    note(STOPPED, 'SIGINT: ended at once')
-    raise
-  except Exception as e:
-    note(FAILED, reason(e))
-    raise
-
-
-def reason(error: Exception) -> str:
-  """In a line why a run failed: the first cause, where one error led to another."""
-  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-    error = error.__cause__
-  lines = [x for x in str(error).splitlines() if x.strip()]
-  if not lines:
-    return repr(error)
-  text, kind = lines[-1].strip(), type(error).__name__
-  return (
-    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
-  )
-
-
-def name_of(preset: str | None, env: str) -> str:
-  """What a new run's directory is named after: a preset, or an environment without its options."""
-  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
-
-
-def new_run_dir(name: str) -> Path:
-  """A directory for a new run: runs/NAME-DATE-TIME."""
-  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
-  path = Path('runs') / f'{name}-{now}'
-  n = 1
-  while path.exists():
-    n += 1
-    path = Path('runs') / f'{name}-{now}-{n}'
-  return path
-
-
-@contextlib.contextmanager
-def reserved(name: str) -> Iterator[Path]:
-  """Makes a new run's directory, so that no other run takes it; removes it if no step of the run is in it."""
-  with contextlib.ExitStack() as stack:
-    runs = Path('runs')
-    try:
-      if not runs.exists():
-        make_user_folder(runs)
-        stack.callback(_remove_empty, runs)
-      while True:
-        path = new_run_dir(name)
-        with contextlib.suppress(FileExistsError):  # another run was quicker
-          create_folder(path)
-          break
-    except OSError as e:
-      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
-    stack.callback(_remove_empty, path)
-    try:
-      yield path
-    except Stopped as e:
-      e.kept = not _remove_unbegun(path)
-      raise
-
-
-@contextlib.contextmanager
-def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
-  if given is not None:
-    yield Path(given)
-    return
-  with reserved(name.replace(':', '-').replace('/', '-')) as path:
-    yield path
-
-
-def _remove_unbegun(path: Path) -> bool:
-  """Removes the files of a run that was stopped before its first step; whether it was."""
-  unbegun = {'config.json', END, 'lock', 'checkpoints'}
-  with contextlib.suppress(OSError):
-    if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
-      shutil.rmtree(path)
-      return True
-  return False
-
-
 def check_directory(path: Path, option: str = '--run-dir') -> None:
   """Checks that a run can be kept in a directory, which need not be there yet.
 
@@ -400,16 +280,3 @@ def check_directory(path: Path, option: str = '--run-dir') -> None:
     raise UsageError(f'{option} {path} cannot be written to')
   if not writable:
     raise UsageError(f'{lacks}: {there} cannot be written to')
-
-
-def _remove_empty(path: Path) -> None:
-  with contextlib.suppress(OSError):  # it isn't
-    path.rmdir()
-
-
-def read_end(path: Path) -> dict[str, Any]:
-  """Return how the run's last life ended, {} if that is not known."""
-  end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
-  if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
-    raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')
-  return end

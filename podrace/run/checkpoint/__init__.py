@@ -268,16 +268,22 @@ class Checkpoints:
   def _wrong(self, step: int) -> CheckpointError:
     return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
 
-  def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
-    """Reads the checkpoint at `step` into trees of the given shapes and shardings.
+  def restore(
+    self, step: int, params: Any, rest: Any = None, meta: dict[str, Any] | None = None
+  ) -> Restored:
+    """Read the checkpoint at `step` into trees of the given shapes and shardings.
 
-    Without `rest` the parameters alone. What is read is compared with its checksum. A checkpoint of an older podrace
-    may lack the index over the arrays; then a temporary index is made.
+    All arrays are compared with their checksums. A checkpoint of an older podrace may lack the index
+    over the arrays. Then a temporary index is made.
+
+    Args:
+      rest: the state without its parameters; None to read the parameters alone.
+      meta: the result of `meta(step)`, if it was read before.
 
     Raises:
       CheckpointError: if it is damaged, or of other shapes.
     """
-    meta = self.meta(step)
+    meta = self.meta(step) if meta is None else meta
     wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
     try:
       read = self._read(step, wanted, meta, self._plain.path)

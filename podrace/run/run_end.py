@@ -1,0 +1,80 @@
+"""The end of a life of a run: recording how it ended, and reading that."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from podrace.errors import RunError, UnreadableFile, UsageError
+from podrace.system.files import write_whole
+from podrace.system.files.reading import read_object
+from podrace.system.files.schema import TEXT
+
+RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
+KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
+BROKEN = 'broken'  # one of its files can't be read
+UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
+STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
+END = 'end.json'  # how the run's last life ended, where it did not finish
+
+
+@contextlib.contextmanager
+def note_end(
+  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
+  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
+
+  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
+  """
+  try:
+    before = read_end(path)
+  except UnreadableFile:  # it is replaced below
+    before = {}
+  (path / END).unlink(missing_ok=True)
+
+  def note(state: str, why: str) -> None:
+    with contextlib.suppress(
+      OSError
+    ):  # the disk is full, or the directory is gone: what failed is what counts
+      if is_ours():
+        write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
+
+  try:
+    yield
+  except stopped as e:
+    note(STOPPED, str(e))
+    raise
+  except UsageError:
+    if before:
+      note(before.get('state', FAILED), before.get('why', ''))
+    raise
+  except KeyboardInterrupt:
+    note(STOPPED, 'SIGINT: ended at once')
+    raise
+  except Exception as e:
+    note(FAILED, summarize_failure(e))
+    raise
+
+
+def summarize_failure(error: Exception) -> str:
+  """In a line why a run failed: the first cause, where one error led to another."""
+  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+    error = error.__cause__
+  lines = [x for x in str(error).splitlines() if x.strip()]
+  if not lines:
+    return repr(error)
+  text, kind = lines[-1].strip(), type(error).__name__
+  return (
+    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
+  )
+
+
+def read_end(path: Path) -> dict[str, Any]:
+  """Return how the run's last life ended, {} if that is not known."""
+  end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
+  if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
+    raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')
+  return end
