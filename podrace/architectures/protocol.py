@@ -54,7 +54,10 @@ class Architecture(Protocol):
   """
 
   @property
-  def mesh(self) -> Any: ...
+  def mesh(self) -> Any:
+    """The mesh of the learning devices."""
+    ...
+
   @property
   def shapes(self) -> Any:
     """A state of shapes, dtypes and shardings, as a checkpoint holds it."""
@@ -105,7 +108,7 @@ class Architecture(Protocol):
     ...
 
   def health(self, state: Any) -> tuple[Any, Any]:
-    """Return the first update whose loss was not finite, else -1, and if all parameters are finite."""
+    """Return the first update with a loss that is not finite, else -1; and if all parameters are."""
     ...
 
   def finish(self, state: Any) -> None:

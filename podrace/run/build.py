@@ -1,4 +1,4 @@
-"""What a configuration describes, assembled: the one place that knows both it and the architectures."""
+"""Assembles the program of a configuration: the one place that knows both."""
 
 from __future__ import annotations
 
@@ -98,22 +98,22 @@ def _sizes(config: Config) -> tuple[int, int]:
 
 
 def agreement(config: Config) -> AllReduce:
-  """How the devices that learn agree."""
+  """Return the way in which the learning devices agree on parameters."""
   if config.agree == 'all-reduce':
     return AllReduce()
   return Gossip(config.gossip_graph, config.gossip_staleness)  # type: ignore[arg-type]
 
 
 def build_discovery(config: Discovery) -> AnakinDriver:
-  """As `meta_training`, as something that a run drives."""
+  """Return `meta_training` as an `Architecture`."""
   return AnakinDriver(meta_training(config))
 
 
 def meta_training(config: Discovery) -> MetaTraining:
-  """The population of agents that a config describes, and the rule that they learn by.
+  """Return the population of agents that a config describes, and the rule that they learn by.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
   from podrace.architectures.discovery.program import MetaOptimizer, MetaTraining
   from podrace.settings import discovery as settings
@@ -130,7 +130,7 @@ def meta_training(config: Discovery) -> MetaTraining:
 
 
 def _kind(config: Discovery, name: str, width: int | None) -> Kind:
-  """What the agents of a group have in common."""
+  """Return the settings that the agents of a group share."""
   from podrace.architectures.discovery.members import Kind
   from podrace.settings.discovery import rules_of
 
@@ -156,7 +156,7 @@ def _kind(config: Discovery, name: str, width: int | None) -> Kind:
 
 
 def _past(config: Discovery, stack: int) -> Replay | None:
-  """What an agent of a population replays besides its newest unrolls, if that is anything."""
+  """Return the replay of past unrolls of each agent in a population; None if there is none."""
   if not config.replayed:
     return None
   buffer = Buffer(config.capacity, config.replayed, min_size=1)
@@ -202,16 +202,16 @@ def sebulba(
   check: bool = False,
   **acting: Any,
 ) -> SebulbaDriver:
-  """Acting and learning in one process, by parts that are made already.
+  """Return a driver that acts and learns in one process, from bound parts.
 
   Args:
     agent: bound to the spaces of `spec`.
     host_replay: replay is on the host, not on the learner's devices.
-    check: the agent and the environment are checked, which may be somebody's own.
+    check: check the agent and the environment, which may be a user's.
     acting: settings of `ActingProgram`.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
   if host_replay and replay.windows is None:
     raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
@@ -254,7 +254,10 @@ def build_learner(resolved: Resolved) -> LearningProgram:
 
 
 def make_server(config: Config, listen: Listen | None) -> Server | None:
-  """What remote environments come to, if the config has them; each learner process has its own. It does not listen yet."""
+  """Return the server for remote environments, or None if they are local.
+
+  Each learner process has its own server. It does not listen before it is entered.
+  """
   if config.envs == 'local':
     if listen is not None:
       raise UsageError('--listen is for --envs remote and for --replay service')

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: made while it goes on, when it fails, and read when it is resumed."""
+"""Checkpoints of a run: saved regularly and on failure, restored when it is resumed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from podrace.settings.config import Basics
 
 
 class Saves:
-  """What a run saves, and where it goes on from.
+  """Saves and restores a run.
 
   Args:
-    is_ours: whether the run directory still is the one that the run began in.
-    warn: says what is wrong, and `say` what goes on.
+    is_ours: returns whether the run directory is still the one that the run began in.
+    warn: prints a warning.
+    say: prints a message about progress.
     parts: state on the host, by its key in the meta of a checkpoint.
     after_save: called with the run directory and the state, after a checkpoint is begun.
   """
@@ -58,7 +59,7 @@ class Saves:
         return
 
   def check_directory(self) -> None:
-    """Ends the run before it writes into a directory that is not its own any more."""
+    """Raise RunError if the directory was removed, moved or replaced; the run must not write there."""
     if not self._is_ours():
       raise RunError(
         f'{self._run_dir} was removed, moved or replaced while this run was in it; the run ends, and '
@@ -66,6 +67,7 @@ class Saves:
       )
 
   def save(self, update: int, state: Any) -> None:
+    """Begin a checkpoint of the state after `update` updates, unless there is one."""
     self.check_directory()
     step = update * self._config.steps_per_update
     if step == self.saved or not update:  # a run that has not begun begins alike again
@@ -85,7 +87,7 @@ class Saves:
 
   @contextlib.contextmanager
   def failing(self, update: int, state: Any) -> Iterator[None]:
-    """What fails elsewhere is an error of the run, which saves `state` if it still can."""
+    """Raise failures within the context as RunError, after an attempt to save `state`."""
     try:
       yield
     except Stopped:
@@ -93,24 +95,26 @@ class Saves:
     except (RunError, UsageError) as e:
       raise RunError(f'{e}\n{self._at_failure(update, state)}') from e
     except Exception as e:
-      what = 'the run failed'
+      problem = 'the run failed'
       if isinstance(e, jax.errors.JaxRuntimeError):
-        what = 'JAX failed, on this device or with another process'
-      raise RunError(f'{traceback.format_exc()}\n{what}; {self._at_failure(update, state)}') from e
+        problem = 'JAX failed, on this device or with another process'
+      raise RunError(
+        f'{traceback.format_exc()}\n{problem}; {self._at_failure(update, state)}'
+      ) from e
 
   def _at_failure(self, update: int, state: Any) -> str:
-    """Saves if that is possible, and says what there is; raises nothing."""
+    """Save if possible; returns a message about the checkpoints. Raises nothing."""
     if not self._is_ours():
       return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
     gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
     try:
-      # Of several processes, the others would have to save as well.
+      # All processes save together, and the rest may not have failed.
       if jax.process_count() == 1 and not gone:
         self.save(update, state)
       self.checkpoints.wait()
     except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
       why = str(e)
-    except Exception as e:  # whatever it is, what failed before is what the user is to see
+    except Exception as e:  # the first failure is the one to report
       why = f'{type(e).__name__}: {e}'
     else:
       return (
@@ -119,7 +123,7 @@ class Saves:
         else 'nothing was saved yet'
       )
     with contextlib.suppress(Exception):
-      self.checkpoints.wait()  # the one before may be under way
+      self.checkpoints.wait()  # the checkpoint before may be under way
     steps = [
       step for step in self.checkpoints.steps() if step < update * self._config.steps_per_update
     ]
@@ -170,5 +174,5 @@ class Saves:
 
 
 def _split(state: Any) -> tuple[Any, Any]:
-  """The parameters, and the state without them: what a checkpoint keeps in two places."""
+  """Return the parameters, and the state without them, the two items of a checkpoint."""
   return state.train.params, state._replace(train=state.train._replace(params=()))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint fits the program that is to go on from it."""
+"""Compatibility of a checkpoint with the program that continues from it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from podrace.topology import data_size, model_size
 
 
 class Fit:
-  """What the checkpoints of a run must have in common with its program."""
+  """Checks that a checkpoint fits the program of a run."""
 
   def __init__(self, config: Basics, program: Architecture, run_dir: Path) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
 
   def record(self) -> dict[str, Any]:
-    """What a checkpoint's meta has for `check`."""
+    """Return the entries of a checkpoint's meta that `check` reads."""
     return {
       'mesh': data_size(self._program.mesh),
       'model': model_size(self._program.mesh),
@@ -31,11 +31,11 @@ class Fit:
     }
 
   def shapes(self) -> str:
-    """A hash over the shapes of the state."""
+    """Return a hash over the shapes of the state."""
     return shapes_sha256(self._program.shapes)
 
   def check(self, meta: dict[str, Any]) -> None:
-    """Raises UsageError if a checkpoint is whole but of another program's state."""
+    """Raise UsageError if a checkpoint holds the state of another program."""
     self._check_devices(meta)
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
@@ -43,7 +43,7 @@ class Fit:
         f"this run has {self._config.steps_per_update}: --num-envs and --unroll-length can't change "
         'in a run; start afresh in another --run-dir'
       )
-    was, now = meta.get('replay'), self.replay()  # of an older podrace it has none
+    was, now = meta.get('replay'), self.replay()  # an older podrace saved none
     if was and now and was != now:
       changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
       raise UsageError(
@@ -80,11 +80,11 @@ class Fit:
       )
 
   def replay(self) -> dict[str, float] | None:
-    """What the replay that a checkpoint holds depends on; None if it holds none."""
+    """Return the settings that the contents of replay depend on; None without replay."""
     return self._program.windows.record() if self._program.windows else None
 
   def _devices_advice(self, mesh: int) -> str:
-    """How to have as many devices that learn as a checkpoint was made on."""
+    """Return the options that give as many learning devices as a checkpoint was made on."""
     now = to_json(self._config)  # of `discover` it names neither
     if now.get('architecture', 'anakin') == 'anakin':
       own = ', as each device of a gossip run has parameters of its own'

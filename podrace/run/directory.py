@@ -1,4 +1,4 @@
-"""What a run directory holds: its configuration, its summary, and the lock on it."""
+"""Run directories: their configuration, summary, metrics and lock."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's stat
 
 
 def machine() -> dict[str, Any]:
-  """What bitwise equality of a resumed run depends on."""
+  """Return the machine and versions that bitwise equality of a resumed run depends on."""
   return {
     'device': jax.devices()[0].device_kind,
     'devices': len(jax.devices()),
@@ -74,9 +74,13 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
-  """Keeps a second run out of the directory for as long as this one lives.
+  """Hold the lock of a run directory, so that no second run begins there.
 
-  Gives what says whether the directory is still the one: not removed, moved or replaced.
+  Yields:
+    A function that returns whether the directory was neither removed, moved nor replaced.
+
+  Raises:
+    UsageError: if another run holds the lock, or if the directory cannot be written to.
   """
   try:
     file = lock(run_dir)
@@ -90,10 +94,10 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
 
 
 def changes_of(config: Basics, run_dir: Path) -> list[str]:
-  """What the run directory's record and this configuration differ in, a line each.
+  """Return a line for each setting in which a run directory's record differs from a configuration.
 
   Raises:
-    UsageError: if it is something that never changes in a run, which has a checkpoint.
+    UsageError: if there are checkpoints, and a setting differs that cannot change in a run.
   """
   old = read_record(run_dir)
   if old is None:
@@ -111,7 +115,7 @@ def changes_of(config: Basics, run_dir: Path) -> list[str]:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-  """What config.json holds, or None if there is none.
+  """Return the content of config.json, None if there is none.
 
   Raises:
     UnreadableFile: if it is not the record of a run.
@@ -120,7 +124,7 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-  """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
+  """Return the content of summary.json; None if it is missing or damaged. The run writes it again."""
   try:
     summary = read_json(path)
   except UnreadableFile as e:
@@ -139,7 +143,10 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
 
 
 def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:
-  """A run directory's record with later fields; of code, it may name what this configuration has."""
+  """Return a run directory's record with defaults for later fields.
+
+  The record may name the modules of a user that `config` names.
+  """
   return completed(record, user_code.named(to_json(config)))
 
 
@@ -150,13 +157,13 @@ def continued(config: Any, run_dir: Path) -> Any:
 
 
 def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
-  """The config that a run directory of `podrace train` records.
+  """Return the config that a run directory of `podrace train` records.
 
   Args:
-    allow_code: modules that it may name, besides podrace's own; naming one runs it.
+    allow_code: modules that the record may name, besides podrace's own. Loading runs them.
 
   Raises:
-    UsageError: if there is none, or it names other modules; nothing is imported then.
+    UsageError: if there is no record, or if it names other modules. Nothing is imported then.
   """
   config = load_any(run_dir, allow_code)
   if not isinstance(config, Config):
@@ -168,7 +175,7 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
 
 
 def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
-  """As `load_config`, of any command."""
+  """Return the config of a run directory of any command, as `load_config` does."""
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
@@ -178,17 +185,17 @@ def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
 
 
 def saved_steps(path: Path) -> list[int]:
-  """The steps of a run's checkpoints."""
+  """Return the steps of a run's checkpoints."""
   with contextlib.suppress(OSError):
     return [int(name) for name in os.listdir(path / 'checkpoints') if is_step(name)]
   return []
 
 
 def read_run_record(path: Path) -> dict[str, Any] | None:
-  """Return what config.json in a run directory records, None if there is none.
+  """Return the record in config.json with today's class paths, None if there is none.
 
   Raises:
-    UnreadableFile: if it is not the record of a run.
+    UnreadableFile: if the file is not the record of a run.
   """
   file = path / 'config.json'
   record = read_object(file, RECORD)
@@ -204,12 +211,12 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
 
 
 def last_line(path: Path) -> tuple[dict[str, Any], float]:
-  """The last line of a metrics.jsonl, and when it was written.
+  """Return the last line of a metrics.jsonl and its time of writing.
 
-  If no episode ended in it, it has the return of the newest line that has one.
+  If no episode ended in that line, its return is that of the newest line with one.
 
   Raises:
-    UnreadableFile: if it is no regular file, or cannot be read.
+    UnreadableFile: if the file is not regular or cannot be read.
   """
   last: dict[str, Any] = {}
   try:
@@ -233,9 +240,9 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
 
 
 def is_running(path: Path) -> bool | None:
-  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner.
+  """Return whether a process holds the run's lock, None if the file system has no locks.
 
-  None if the file system has no locks.
+  `podrace launch` holds the lock of the run's logs, also between two starts of a learner.
 
   Raises:
     UnreadableFile: if a lock is no regular file.
@@ -245,7 +252,7 @@ def is_running(path: Path) -> bool | None:
 
 
 def has_lock(path: Path) -> bool | None:
-  """Whether a process has the lock of a directory; None if the file system has no locks."""
+  """Return whether a process holds the lock of a directory, None if the file system has no locks."""
   try:
     with open_regular(path / 'lock') as file:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -261,10 +268,10 @@ def has_lock(path: Path) -> bool | None:
 
 
 def check_directory(path: Path, option: str = '--run-dir') -> None:
-  """Checks that a run can be kept in a directory, which need not be there yet.
+  """Check that a directory can hold a run. It need not exist.
 
   Raises:
-    UsageError: if it can't.
+    UsageError: if it cannot be made, or cannot be written to.
   """
   lacks = f'{option} {path} cannot be a directory'
   there = path

@@ -22,12 +22,13 @@ from podrace.settings.config import Basics
 
 @dataclasses.dataclass
 class Clock:
-  """Where the time of a run went, over all its lives."""
+  """Steps and seconds of a run, over all its lives."""
 
   busy_s: float = 0.0  # in the compiled program
-  steps: int = 0  # made in `busy_s`
+  steps: int = 0  # that were made in `busy_s`
 
   def add(self, steps: int, seconds: float) -> None:
+    """Count steps that took `seconds`."""
     self.steps += steps
     self.busy_s += seconds
 
@@ -38,32 +39,37 @@ class Clock:
 
 
 class Log:
-  """What a run says of itself. Of several processes, the first one writes."""
+  """The metrics and clocks of a run. Of several processes, only the first writes files.
+
+  Args:
+    sinks: names of sinks, or sinks, which the caller closes.
+    terminal: shows progress; None to show none.
+  """
 
   def __init__(
     self,
     config: Basics,
     run_dir: Path,
     callbacks: Callbacks,
-    sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
-    terminal: progress.Progress | None,  # None: no progress is shown
+    sinks: tuple[str | metrics.Sink, ...],
+    terminal: progress.Progress | None,
     warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.warn, self.advised = warn, False
     self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
-    self.since_line = Clock()  # what the current line of metrics is about
+    self.since_line = Clock()  # since the last line of metrics
     self.wall_before = 0.0  # seconds, of earlier lives
     self.born = time.perf_counter()
     self.sinks: list[metrics.Sink] = []  # besides `lines`
     self.lines: metrics.JsonLines | None = None
-    self.files: dict[str, metrics.JsonLines] = {}  # by name, those of `check_lines`
-    self.known: dict[str, tuple[int, int]] = {}  # by file, `on_disk` when the checkpoint was made
+    self.files: dict[str, metrics.JsonLines] = {}  # by name
+    self.known: dict[str, tuple[int, int]] = {}  # `on_disk` at the checkpoint, by file
     self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
 
   def open(self, stack: contextlib.ExitStack, step: int) -> None:
-    """Opens the files, for lines after `step`."""
+    """Open the files, for lines after `step`."""
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
     stack.callback(self.lines.close)
     self.check_lines('metrics.jsonl', self.lines)
@@ -79,7 +85,7 @@ class Log:
 
   @property
   def wall_s(self) -> float:
-    """Seconds that the run has taken, over all its lives, without the time between them."""
+    """Seconds of all lives of the run, without the time between them."""
     return self.wall_before + time.perf_counter() - self.born
 
   @property
@@ -112,25 +118,27 @@ class Log:
   def check_lines(self, name: str, file: metrics.JsonLines) -> None:
     """Warn if a file has fewer lines than when the checkpoint was made.
 
-    The run goes on: its state is whole, and nobody may be there to decide. `missing` is for its summary.
+    The run goes on, as its state is whole. Its summary has the number of lines that are missing.
     """
     self.files[name] = file
     (known, step), missing = self.known.get(name, (0, 0)), self.missing.get(name, 0)
     lines = file.up_to(step)
     if lines < known:
       self.warn(
-        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the checkpoint '
-        f'knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; summary.json counts them as missing_lines. If there is a '
-        'copy of the file, stop the run, put the copy in its place and start again'
+        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the '
+        f'checkpoint knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; '
+        'summary.json counts them as missing_lines. If there is a copy of the file, stop the run, '
+        'put the copy in its place and start again'
       )
     self.missing = {**self.missing, name: max(0, known + missing - lines)}
 
   def add(self, steps: int, seconds: float) -> None:
-    """Counts steps that were made in so many seconds."""
+    """Count steps that took `seconds`."""
     for clock in (self.clock, self.since_line):
       clock.add(steps, seconds)
 
   def progress(self, step: int) -> None:
+    """Show how far the run is."""
     if self.terminal:
       self.terminal.progress(step, self.since_line.rate)
 
@@ -141,10 +149,11 @@ class Log:
     state: Any,
     saving: contextlib.AbstractContextManager[None],
   ) -> Any:
-    """Writes a line of metrics; returns the state, as callbacks change it.
+    """Write a line of metrics; returns the state, as callbacks change it.
 
     Args:
-      saving: within it sinks, callbacks and the agent's advice may fail: it saves `state` then.
+      saving: the context in which sinks, callbacks and the agent's advice are called. If they fail,
+        it saves `state`.
     """
     line: metrics.Line = {
       'step': step,

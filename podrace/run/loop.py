@@ -83,7 +83,7 @@ def train(
     resolved = resolve(config)
     warm_start = WarmStart(resolved) if config.init_from else None
     if warm_start and not saved_steps(options.run_dir):
-      warm_start.params  # noqa: B018, refuses what does not fit
+      warm_start.params  # noqa: B018, refuses parameters that do not fit
     program = assemble(resolved, server, addresses, options.run_dir)
     if config.eval_env and jax.process_index() == 0:
       evaluated(config)
@@ -319,6 +319,7 @@ class Run:
       self.stop.during(together, 'waiting for the other processes', self.warn, GRACE_SECONDS)
 
   def _write_summary(self, state: Any) -> dict[str, Any]:
+    """Write the summary and return it. The last checkpoint is on disk."""
     summary = {
       'step': count_updates(state) * self.config.steps_per_update,
       **final_return(self.run_dir / 'metrics.jsonl'),

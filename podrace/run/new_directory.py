@@ -1,4 +1,4 @@
-"""New run directories: their names, and removing those of runs that did not begin."""
+"""New run directories: their names, and their removal if the run did not begin."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from podrace.system.files import create_folder, make_user_folder
 
 
 def name_run(preset: str | None, env: str) -> str:
-  """What a new run's directory is named after: a preset, or an environment without its options."""
+  """Return the name of a new run: a preset, or an environment without its options."""
   return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
 
 
 def choose_run_dir(name: str) -> Path:
-  """A directory for a new run: runs/NAME-DATE-TIME."""
+  """Return a path for a new run: runs/NAME-DATE-TIME."""
   now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
   path = Path('runs') / f'{name}-{now}'
   n = 1
@@ -32,7 +32,7 @@ def choose_run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def reserve_run_dir(name: str) -> Iterator[Path]:
-  """Makes a new run's directory, so that no other run takes it; removes it if no step of the run is in it."""
+  """Make a new run's directory, so that no other run takes it; remove it if it stays empty."""
   with contextlib.ExitStack() as stack:
     runs = Path('runs')
     try:
@@ -56,7 +56,7 @@ def reserve_run_dir(name: str) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
+  """Yield the directory `given`, or a new one that is named after a preset or an environment."""
   if given is not None:
     yield Path(given)
     return
@@ -65,7 +65,7 @@ def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
 
 
 def _remove_unbegun(path: Path) -> bool:
-  """Removes the files of a run that was stopped before its first step; whether it was."""
+  """Remove the files of a run that was stopped before its first step; returns whether it was."""
   unbegun = {'config.json', END, 'lock', 'checkpoints'}
   with contextlib.suppress(OSError):
     if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):

@@ -1,4 +1,4 @@
-"""The beginning of a run: its options, what is refused, and the lock on its directory."""
+"""The beginning of a run: its options, refusals, and the lock on its directory."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def read_finished(
   """Return the summary of the run in a directory if it is finished, else None.
 
   Raises:
-    UsageError: if the run has another configuration and `override` is false or would have no effect.
+    UsageError: if its configuration differs, and `override` is false or would have no effect.
   """
   changed = changes_of(config, run_dir)
   if changed and not override:
@@ -136,7 +136,7 @@ def read_finished(
 
 
 def is_finished(summary: dict[str, Any], total_steps: int, changed: Sequence[str]) -> bool:
-  """Return whether a run is finished. After a callback ended it, it may go on with changed settings."""
+  """Return whether a run is finished; one that a callback ended goes on with changed settings."""
   return summary['step'] >= total_steps or ('ended' in summary and not changed)
 
 

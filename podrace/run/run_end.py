@@ -1,4 +1,4 @@
-"""The end of a life of a run: recording how it ended, and reading that."""
+"""The end of a life of a run: its record in end.json."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from podrace.system.files.reading import read_object
 from podrace.system.files.schema import TEXT
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
-KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
+KILLED = 'killed'  # no record of its end: SIGKILL, out of memory, a power cut
 BROKEN = 'broken'  # one of its files can't be read
-UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
+UNKNOWN = 'unknown'  # not finished, and without locks nothing says whether it is running
 STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
-END = 'end.json'  # how the run's last life ended, where it did not finish
+END = 'end.json'  # of a run whose last life did not finish it
 
 
 @contextlib.contextmanager
 def note_end(
   path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
+  """Record how a life of a run ended, if an exception leaves the context.
 
-  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
+  A refusal (UsageError) changes nothing.
+
+  Args:
+    stopped: the exception that a signal raises.
+    is_ours: returns whether the directory is still the run's. Else nothing is written.
   """
   try:
     before = read_end(path)
@@ -38,7 +42,7 @@ def note_end(
   def note(state: str, why: str) -> None:
     with contextlib.suppress(
       OSError
-    ):  # the disk is full, or the directory is gone: what failed is what counts
+    ):  # such as a full disk: the first failure is the one to report
       if is_ours():
         write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
 
@@ -60,7 +64,7 @@ def note_end(
 
 
 def summarize_failure(error: Exception) -> str:
-  """In a line why a run failed: the first cause, where one error led to another."""
+  """Return one line about the first cause of a failure."""
   while error.__cause__ is not None and isinstance(error.__cause__, Exception):
     error = error.__cause__
   lines = [x for x in str(error).splitlines() if x.strip()]
@@ -73,7 +77,7 @@ def summarize_failure(error: Exception) -> str:
 
 
 def read_end(path: Path) -> dict[str, Any]:
-  """Return how the run's last life ended, {} if that is not known."""
+  """Return the record of the run's last life, {} if there is none."""
   end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
   if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
     raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')

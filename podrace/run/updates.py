@@ -1,4 +1,4 @@
-"""The loop over updates: metrics, evaluations, checkpoints and signals between calls of the program."""
+"""The loop over updates: metrics, evaluations, checkpoints and signals between calls."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Pace:
     return min(max(1, int(CALL_SECONDS / self._seconds)), self._limit) if self._seconds else 1
 
   def observe(self, updates: int, seconds: float) -> None:
-    """Take the seconds that a call of so many updates took."""
+    """Take the seconds of a call that made `updates` updates."""
     self._seconds, self._limit = seconds / updates, 2 * updates
 
 
