@@ -105,7 +105,8 @@ class Gossip(AllReduce):
     if self.staleness not in (0, 1):
       raise ValueError(f'staleness must be 0 or 1, not {self.staleness}')
 
-  def check(self, mesh: Mesh) -> None:  # noqa: D102, as in AllReduce
+  def check(self, mesh: Mesh) -> None:
+    """Raise ValueError if the mesh has a model axis or only one device."""
     if model_size(mesh) > 1:
       raise ValueError(
         f'--model-devices {model_size(mesh)} is for --agree all-reduce, not for gossip'
@@ -116,22 +117,27 @@ class Gossip(AllReduce):
         '--devices (on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
       )
 
-  def begin(self, train: TrainState, replicas: int) -> TrainState:  # noqa: D102
+  def begin(self, train: TrainState, replicas: int) -> TrainState:
+    """Give each replica its own copy of `train`, and weight 1."""
     every = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), train)
     size = flat(train.params)[0].size
     arriving = jnp.zeros((replicas, size + 1), jnp.float32) if self.staleness else ()
     return TrainState(train.params, Replicas(every, jnp.ones(replicas, jnp.float32), arriving))
 
-  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:  # noqa: D102
+  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    """Return the first `train` in which `f` has changed the first replica, copied to all."""
     return self.begin(f(_first(train.rest.train)), len(train.rest.weight))
 
-  def source(self, train: TrainState) -> Any:  # noqa: D102
+  def source(self, train: TrainState) -> Any:
+    """Return the parameters of all replicas [R, ...]."""
     return train.rest.train.params
 
-  def params_of(self, source: Any) -> Any:  # noqa: D102
+  def params_of(self, source: Any) -> Any:
+    """Return the parameters of this device's replica."""
     return _first(source)
 
-  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:  # noqa: D102
+  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    """Return a function in which each replica updates alone, then mixes with a neighbour."""
     update_alone = device_step(agent, replay)
 
     def step(own: Replicas, memory: Any, trajectory: Any, key: Array, update: Array) -> Any:
@@ -193,10 +199,12 @@ class Gossip(AllReduce):
     """Return the distance of the neighbour in each round of the graph."""
     return [1] if self.graph == 'ring' else [2**k for k in range((replicas - 1).bit_length())]
 
-  def finalize(self, train: TrainState) -> TrainState:  # noqa: D102
+  def finalize(self, train: TrainState) -> TrainState:
+    """Return `train` with the mean over replicas as `params`."""
     return train._replace(params=mean(train.rest.train.params))
 
-  def metrics(self, train: TrainState) -> Metrics:  # noqa: D102
+  def metrics(self, train: TrainState) -> Metrics:
+    """Return the distance of the replicas to their mean."""
     return dict(consensus_distance=consensus_distance(train.rest.train.params, train.params))
 
 

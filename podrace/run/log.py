@@ -16,7 +16,7 @@ from podrace import hooks
 from podrace.architectures.protocol import Part
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
-from podrace.run.summary import described
+from podrace.run.summary import summarize
 from podrace.settings.config import Basics
 
 
@@ -159,7 +159,7 @@ class Log:
       'step': step,
       'wall_s': round(self.wall_s, 3),
       'steps_per_s': round(self.since_line.rate, 1),
-      **described(summary),
+      **summarize(summary),
     }
     self.since_line = Clock()
     if not self.lines:

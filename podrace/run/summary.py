@@ -29,7 +29,7 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
   return {'episode_return': files.number(mean), 'episode_return_std': files.number(std)}
 
 
-def described(summary: dict[str, Any]) -> metrics.Line:
+def summarize(summary: dict[str, Any]) -> metrics.Line:
   """Return the part of a line of metrics that comes from a summary (see `Anakin.read_log`)."""
   episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
   total = int(episodes.sum())

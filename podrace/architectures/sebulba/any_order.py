@@ -1,4 +1,4 @@
-"""An actor whose environments return in any order, or connect and disconnect."""
+"""An actor for environments that return in any order, or connect and disconnect."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class AnyOrder:
     self._serial[ids] += 1
 
   def answer(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Return actions for all that arrived; an environment whose unroll ends begins the next one."""
+    """Return actions for all that arrived. An environment at its unroll's end begins the next."""
     if not len(ids):
       return ids, None
     self._take_newest()

@@ -1,4 +1,4 @@
-"""An actor whose environments step together and wait for each other at the end of an unroll."""
+"""An actor for environments that step together and wait for each other after an unroll."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Lockstep:
     self._uneven = True
 
   def answer(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Return environments and their actions: all that arrived, except those that wait."""
+    """Return environments and their actions: all arrivals except environments that wait."""
     whole = rows_of(ids, self._n) is EVERY
     if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
       raise HostError(f'{self._name} returned {ids} where order was expected')
