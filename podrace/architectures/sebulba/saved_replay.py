@@ -28,13 +28,14 @@ class SavedHostReplay:
     self._replay, self._streams = replay, streams
 
   def save(self, folder: Path) -> WriteExtra:
+    """Take a snapshot; returns a function that writes it to `folder`."""
     part = _part(folder)
     try:
       write = self._replay.save(part, self._streams)
     except ReplayFailed as e:
       raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
 
-    def extra() -> dict[str, Any]:
+    def write_extra() -> dict[str, Any]:
       try:
         if part != folder:
           make_folder(folder.parent)
@@ -46,15 +47,17 @@ class SavedHostReplay:
       except (tables.CheckpointError, OSError) as e:
         raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
 
-    return extra
+    return write_extra
 
   def restore(self, folder: Path, record: dict[str, Any] | None) -> None:
+    """Read this process's part of `folder`."""
     if record is None:
       raise CheckpointError(f'checkpoint {folder.name} is of a run with replay on the device')
     if (were := record.get('processes', 1)) != jax.process_count():
       raise UsageError(
-        f'the checkpoint at step {folder.name} has the replay of {were} process(es), each its own part, and this run '
-        f'has {jax.process_count()}: start {were}, or begin another run with --init-from'
+        f'the checkpoint at step {folder.name} has the replay of {were} process(es), each its own '
+        f'part, and this run has {jax.process_count()}: start {were}, or begin another run with '
+        '--init-from'
       )
     part = _part(folder)
     if part != folder and (record := read_json(part / PART)) is None:

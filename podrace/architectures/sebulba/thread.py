@@ -72,16 +72,16 @@ class ActorThread:
     self.worker: Worker | None = None
 
   def start(self) -> None:
-    """Begins to act."""
+    """Begin to act."""
     self.worker = Worker(f'actor-{self.index}', self._main, at_end=self.pool.close)
 
   def close(self, timeout: float) -> None:
-    """Waits for its end; a pool that is stuck is killed."""
+    """Wait for the thread's end. A pool that is stuck is killed."""
     if self.worker is not None and not self.worker.wait(timeout):
       self.pool.kill()
 
   def check(self) -> None:
-    """Raises ActorFailed if it has failed; where the message is for the user it has no traceback."""
+    """Raise ActorFailed if the thread failed. Errors for the user have no traceback."""
     if self.worker is not None and self.worker.failed:
       raise ActorFailed(self.worker.message(HostError, RunError, UsageError))
 
@@ -106,7 +106,7 @@ class ActorThread:
       arrival = self._receive()
 
   def _begin(self) -> Arrival:
-    """The first arrival: of fresh environments, or what a snapshot was about to answer."""
+    """Return the first arrival: of reset environments, or the timestep of a snapshot."""
     if self._snapshot is None:
       with self._timer:
         self._timer.ask(self._ids)
@@ -125,7 +125,7 @@ class ActorThread:
 
   @property
   def silence(self) -> float:
-    """Seconds that the oldest answer of an environment is due."""
+    """Seconds since the oldest unanswered request to an environment."""
     return self._timer.silence
 
   def _receive(self) -> Arrival:
