@@ -93,7 +93,7 @@ def on_sebulba(config: Config) -> dict[str, Any]:
     driver.compile()
     keys = jnp.stack([jax.random.key(seed)])
     state, caught, seconds = driver.init(jax.random.clone(keys)), [], []
-    driver.start(state, keys, {})
+    driver.start(state, keys)
     began = time.perf_counter()
     try:
       for _ in range(UPDATES // WINDOW):

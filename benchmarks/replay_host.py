@@ -22,6 +22,7 @@ from podrace.architectures.sebulba import HostReplaySource
 from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.settings.resolved import resolve
 
 MIN_SIZE = 1_000  # so that learning begins at once
 REPEATS = 2
@@ -38,11 +39,11 @@ def config(preset: str, replay: Any) -> Config:
 
 def rate(config: Config, seconds: float) -> dict[str, float]:
   """Steps/s while learning, and bytes for each step that is remembered."""
-  driver = build_sebulba(config)
+  driver = build_sebulba(resolve(config))
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([0], np.uint32))
   state = driver.init(jax.random.clone(keys))
-  driver.start(state, keys, {})
+  driver.start(state, keys)
   try:
     state, _ = driver.advance(state, -(-MIN_SIZE // config.steps_per_update) + 10, lambda: False)
     start, updates = time.perf_counter(), 0

@@ -66,7 +66,7 @@ def main(updates: int = UPDATES) -> float:
   source.open()
   key = jax.random.key(0)
   state = learning.init(jax.random.clone(key)[None])
-  source.start(state, jax.random.split(key, 3)[1], statistics={})
+  source.start(state, jax.random.split(key, 3)[1])
   try:
     state = learn(learning, source, state, updates - updates // 10)
     source.read()  # these episodes do not count

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podrace.errors import UsageError, unknown
-from podrace.run import directory, loop, metrics
+from podrace.run import loop, metrics, new_directory
 from podrace.run.callbacks import Callback
 from podrace.settings import user_code
 from podrace.settings.agents import default_agent
@@ -147,6 +147,6 @@ def train(
   """
   name = config if isinstance(config, str) else config.env.partition(',')[0]
   made = configure(config) if isinstance(config, str) else config
-  with directory.run_directory(run_dir, name) as path:
+  with new_directory.run_directory(run_dir, name) as path:
     summary = loop.train(made, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, made, summary)

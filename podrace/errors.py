@@ -59,7 +59,7 @@ class StaleParameters(TimeoutError):
   """The parameters are older than allowed, and no newer ones came in time."""
 
 
-class ReplayFailed(Exception):
+class ReplayFailed(RunError):
   """The replay's thread ended with an exception; the message has its traceback."""
 
 

@@ -427,7 +427,8 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
   tmp_path: Path, several_seeds: None
 ) -> None:
   from podrace.run.build import build
-  from podrace.run.warm_start import warm_started
+  from podrace.run.warm_start import WarmStart
+  from podrace.settings.resolved import resolve
 
   settings: Any = SMALL | dict(total_steps=640)
   podrace.train(podrace.configure('catch', **settings, agent='dqn'), tmp_path / 'one', quiet=True)
@@ -437,7 +438,7 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
   program = build(config)
   program.compile()
   state = program.init(jax.vmap(jax.random.key)(np.arange(2, dtype=np.uint32)))
-  warm = warm_started(config, state)
+  warm = WarmStart(resolve(config)).apply(state)
   kernel = jax.tree.leaves(warm.train.params.network)[-1]
   assert (kernel[0] == kernel[1]).all()
   for a, b in zip(

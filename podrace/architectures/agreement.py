@@ -1,17 +1,19 @@
-"""How the devices that learn agree on parameters: by averaged gradients, or by averages with neighbours (gossip).
+"""Agreement of the learning devices on parameters: averaged gradients, or gossip with neighbours.
 
-Gossip is stochastic gradient push (Assran et al. 2019, arXiv 1811.10792) with what acts on the same device, as in
-GALA (Assran et al. 2019, arXiv 1906.04585). A replica is a device with parameters and an optimiser of its own.
+Gossip is stochastic gradient push (Assran et al. 2019, arXiv 1811.10792) with acting on the same
+device, as in GALA (Assran et al. 2019, arXiv 1906.04585). A replica is a device with parameters and
+an optimiser of its own.
 
-An agent is the same for both. Under gossip each replica is a mesh of one device for it: the mesh has an axis of
-replicas besides AXIS, and AXIS has the size 1. So a mean over AXIS is the replica's own, whatever it is a mean of.
+An agent is the same for both. Under gossip an agent sees each replica as a mesh of one device: the
+mesh has an axis of replicas besides AXIS, and AXIS has the size 1. So a mean over AXIS stays within
+the replica.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,96 +30,69 @@ from podrace.types import Agent, Array, Metrics, Replay, TrainState
 REPLICAS = 'replicas'  # the axis of a mesh along which replicas differ
 
 
-class Agreement(Protocol):
-  """What Anakin asks for. `train` is a run's: its `params` are one tree, the same on all devices."""
-
-  @property
-  def split(self) -> bool:
-    """Whether `rest` is split over the devices, along its first axis."""
-    ...
-
-  def check(self, mesh: Mesh) -> None:
-    """Raises ValueError if it can't be on this mesh."""
-    ...
-
-  def begin(self, train: TrainState, replicas: int) -> TrainState:
-    """The run's `train`, from what an agent's `init` makes."""
-    ...
-
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
-    """A new run's `train` with what `f` makes of the agent's."""
-    ...
-
-  def source(self, train: TrainState) -> Any:
-    """What acting has its parameters from."""
-    ...
-
-  def params_of(self, source: Any) -> Any:
-    """The parameters that a device acts with, of its part of `source`."""
-    ...
-
-  def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
-    """As `podrace.learner.learner`. The `params` it returns may be those of an earlier update."""
-    ...
-
-  def settled(self, train: TrainState) -> TrainState:
-    """With the `params` that all of the run's updates have made."""
-    ...
-
-  def metrics(self, train: TrainState) -> Metrics:
-    """What a line of metrics says of a settled `train`."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-  """Gradients are averaged over the devices, so all devices have the same parameters."""
+  """Averages gradients over the devices, so all devices have the same parameters.
 
-  split: bool = dataclasses.field(default=False, init=False)
+  Anakin calls these methods. A `train` is the run's: its `params` are one tree, the same on all
+  devices. `Gossip` overrides every method, and splits `rest` over the devices along its first axis.
+  """
+
+  split: bool = dataclasses.field(default=False, init=False)  # `rest` is split over the devices
 
   def check(self, mesh: Mesh) -> None:
-    pass
+    """Raise ValueError if this mesh does not fit."""
 
   def begin(self, train: TrainState, replicas: int) -> TrainState:
+    """Return the run's first `train`, from the result of an agent's `init`."""
     return train
 
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    """Return the first `train` of a new run, in which `f` has changed the agent's `train`."""
     return f(train)
 
   def source(self, train: TrainState) -> Any:
+    """Return the tree that acting reads its parameters from."""
     return train.params
 
   def params_of(self, source: Any) -> Any:
+    """Return the parameters that a device acts with, from its part of `source`."""
     return source
 
   def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    """Return a function as `podrace.learner.learner` does. Its `params` may be out of date."""
     return learner(agent, replay, mesh)
 
-  def settled(self, train: TrainState) -> TrainState:
+  def finalize(self, train: TrainState) -> TrainState:
+    """Return `train` with up-to-date `params`."""
     return train
 
   def metrics(self, train: TrainState) -> Metrics:
+    """Return metrics of a finalized `train`."""
     return {}
 
 
 class Replicas(NamedTuple):
-  """What a gossip run has for each of its R replicas, the `rest` of its `train`."""
+  """The state of R replicas: the `rest` of a gossip run's `train`."""
 
-  train: TrainState  # [R, ...] as the agent has it
-  weight: Array  # [R] f32 of push-sum: how much of all parameters' mass a replica holds
-  arriving: Any  # [R, N + 1] f32 half the mass and the weight of a neighbour, sent one update ago; () without staleness
+  train: TrainState  # [R, ...] of the agent
+  weight: Array  # [R] f32 of push-sum: the replica's share in the mass of all parameters
+  arriving: Any  # [R, N + 1] f32 mass and weight that a neighbour sent one update ago
+  # ^ () without staleness
 
 
 @dataclasses.dataclass(frozen=True)
-class Gossip:
-  """Each replica makes its own update; then it averages its parameters with those of one neighbour.
+class Gossip(AllReduce):
+  """Each replica makes its own update, then averages its parameters with one neighbour.
 
-  What is in an agent's `rest` stays the replica's own: optimiser states, target networks, the critics of SAC and D4PG.
+  The agent's `rest` stays the replica's own: optimiser states, target networks, and the critics of
+  SAC and D4PG.
 
   Args:
-    graph: whom a replica sends to in update k, on R replicas. exponential: the one 2^(k mod log2 R) further, so that
-      log2 R updates in a row average over all of 2^m replicas. ring: always the next one.
-    staleness: updates between sending and receiving. With 1, sending may go on during the next update.
+    graph: the receiver of a replica's message in update k, on R replicas. exponential: the replica
+      2^(k mod log2 R) further, so that log2 R consecutive updates average over 2^m replicas.
+      ring: the next replica.
+    staleness: updates between sending and receiving. With 1, sending overlaps with the next update.
   """
 
   graph: Literal['exponential', 'ring'] = 'exponential'
@@ -131,39 +106,45 @@ class Gossip:
       raise ValueError(f'staleness must be 0 or 1, not {self.staleness}')
 
   def check(self, mesh: Mesh) -> None:
+    """Raise ValueError if the mesh has a model axis or only one device."""
     if model_size(mesh) > 1:
       raise ValueError(
         f'--model-devices {model_size(mesh)} is for --agree all-reduce, not for gossip'
       )
     if mesh.size < 2:
       raise ValueError(
-        '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more by --devices '
-        '(on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
+        '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more by '
+        '--devices (on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
       )
 
   def begin(self, train: TrainState, replicas: int) -> TrainState:
+    """Give each replica its own copy of `train`, and weight 1."""
     every = jax.tree.map(lambda x: jnp.broadcast_to(x, (replicas, *x.shape)), train)
     size = flat(train.params)[0].size
     arriving = jnp.zeros((replicas, size + 1), jnp.float32) if self.staleness else ()
     return TrainState(train.params, Replicas(every, jnp.ones(replicas, jnp.float32), arriving))
 
-  def begun_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+  def begin_from(self, train: TrainState, f: Callable[[TrainState], TrainState]) -> TrainState:
+    """Return the first `train` in which `f` has changed the first replica, copied to all."""
     return self.begin(f(_first(train.rest.train)), len(train.rest.weight))
 
   def source(self, train: TrainState) -> Any:
+    """Return the parameters of all replicas [R, ...]."""
     return train.rest.train.params
 
   def params_of(self, source: Any) -> Any:
+    """Return the parameters of this device's replica."""
     return _first(source)
 
   def learner(self, agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
+    """Return a function in which each replica updates alone, then mixes with a neighbour."""
     update_alone = device_step(agent, replay)
 
     def step(own: Replicas, memory: Any, trajectory: Any, key: Array, update: Array) -> Any:
       own = _first(own)
       key = jax.random.fold_in(key, lax.axis_index(REPLICAS))
       train, memory, metrics, count = update_alone(own.train, memory, trajectory, key, update)
-      own = self.mixed(own, train, update)
+      own = self.mix(own, train, update)
       return jax.tree.map(lambda x: x[None], own), memory, lax.pmean(metrics, REPLICAS), count
 
     split, flat_specs = (REPLICAS, AXIS), P((REPLICAS, AXIS))
@@ -172,20 +153,25 @@ class Gossip:
       mesh=Mesh(np.reshape(mesh.devices, (-1, 1)), split),
       in_specs=(P(REPLICAS), flat_specs, trajectory_specs(split), P(), P()),
       out_specs=(P(REPLICAS), flat_specs, P(), P()),
-      check_vma=False,  # it proves that devices end alike, which they don't here
+      check_vma=False,  # it would require devices to end alike, and replicas differ
     )
 
-    def learn(train: TrainState, *others: Any) -> tuple[Any, ...]:
-      replicas, *found = sharded(train.rest, *others)
-      return train._replace(rest=replicas), *found
+    def learn(train: TrainState, *args: Any) -> tuple[Any, ...]:
+      replicas, *results = sharded(train.rest, *args)
+      return train._replace(rest=replicas), *results
 
     return learn
 
-  def mixed(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
-    """One replica after its update, whose new `train` is `after`, and the exchange with its neighbours.
+  def mix(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
+    """Return one replica after its update and the exchange with its neighbours.
 
-    A replica holds the mass w * z, of weight w and parameters z. An update adds to the mass what it adds to z. The
-    replica keeps half of mass and weight, and sends the other half. New parameters are mass / weight (push-sum).
+    A replica holds the mass w * z, of weight w and parameters z. An update adds the same change to z
+    and to the mass. The replica keeps half of its mass and weight, and sends the other half. New
+    parameters are mass / weight (push-sum).
+
+    Args:
+      own: the replica before its update.
+      after: its `train` after the update.
     """
     old, _ = flat(own.train.params)
     new, restore = flat(after.params)
@@ -199,7 +185,7 @@ class Gossip:
     return Replicas(TrainState(params, after.rest), total[-1], arriving)
 
   def _exchange(self, message: Array, update: Array) -> Array:
-    """What arrives while `message` is sent: one collective-permute."""
+    """Send `message` and return the message that arrives: one collective-permute."""
     n = lax.axis_size(REPLICAS)
 
     def further(hops: int) -> Callable[[Array], Array]:
@@ -210,36 +196,38 @@ class Gossip:
     return lax.switch(update % len(rounds), rounds, message)
 
   def hops(self, replicas: int) -> list[int]:
-    """How much further the neighbour is, for each round of the graph."""
+    """Return the distance of the neighbour in each round of the graph."""
     return [1] if self.graph == 'ring' else [2**k for k in range((replicas - 1).bit_length())]
 
-  def settled(self, train: TrainState) -> TrainState:
+  def finalize(self, train: TrainState) -> TrainState:
+    """Return `train` with the mean over replicas as `params`."""
     return train._replace(params=mean(train.rest.train.params))
 
   def metrics(self, train: TrainState) -> Metrics:
+    """Return the distance of the replicas to their mean."""
     return dict(consensus_distance=consensus_distance(train.rest.train.params, train.params))
 
 
 def mean(params: Any) -> Any:
-  """The mean over replicas [R, ...]; of what are no floats, the first one's."""
+  """Return the mean over replicas [R, ...]; for leaves that are not floats, the first replica's."""
   return jax.tree.map(lambda x: jnp.mean(x, 0, x.dtype) if _is_float(x) else x[0], params)
 
 
 def consensus_distance(params: Any, center: Any) -> Array:
-  """Mean over replicas [R, ...] of the distance to `center`, over the norm of that; [] f32."""
+  """Return the mean distance of replicas [R, ...] to `center`, over the norm of `center`; [] f32."""
   middle, _ = flat(center)
   distance = jax.vmap(lambda own: jnp.linalg.norm(flat(own)[0] - middle))(params)
   return jnp.mean(distance) / jnp.maximum(jnp.linalg.norm(middle), 1e-30)
 
 
 def flat(tree: Any) -> tuple[Array, Callable[[Array], Any]]:
-  """All floats of a tree in one vector [N] f32, and the function from other such values to the tree with them."""
+  """Return all floats of a tree as one vector [N] f32, and the function back to a tree."""
   leaves, structure = jax.tree.flatten(tree)
   vector, restore = ravel_pytree([x for x in leaves if _is_float(x)])
 
   def back(values: Array) -> Any:
-    found = iter(restore(values.astype(vector.dtype)))
-    return jax.tree.unflatten(structure, [next(found) if _is_float(x) else x for x in leaves])
+    floats = iter(restore(values.astype(vector.dtype)))
+    return jax.tree.unflatten(structure, [next(floats) if _is_float(x) else x for x in leaves])
 
   return vector.astype(jnp.float32), back
 

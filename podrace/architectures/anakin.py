@@ -1,16 +1,14 @@
 """Anakin: environment, acting and learning are one compiled program on every device.
 
-Hessel et al. 2021 (arXiv 2104.06272). One call runs as many updates as it is asked for: the number
-is data, so one program serves all, and what is computed does not depend on how the updates are
-divided into calls.
+Hessel et al. 2021 (arXiv 2104.06272). The number of updates in a call is data, so one program serves
+all numbers, and results do not depend on how the updates are divided into calls.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -21,9 +19,9 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.architectures.agreement import Agreement, AllReduce
+from podrace.architectures.agreement import AllReduce
 from podrace.architectures.faults import check_faults, count_faults, faults, first_outside
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
@@ -33,27 +31,28 @@ from podrace.types import Agent, Array, Environment, Replay, TrainState
 
 
 class State(NamedTuple):
-  """The whole state of a run; with seeds, each leaf but `update` has a leading axis for them."""
+  """The whole state of a run; with seeds, each leaf except `update` has a leading axis of seeds."""
 
-  train: TrainState  # the same along AXIS; of replicas that gossip, `rest` is split over them
+  train: TrainState  # the same along AXIS; with gossip, `rest` is split over the replicas
   actor: ActorState  # split over devices along [B]
   memory: Any  # replay, split likewise
   log: Log
   key: Array  # of the run; never changes
-  update: Array  # [] i32 how many updates were made
+  update: Array  # [] i32 number of updates made
 
 
 _axes: Any = (0, 0, 0, 0, 0, None)
-SEEDS = State(*_axes)  # where each field has its axis of seeds
+SEEDS = State(*_axes)  # the axis of seeds in each field
 
 
 @dataclasses.dataclass(frozen=True)
 class Anakin:
-  """One agent in one kind of environment on one mesh, as two compiled functions.
+  """One agent in one kind of environment on one mesh, as compiled functions.
 
-  `seeds` > 1 trains that many independent agents in one program; each has `num_envs`
-  environments of its own and computes what it would alone, up to rounding. `agree` is how devices
-  come to parameters that all of them know.
+  Args:
+    num_envs: environments over all devices, of each seed.
+    seeds: independent agents in one program. Each computes the same as alone, up to rounding.
+    agree: the way in which the devices agree on parameters.
   """
 
   agent: Agent
@@ -63,7 +62,7 @@ class Anakin:
   num_envs: int
   unroll_length: int
   seeds: int = 1
-  agree: Agreement = AllReduce()
+  agree: AllReduce = AllReduce()
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'seeds'):
@@ -106,7 +105,7 @@ class Anakin:
 
   @functools.cached_property
   def shapes(self) -> State:
-    """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
+    """A State of shapes, dtypes and shardings, as `init` returns and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
     shapes = jax.eval_shape(self._init, keys)
@@ -124,13 +123,13 @@ class Anakin:
 
   @functools.cached_property
   def shardings(self) -> State:
-    """Where each leaf of a State lives."""
+    """The sharding of each leaf of a State."""
     return jax.tree.map(lambda x: x.sharding, self.shapes)
 
   @functools.cached_property
   def init(self) -> Any:
     """keys [seeds] -> State, placed on the mesh."""
-    once = {'xla_backend_optimization_level': 1}  # it runs once: compiling it is the cost
+    once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
   def _update_one(self, state: State) -> State:
@@ -150,22 +149,22 @@ class Anakin:
     if self.seeds > 1:
       update = jax.vmap(update, in_axes=(SEEDS,), out_axes=SEEDS)
     state = lax.fori_loop(0, updates, lambda _, s: update(s), state)
-    return state._replace(train=self._of_each_seed(self.agree.settled)(state.train))
+    return state._replace(train=self._of_each_seed(self.agree.finalize)(state.train))
 
   def _of_each_seed(self, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return jax.vmap(f) if self.seeds > 1 else f
 
   @functools.cached_property
   def run(self) -> Any:
-    """(State, updates [] i32) -> State. The state given is donated: it is gone afterwards."""
+    """(State, updates [] i32) -> State. The argument is donated."""
     return jax.jit(self._run, donate_argnums=0, out_shardings=self.shardings)
 
   @functools.cached_property
   def read_log(self) -> Any:
-    """State -> (a summary, the State with its log emptied); the state given is donated.
+    """State -> (a summary, the State with an empty log). The argument is donated.
 
-    The summary has, for each seed: `metrics` (means since the last reading), `gradient_steps`, and what
-    `podrace.architectures.unroll.pooled` says of the episodes.
+    The summary has, for each seed: `metrics` (means since the last reading), `gradient_steps`, and
+    the sums over episodes of `podrace.architectures.unroll.pooled`.
     """
 
     def read(state: State) -> tuple[Any, State]:
@@ -187,28 +186,34 @@ class Anakin:
 
   @functools.cached_property
   def health(self) -> Any:
-    """State -> (the first update whose loss was not finite or -1, all parameters are finite, in
-    how many environments there was each of `podrace.run.check_agent.FAULTS`)."""
+    """State -> (first bad update, all parameters are finite, counts of faults).
+
+    The first is the update in which the loss was not finite, -1 if there is none. The counts are the
+    numbers of environments with each of `podrace.architectures.faults.FAULTS`.
+    """
 
     def check(state: State) -> tuple[Array, Array, Array]:
       return state.log.broken, all_finite(state.train.params), count_faults(state.actor.faults)
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
 
-  # --- what the driver asks for
+  # --- for the driver
 
   @property
   def windows(self) -> Any:
+    """The sizes of replay; None if it holds the newest trajectory only."""
     return self.replay.windows
 
-  def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
+  def present(self, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary as it is."""
     return summary
 
   def check(self, counts: np.ndarray, state: State) -> None:
+    """Raise RunError for the faults that `health` has counted."""
     check_faults(counts, self.agent, self.env, lambda: self._action_outside(state))
 
   def _action_outside(self, state: State) -> Any:
-    """An action that is out of the space, if the agent's answer to the newest timesteps has one."""
+    """Return an action out of the space from the agent's newest answer; None if there is none."""
     if jax.process_count() > 1:
       return None
     one = jax.tree.map(lambda x: x[0] if self.seeds > 1 else x, (state.train.params, state.actor))
@@ -219,80 +224,94 @@ class Anakin:
 
 
 class Program(Protocol):
-  """What `AnakinDriver` runs: functions that compile, and what is done with their results on the host."""
+  """The functions that `AnakinDriver` compiles, and two that treat their results on the host."""
 
   @property
-  def mesh(self) -> Mesh: ...
+  def mesh(self) -> Any:
+    """As `Architecture.mesh`."""
+    ...
+
   @property
-  def shapes(self) -> Any: ...
+  def shapes(self) -> Any:
+    """As `Architecture.shapes`."""
+    ...
+
   @property
-  def init(self) -> Any: ...
+  def init(self) -> Any:
+    """keys [seeds] -> state."""
+    ...
+
   @property
-  def run(self) -> Any: ...
+  def run(self) -> Any:
+    """(state, updates [] i32) -> state. The argument is donated."""
+    ...
+
   @property
-  def read_log(self) -> Any: ...
+  def read_log(self) -> Any:
+    """State -> (summary, state). The argument is donated."""
+    ...
+
   @property
-  def health(self) -> Any: ...
+  def health(self) -> Any:
+    """State -> (first bad update or -1, all parameters are finite, counts of faults)."""
+    ...
+
   @property
   def windows(self) -> Any:
     """As `Architecture.windows`."""
     ...
 
-  def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
-    """What `read_log` said, for `podrace.run.summary.described`."""
+  def present(self, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return the summary of `read_log` for `podrace.run.summary.summarize`."""
     ...
 
   def check(self, counts: np.ndarray, state: Any) -> None:
-    """Raises RunError for the faults that `health` has counted."""
+    """Raise RunError for the faults that `health` has counted."""
     ...
 
 
 class AnakinDriver:
-  """An `Architecture`: all of it is in the compiled program.
+  """The `Architecture` of a program that holds all of its state in compiled functions.
 
-  `results` is called at each checkpoint, with the run directory and the state.
+  It has no actors and no connections, so there is nothing to start, finish or close.
   """
 
-  def __init__(
-    self, program: Program, results: Callable[[Path, Any], None] = lambda run_dir, state: None
-  ) -> None:
-    self._program, self.results = program, results
+  parts: Mapping[str, Part] = {}
+  saved_replay = None
+
+  def __init__(self, program: Program) -> None:
+    self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self.windows = program.windows
     self.ready = self.windows.schedule.ready if self.windows else 0
 
   def compile(self) -> None:
+    """Compile `run`, `read_log` and `health`."""
     one = jax.ShapeDtypeStruct((), jnp.int32)
     self._run = self._program.run.lower(self.shapes, one).compile()
     self._read_log = self._program.read_log.lower(self.shapes).compile()
     self._health = self._program.health.lower(self.shapes).compile()
 
-  def start(self, state: Any, keys: Array, statistics: dict[str, Any]) -> None:
-    pass
+  def start(self, state: Any, keys: Array) -> None:
+    """Do nothing."""
 
-  def advance(self, state: Any, updates: int, give_up: Callable[[], bool]) -> tuple[Any, int]:
+  def advance(self, state: Any, updates: int, cancelled: Callable[[], bool]) -> tuple[Any, int]:
+    """Make `updates` updates in one call, which is not cancelled."""
     return jax.block_until_ready(self._run(state, np.int32(updates))), updates
 
   def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
+    """Return a summary since the last reading, and the state after it."""
     summary, state = self._read_log(state)
-    return self._program.presented(jax.device_get(summary)), state
+    return self._program.present(jax.device_get(summary)), state
 
   def health(self, state: Any) -> tuple[Any, Any]:
+    """Return the first bad update and if parameters are finite; raises RunError for faults."""
     broken, finite, counts = jax.device_get(self._health(state))
     self._program.check(counts, state)
     return broken, finite
 
-  def statistics(self) -> dict[str, Any]:
-    return {}
-
-  def save(self, path: Path) -> Extra | None:
-    return None
-
-  def finished(self, state: Any) -> None:
-    pass
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    pass
+  def finish(self, state: Any) -> None:
+    """Do nothing."""
 
   def close(self) -> None:
-    pass
+    """Do nothing."""

@@ -1,4 +1,4 @@
-"""Hashes of parameters and shapes, and the machine of a run."""
+"""Hashes of parameters and shapes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podrace.topology import on_host
 
 
 def params_sha256(params: Any) -> str:
-  """A hash over the parameter leaves' paths, dtypes, shapes and bytes, in path order."""
+  """Return a hash over the parameters' paths, dtypes, shapes and bytes, in the order of paths."""
   leaves = {
     jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(params)
   }
@@ -25,7 +25,7 @@ def params_sha256(params: Any) -> str:
 
 
 def shapes_sha256(state: Any) -> str:
-  """A hash over the paths, dtypes and shapes of a state."""
+  """Return a hash over the paths, dtypes and shapes of a state."""
   leaves = jax.tree_util.tree_leaves_with_path(state)
   text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
   return hashlib.sha256(text.encode()).hexdigest()

@@ -1,8 +1,9 @@
-"""How parameters are split over a model axis: by rules on the names of arrays.
+"""Splits parameters over a model axis, by rules on the names of arrays.
 
-The model axis is TF-Replicator's (Buchlovsky et al. 2019, arXiv 1902.00465). Rules, and XLA's work of splitting what is
-computed with such arrays, are as in GSPMD (Xu et al. 2021, arXiv 2105.04663). Default rules split a layer's outputs and
-the next layer's inputs, so that there is one sum over devices for the two (Shoeybi et al. 2019, arXiv 1909.08053).
+The model axis is TF-Replicator's (Buchlovsky et al. 2019, arXiv 1902.00465). Rules on arrays, from
+which XLA splits the computation, are as in GSPMD (Xu et al. 2021, arXiv 2105.04663). Default rules
+split a layer's outputs and the next layer's inputs, so that there is one sum over devices for the
+two (Shoeybi et al. 2019, arXiv 1909.08053).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ ADVICE = 'give --agent.network.sharding PATTERN AXIS ..., see docs/model_axis.md
 
 
 def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -> TrainState:
-  """A PartitionSpec for each array of a `TrainState` of shapes; P() for all of them without a model axis.
+  """Return a PartitionSpec for each array of a `TrainState` of shapes; P() without a model axis.
 
-  Optimiser states and target networks have the names of the parameters within theirs, so the same rules fit.
+  Names of optimiser states and target networks contain the parameters' names, so the same rules fit.
 
   Args:
-    leading: axes before those of the parameters, as of seeds.
+    leading: number of axes before the parameters' own, such as an axis of seeds.
 
   Raises:
     ValueError: if no parameter is split, or if one does not divide.
@@ -36,17 +37,18 @@ def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -
   if model_size(mesh) == 1:
     return jax.tree.map(lambda x: P(), train)
   rules = hooks.sharding(agent)
-  found = jax.tree_util.tree_map_with_path(
+  specs = jax.tree_util.tree_map_with_path(
     lambda path, x: _spec(_name(path), x.shape, rules, model_size(mesh), leading), train
   )
-  if all(spec == P() for spec in jax.tree.leaves(found.params, is_leaf=lambda x: x == P())):
+  if all(spec == P() for spec in jax.tree.leaves(specs.params, is_leaf=lambda x: x == P())):
     paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(train)]
     names = [name for name in map(_name, paths) if name.startswith('params/')]
     raise ValueError(
-      f'--model-devices {model_size(mesh)} splits no parameter: no rule of {rules or "the network, which has none,"} '
-      f'is for any of {", ".join(names[:4])}{", ..." if names[4:] else ""}: {ADVICE}'
+      f'--model-devices {model_size(mesh)} splits no parameter: no rule of '
+      f'{rules or "the network, which has none,"} is for any of '
+      f'{", ".join(names[:4])}{", ..." if names[4:] else ""}: {ADVICE}'
     )
-  return found
+  return specs
 
 
 def _name(path: Any) -> str:
@@ -56,7 +58,7 @@ def _name(path: Any) -> str:
 def _spec(
   name: str, shape: tuple[int, ...], rules: Sequence[tuple[str, int]], size: int, leading: int
 ) -> P:
-  """Of the first rule whose pattern is found in the name."""
+  """Return the PartitionSpec of the first rule with a pattern that matches the name."""
   axes = [(pattern, axis) for pattern, axis in rules if re.search(pattern, name)]
   if not axes:
     return P()
@@ -65,7 +67,7 @@ def _spec(
   place = leading + (axis if axis >= 0 else axis + dims)
   if not -dims <= axis < dims or shape[place] % size:
     raise ValueError(
-      f'--model-devices {size} does not divide axis {axis} of {name} {list(shape[leading:])}, which the rule '
-      f'{pattern!r} splits: give another size, or another rule: {ADVICE}'
+      f'--model-devices {size} does not divide axis {axis} of {name} {list(shape[leading:])}, which '
+      f'the rule {pattern!r} splits: give another size, or another rule: {ADVICE}'
     )
   return split_along(place, MODEL)

@@ -21,36 +21,36 @@ SAME = P()  # on all devices
 
 
 class Episodes(NamedTuple):
-  """Episodes finished so far, counted by environment: [B] each. Every one is counted once."""
+  """Finished episodes by environment, [B] each. Every episode is counted once."""
 
-  finished: Array  # i32 how many
+  finished: Array  # i32 number of episodes
   return_mean: Array  # f32
   return_deviation: Array  # f32 the sum of squared differences from the mean
-  length_sum: Array  # i32 steps of the environment, the resetting one not among them
-  info_sums: dict[str, Array]  # f32 of what environments say of the episode that ends
+  length_sum: Array  # i32 steps of the environment, without the resetting step
+  info_sums: dict[str, Array]  # f32 of each info of an environment, at the end of its episodes
 
 
 class ActorState(NamedTuple):
-  """All that acting carries from one unroll to the next, [B, ...]."""
+  """The state of acting between two unrolls, [B, ...]."""
 
   env_state: Any
-  timestep: TimeStep  # what the agent answers next
+  timestep: TimeStep  # for the agent to answer next
   agent_state: Any
   env_id: Array  # i32
   episode_return: Array  # f32 of the episode under way
   episode_length: Array  # i32
   episodes: Episodes  # since the log was last read
-  faults: Array  # i32 bits, what was against the contract so far: `podrace.run.check_agent.FAULTS`
+  faults: Array  # i32 bits, violations of the contract: `podrace.architectures.faults.FAULTS`
 
 
 def no_episodes(batch_size: int, infos: Iterable[str] = ()) -> Episodes:
-  """None finished yet; `infos` are the names of what environments say of theirs."""
+  """Return counts of zero; `infos` are the names of the environments' infos."""
   i, f = jnp.zeros([batch_size], jnp.int32), jnp.zeros([batch_size], jnp.float32)
   return Episodes(i, f, f, i, dict.fromkeys(infos, f))
 
 
 def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
-  """The state before the first step of environments `env_id` [B]."""
+  """Return the state before the first step of environments `env_id` [B]."""
   env_state, timestep = env.reset(key)
   n = env_id.shape[0]
   return ActorState(
@@ -68,7 +68,7 @@ def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
 def count_episodes(
   actor: ActorState, timestep: TimeStep, infos: Mapping[str, Array] | None = None
 ) -> ActorState:
-  """Accounts for one new timestep [B]; means and deviations by Welford's method (1962)."""
+  """Count one new timestep [B]; means and deviations by Welford's method (1962)."""
   first, last = timestep.first, timestep.last
   episode_return = jnp.where(first, 0.0, actor.episode_return + timestep.reward)
   episode_length = jnp.where(first, 0, actor.episode_length + 1)
@@ -89,10 +89,14 @@ def count_episodes(
 
 
 def pooled(e: Episodes) -> dict[str, Any]:
-  """Sums over environments, the last axis: `episodes`, `return_sum`, `length_sum`, `info_sums`, and
-  `return_deviation`, which is from the mean of them all (Chan et al. 1979).
+  """Sum over environments, the last axis.
 
-  A difference of squares instead is off by 0.1 in the standard deviation where all returns are 500.
+  A difference of squares in place of `return_deviation` (Chan et al. 1979) would be off by 0.1 in the
+  standard deviation of returns that are all 500.
+
+  Returns:
+    `episodes`, `return_sum`, `length_sum`, `info_sums`, and `return_deviation`, the sum of squared
+    differences from the mean over all environments.
   """
   number = e.finished.astype(jnp.float32)
   total = jnp.sum(number, -1)
@@ -102,7 +106,7 @@ def pooled(e: Episodes) -> dict[str, Any]:
 
   mean = average(e.return_mean)
   distance = e.return_mean - mean[..., None]
-  rounding = average(distance)  # the mean's, which would count as a difference
+  rounding = average(distance)  # error of the mean, which would count as a difference
   deviation = jnp.sum(e.return_deviation, -1)
   return dict(
     episodes=jnp.sum(e.finished, -1),
@@ -116,7 +120,7 @@ def pooled(e: Episodes) -> dict[str, Any]:
 def unroll(
   agent: Agent, env: Batch, params: Any, actor: ActorState, key: Array, length: int
 ) -> tuple[ActorState, Trajectory]:
-  """Acts for `length` steps; consecutive trajectories overlap in one timestep."""
+  """Act for `length` steps. Consecutive trajectories overlap in one timestep."""
 
   def step(actor: ActorState, keys: Any) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
     act_key, env_keys = keys
@@ -142,14 +146,17 @@ def actor_on_mesh(
   spec: P = SAME,
   params_of: Callable[[Any], Any] = lambda params: params,
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """`begin` and `unroll` on every device of a mesh, each with its own part of the batch.
+  """Return `begin` and `unroll` on every device of a mesh, each with its own part of the batch.
 
-  Returns `key -> ActorState` and `(source, ActorState, key) -> (ActorState, Trajectory)`;
-  `env` is one device's part. Other people's environments do not trace under `check_vma`.
+  Users' environments do not trace under `check_vma`, so it is off.
 
   Args:
-    spec: how the source of the parameters lies on the mesh.
-    params_of: from one device's part of the source to its parameters. By default the source is the parameters.
+    env: one device's part of the environments.
+    spec: the PartitionSpec of the source of the parameters.
+    params_of: from one device's part of the source to its parameters. Default: the source itself.
+
+  Returns:
+    `(env_id, key) -> ActorState` and `(source, ActorState, key) -> (ActorState, Trajectory)`.
   """
 
   def local_begin(env_id: Array, key: Array) -> ActorState:

@@ -13,7 +13,8 @@ from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError, unknown
 from podrace.run import compile_cache
-from podrace.run.directory import check_directory, run_directory
+from podrace.run.directory import check_directory
+from podrace.run.new_directory import run_directory
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
 from podrace.system.options import Command, Option, Options, value_of

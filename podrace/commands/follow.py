@@ -14,7 +14,7 @@ from podrace.commands.runs import age, size
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
 from podrace.experiments import runs
-from podrace.run import directory, metrics, progress
+from podrace.run import metrics, progress, run_end
 from podrace.system.files.schema import is_number
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
@@ -83,7 +83,7 @@ def _looks(path: Path, every: float, once: bool) -> Any:
     with contextlib.suppress(UsageError):  # a damaged line: what there is of numbers is shown
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
     yield seen, lines
-    if once or seen.state != directory.RUNNING:
+    if once or seen.state != run_end.RUNNING:
       return
     pause.wait(every)
 
@@ -101,7 +101,7 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns
   part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
   left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
   words = f' {part:.0%}' + (
-    f', {progress.duration(left)} left' if seen.state == directory.RUNNING else ''
+    f', {progress.duration(left)} left' if seen.state == run_end.RUNNING else ''
   )
   room = max(1, min(WIDTH, columns - len(words)))
   head = [

@@ -16,7 +16,8 @@ from podrace.launch.engines import kubernetes, ray, skypilot, slurm
 from podrace.launch.program import Program
 from podrace.launch.supervisor import local
 from podrace.launch.supervisor.addresses import Addresses
-from podrace.run.directory import check_directory, name_of, read_run_record, run_directory
+from podrace.run.directory import check_directory, read_run_record
+from podrace.run.new_directory import name_run, run_directory
 from podrace.settings.record import unrecorded_options
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text, results_alone
@@ -139,7 +140,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     )  # fmt: skip
     return ARRANGEMENTS[arrangement](asked)
 
-  return name_of(preset, config.env), make
+  return name_run(preset, config.env), make
 
 
 def _learners(options: Options) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
 from podrace.experiments.runs import Run, find, look
-from podrace.run.directory import STATES
+from podrace.run.run_end import STATES
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text
 

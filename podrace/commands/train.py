@@ -14,7 +14,8 @@ from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
 from podrace.run import compile_cache
-from podrace.run.directory import check_directory, name_of, new_run_dir, run_directory
+from podrace.run.directory import check_directory
+from podrace.run.new_directory import choose_run_dir, name_run, run_directory
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -101,10 +102,10 @@ def run(args: list[str]) -> int:
   from podrace.run import loop as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
-  name = name_of(preset, config.env)
+  name = name_run(preset, config.env)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # the others take the same
-      run_dir = new_run_dir(name)
+      run_dir = choose_run_dir(name)
     run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:

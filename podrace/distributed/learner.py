@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part
 from podrace.architectures.sebulba import (
   Batch,
   LearningProgram,
@@ -50,6 +50,7 @@ class DistributedSource:
   """
 
   snapshots = ()
+  saved_replay = None  # the service has checkpoints of its own
 
   def __init__(
     self,
@@ -70,6 +71,7 @@ class DistributedSource:
     self._publishing: Publishing | None = None
     self._feed: Feed | None = None
     self._episodes = Totals()
+    self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
     self._waited = False  # for the first experience, which was logged
     self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
     self._steps = 0  # of the environments, so far
@@ -99,9 +101,8 @@ class DistributedSource:
     """What `podrace top` shows besides the acting processes."""
     return dict(steps=self._steps, replay=replay_reports(self._client))
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: State, key: Array) -> None:
     assert self._publishing is not None, 'start before open'  # which has made the tables
-    self._episodes = Totals(**statistics.get('episodes', {}))
     update = int(jax.device_get(state.update))
     self._publishing.publish(update, state.train.params)
     self._count_steps(update)
@@ -194,18 +195,15 @@ class DistributedSource:
       found |= dict(policy_lag_mean=lag_sum / unrolls, policy_lag_max=float(every[:, 0].max()))
     return found
 
-  def statistics(self) -> dict[str, Any]:
+  def _save_statistics(self) -> dict[str, Any]:
     if self._feed is not None:
       self._episodes += self._feed.episodes()
     return {'episodes': dataclasses.asdict(self._episodes)}
 
-  def save(self, path: Path) -> Extra | None:
-    return None  # the service has checkpoints of its own
+  def _restore_statistics(self, saved: dict[str, Any]) -> None:
+    self._episodes = Totals(**saved.get('episodes', {}))
 
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    pass
-
-  def finished(self, state: State) -> None:
+  def finish(self, state: State) -> None:
     """Publishes that the run is complete, and waits for the acting processes to leave."""
     assert self._publishing is not None
     self._publishing.finish(int(jax.device_get(state.update)), state.train.params)

@@ -20,6 +20,7 @@ from podrace.architectures.sebulba.device_programs import pack
 from podrace.errors import RunError, UsageError
 from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
+from podrace.settings.resolved import resolve
 from podrace.settings.validation import validate
 from podrace.system.output import print_text
 from podrace.system.process import cores
@@ -50,7 +51,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   def say(what: str) -> None:
     print_text(what, file=sys.stderr, flush=True)
 
-  driver = build_sebulba(config)
+  driver = build_sebulba(resolve(config))
   acting = acting_of(driver)
   say('compiling')
   driver.compile()
@@ -304,7 +305,7 @@ def combined_rate(
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
   """The run itself; and the shares of the actor threads' time, of all and of each."""
   state = filled(driver, state)
-  driver.start(state, keys, {})
+  driver.start(state, keys)
   try:
     state, _ = driver.advance(state, 3, lambda: False)
     _, state = driver.read_log(state)

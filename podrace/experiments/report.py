@@ -15,7 +15,7 @@ from podrace.errors import UnreadableFile, UsageError
 from podrace.experiments import runs
 from podrace.experiments.plot import COLOURS
 from podrace.experiments.scores import ATARI, game, human_normalised
-from podrace.run import directory, metrics, sinks
+from podrace.run import directory, metrics, run_end, sinks
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
 from podrace.system.files.schema import SUMMARY, is_number
@@ -35,7 +35,7 @@ def write(paths: Sequence[Path], out: Path) -> dict[str, Any]:
   found, left_out = [], []
   for path in paths:
     run = runs.look(path)
-    if run.state == directory.BROKEN:
+    if run.state == run_end.BROKEN:
       left_out.append(f'{path}: {run.why}')
       continue
     try:

@@ -13,18 +13,8 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.directory import (
-  BROKEN,
-  FINISHED,
-  KILLED,
-  RUNNING,
-  UNKNOWN,
-  is_running,
-  last_line,
-  read_end,
-  read_run_record,
-  saved_steps,
-)
+from podrace.run.directory import is_running, last_line, read_run_record, saved_steps
+from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
 from podrace.system.files.reading import read_object, size_of
 from podrace.system.files.schema import (

@@ -1,4 +1,4 @@
-"""What a configuration describes, assembled: the one place that knows both it and the architectures."""
+"""Assembles the program of a configuration: the one place that knows both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from podrace import envs
-from podrace.architectures.agreement import Agreement, AllReduce, Gossip
+from podrace.architectures.agreement import AllReduce, Gossip
 from podrace.architectures.anakin import Anakin, AnakinDriver
 from podrace.architectures.protocol import Architecture
 from podrace.architectures.sebulba import (
@@ -21,15 +21,14 @@ from podrace.architectures.sebulba import (
   example_trajectory,
 )
 from podrace.envs.check import check_environment
-from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
-from podrace.hooks import memory
 from podrace.replay import Buffer, windows
 from podrace.replay.layout import Layout
 from podrace.run.check_agent import check_run
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved, resolve
 from podrace.settings.validation import validate
 from podrace.topology import Topology, learner_mesh, share, split_devices
 from podrace.types import Replay
@@ -43,21 +42,33 @@ if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 
-def build(
-  config: Config,
+def build(config: Config) -> Architecture:
+  """Return the program that a config describes, after checking the config.
+
+  Raises:
+    UsageError, ValueError: if settings are wrong or do not fit each other.
+  """
+  validate(config)
+  return assemble(resolve(config))
+
+
+def assemble(
+  resolved: Resolved,
   server: Server | None = None,
   addresses: Addresses | None = None,
   run_dir: Path | None = None,
 ) -> Architecture:
-  """The program that a config describes; `server` is where remote environments come to.
+  """Return the program of a run.
 
-  `addresses` are those of a replay service and for acting processes, where the config has them, and `run_dir`
-  is where it is kept which of the service's tables are the run's.
+  Args:
+    server: accepts remote environments, for `config.envs` remote.
+    addresses: of a replay service and for acting processes, for `config.replay` service.
+    run_dir: records which tables of the service are the run's.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
-  validate(config)
+  config = resolved.config
   if config.model_devices > 1 and jax.process_count() > 1:
     raise UsageError(f'--model-devices {config.model_devices} is for runs of one process')
   if (config.replay == 'service') != (addresses is not None):
@@ -70,42 +81,39 @@ def build(
       raise UsageError('--replay service needs a run directory')
     from podrace.distributed.learner import DistributedSource
 
-    learning, spec = build_learner(config)
-    source = DistributedSource(learning, spec, addresses, config, run_dir)
+    learning = build_learner(resolved)
+    source = DistributedSource(learning, resolved.env, addresses, config, run_dir)
     return SebulbaDriver(learning, source, source.publish)
   if config.architecture == 'sebulba':
-    return build_sebulba(config, server)
-  env = envs.make(config.env)
-  agent = bind_run(config, env)
-  replay, mesh = (
-    memory(agent, env, config.num_envs, config.unroll_length),
-    learner_mesh(config.devices, config.model_devices),
-  )
-  sizes = config.num_envs, config.unroll_length, config.seeds
-  program = Anakin(agent, env, replay, mesh, *sizes, agreement(config))
-  check_run(agent, env, replay, mesh, config.num_envs, config.unroll_length)
+    return build_sebulba(resolved, server)
+  mesh = learner_mesh(config.devices, config.model_devices)
+  parts, sizes = (resolved.agent, resolved.env, resolved.replay, mesh), _sizes(config)
+  program = Anakin(*parts, *sizes, config.seeds, agreement(config))
+  check_run(*parts, *sizes)
   return AnakinDriver(program)
 
 
-def agreement(config: Config) -> Agreement:
-  """How the devices that learn agree."""
+def _sizes(config: Config) -> tuple[int, int]:
+  return config.num_envs, config.unroll_length
+
+
+def agreement(config: Config) -> AllReduce:
+  """Return the way in which the learning devices agree on parameters."""
   if config.agree == 'all-reduce':
     return AllReduce()
   return Gossip(config.gossip_graph, config.gossip_staleness)  # type: ignore[arg-type]
 
 
 def build_discovery(config: Discovery) -> AnakinDriver:
-  """As `meta_training`, as something that a run drives."""
-  from podrace.architectures.discovery.program import write_rule
-
-  return AnakinDriver(meta_training(config), write_rule)
+  """Return `meta_training` as an `Architecture`."""
+  return AnakinDriver(meta_training(config))
 
 
 def meta_training(config: Discovery) -> MetaTraining:
-  """The population of agents that a config describes, and the rule that they learn by.
+  """Return the population of agents that a config describes, and the rule that they learn by.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
   from podrace.architectures.discovery.program import MetaOptimizer, MetaTraining
   from podrace.settings import discovery as settings
@@ -122,7 +130,7 @@ def meta_training(config: Discovery) -> MetaTraining:
 
 
 def _kind(config: Discovery, name: str, width: int | None) -> Kind:
-  """What the agents of a group have in common."""
+  """Return the settings that the agents of a group share."""
   from podrace.architectures.discovery.members import Kind
   from podrace.settings.discovery import rules_of
 
@@ -148,7 +156,7 @@ def _kind(config: Discovery, name: str, width: int | None) -> Kind:
 
 
 def _past(config: Discovery, stack: int) -> Replay | None:
-  """What an agent of a population replays besides its newest unrolls, if that is anything."""
+  """Return the replay of past unrolls of each agent in a population; None if there is none."""
   if not config.replayed:
     return None
   buffer = Buffer(config.capacity, config.replayed, min_size=1)
@@ -156,24 +164,21 @@ def _past(config: Discovery, stack: int) -> Replay | None:
   return windows(buffer, *sizes, keep_state=True, stack=stack)
 
 
-def build_sebulba(config: Config, server: Server | None = None) -> SebulbaDriver:
-  """The Sebulba that a config describes."""
-  spec = host.make(config.env)
+def build_sebulba(resolved: Resolved, server: Server | None = None) -> SebulbaDriver:
+  """Return the Sebulba of a run; `server` accepts remote environments."""
+  config, spec = resolved.config, resolved.env
   if config.envs == 'remote':
     if server is None:
       raise UsageError('--envs remote is for `podrace train`, with --listen')
     spec = server.spec(spec)
-  agent = bind_run(config, spec)
-  replay = memory(agent, spec, config.num_envs, config.unroll_length)
   devices = config.actor_devices, config.learner_devices, config.devices
   topology = split_devices(*devices, config.model_devices)
   return sebulba(
-    agent,
+    resolved.agent,
     spec,
-    replay,
+    resolved.replay,
     topology,
-    config.num_envs,
-    config.unroll_length,
+    *_sizes(config),
     host_replay=config.replay == 'host',
     threads=config.actor_threads,
     lag=config.lag,
@@ -197,16 +202,16 @@ def sebulba(
   check: bool = False,
   **acting: Any,
 ) -> SebulbaDriver:
-  """Acting and learning in one process, by parts that are made already.
+  """Return a driver that acts and learns in one process, from bound parts.
 
   Args:
     agent: bound to the spaces of `spec`.
     host_replay: replay is on the host, not on the learner's devices.
-    check: the agent and the environment are checked, which may be somebody's own.
+    check: check the agent and the environment, which may be a user's.
     acting: settings of `ActingProgram`.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: if sizes do not fit each other, with the numbers.
   """
   if host_replay and replay.windows is None:
     raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
@@ -230,27 +235,29 @@ def sebulba(
   return SebulbaDriver(learning, actors, actors.publish)
 
 
-def build_learner(config: Config) -> tuple[LearningProgram, HostSpec]:
-  """The learning half, by default on all devices; acting is in other processes."""
+def build_learner(resolved: Resolved) -> LearningProgram:
+  """Return the learning half, by default on all devices; acting is in other processes."""
+  config = resolved.config
   if config.actor_devices:
     raise UsageError(
       f'--actor-devices {config.actor_devices}: with --replay service nobody acts in this process; '
       'give it to `podrace act`'
     )
-  spec = host.make(config.env)
-  agent = bind_run(config, spec)
+  agent, spec, replay = resolved.agent, resolved.env, resolved.replay
   every = range(config.devices or jax.local_device_count())
   devices = config.learner_devices or ','.join(map(str, every))
   mesh = split_devices(devices, devices, config.devices, config.model_devices).learners
-  replay = memory(agent, spec, config.num_envs, config.unroll_length)
-  check_run(agent, spec, replay, mesh, config.num_envs, config.unroll_length)
-  example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
-  kept = replay if replay.windows is None else Layout(replay.windows, example)
-  return LearningProgram(agent, mesh, kept, example), spec
+  check_run(agent, spec, replay, mesh, *_sizes(config))
+  example = example_trajectory(agent, spec, *_sizes(config))
+  layout = replay if replay.windows is None else Layout(replay.windows, example)
+  return LearningProgram(agent, mesh, layout, example)
 
 
 def make_server(config: Config, listen: Listen | None) -> Server | None:
-  """What remote environments come to, if the config has them; each learner process has its own. It does not listen yet."""
+  """Return the server for remote environments, or None if they are local.
+
+  Each learner process has its own server. It does not listen before it is entered.
+  """
   if config.envs == 'local':
     if listen is not None:
       raise UsageError('--listen is for --envs remote and for --replay service')

@@ -1,4 +1,4 @@
-"""What a script does at each line of a run's metrics: metrics of its own, an early end, other learned values."""
+"""Callbacks: a user's functions that are called with each line of a run's metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,23 @@ from podrace.types import TrainState
 
 
 class Callback(Protocol):
-  """Called with each line before it is written; what it returns is added to the line.
+  """Called with each line before it is written. Its result is added to the line.
 
-  A resumed run calls it again for the lines after the checkpoint. So a callback that remembers something has
-  `state() -> Any`, which returns that as JSON, and `restore(state)`, which takes it back: it is saved with each
-  checkpoint. One whose attributes change without them is an error, unless it has `exact = False`, which says that
-  a resumed run need not be the same. A callback that changes what is learned has
-  `transform(train, line) -> TrainState`, called after the line is written. To resume exactly, none of them may
-  depend on anything else, such as the time.
+  A resumed run calls it again for the lines after the checkpoint. So a callback with memory has
+  `state() -> Any`, which returns its memory as JSON, and `restore(state)`, which takes it back. Each
+  checkpoint keeps that memory. Attributes that change without these methods are an error, unless
+  the callback has `exact = False`: then a resumed run need not be the same.
+
+  A callback that changes the learned values has `transform(train, line) -> TrainState`, which is
+  called after the line is written. To resume exactly, a callback must not depend on anything else,
+  such as the time.
+
+  Example:
+    def stop_when_solved(line):
+      if (line['episode_return'] or 0) > 0.99:
+        raise podrace.errors.EndTraining('solved')
+
+    podrace.train('catch', callbacks=[stop_when_solved])
   """
 
   def __call__(self, line: Line) -> Mapping[str, float] | None: ...
@@ -31,7 +40,8 @@ class Callback(Protocol):
 class Callbacks:
   """The callbacks of a run.
 
-  `override` lets a run go on with others than those that it had.
+  Args:
+    override: a resumed run may have other callbacks than before.
   """
 
   def __init__(self, callbacks: Sequence[Callback], override: bool = False) -> None:
@@ -45,30 +55,31 @@ class Callbacks:
         )
     self._callbacks, self._override = callbacks, override
     self._before = [_attributes(c) for c in callbacks]
-    self.ended = ''  # why the run ends early
+    self.ended = ''  # the reason of an early end
 
   def __call__(self, line: Line) -> Line:
-    """The line with their metrics.
+    """Return the line with the callbacks' metrics.
 
     Raises:
-      UsageError: if a metric has a name that is taken, or no number; if a callback has a memory that is not saved.
+      UsageError: if a metric's name is taken or its value is no number, or if a callback has memory
+        that no checkpoint keeps.
     """
-    found: Line = {}
+    metrics: Line = {}
     for callback in self._callbacks:
       try:
-        added = callback({**line, **found}) or {}
+        added = callback({**line, **metrics}) or {}
       except EndTraining as e:
         self.ended = self.ended or str(e) or 'a callback ended it'
         added = e.metrics
       for name, value in added.items():
-        if name in line or name in found or is_reserved(name):
+        if name in line or name in metrics or is_reserved(name):
           raise UsageError(f'a callback reports {name}, which is there already; take another name')
         try:
-          found[name] = number(float(value))
+          metrics[name] = number(float(value))
         except (TypeError, ValueError) as e:
           raise UsageError(f'a callback reports {name} = {value!r}, expected a number') from e
     self._check_memories()
-    return line | found
+    return line | metrics
 
   def _check_memories(self) -> None:
     for callback, before in zip(self._callbacks, self._before, strict=True):
@@ -80,8 +91,9 @@ class Callbacks:
       ]
       if changed:
         raise UsageError(
-          f'{_name(callback)} changes its attribute {changed[0]}, which no checkpoint keeps: a resumed run would '
-          'not be the same. Give it state and restore; or exact = False, if that may be so'
+          f'{_name(callback)} changes its attribute {changed[0]}, which no checkpoint keeps: a '
+          'resumed run would not be the same. Give it state and restore; or exact = False, if that '
+          'may be so'
         )
 
   @property
@@ -90,10 +102,11 @@ class Callbacks:
 
   @property
   def transforms(self) -> list[Callable[[TrainState, Line], TrainState]]:
+    """The `transform` methods of the callbacks that have one."""
     return [c.transform for c in self._callbacks if hasattr(c, 'transform')]
 
   def state(self) -> Any:
-    """What they remember, as JSON."""
+    """Return the memory of all callbacks, as JSON."""
     states = [c.state() if hasattr(c, 'state') else None for c in self._callbacks]
     try:
       json.dumps(states, allow_nan=False)
@@ -101,34 +114,35 @@ class Callbacks:
       raise UsageError(f'the state of a callback is no JSON: {e}') from e
     return {'ended': self.ended, 'states': states, 'names': self._names}
 
-  def restore(self, found: Any) -> None:
-    """Takes back what `state` returned.
+  def restore(self, saved: Any) -> None:
+    """Take back the result of `state`.
 
     Raises:
-      UsageError: if the run had other callbacks, and there is no `override`.
+      UsageError: if the run had other callbacks, and `override` is false.
     """
-    before = found.get('names')  # an older podrace kept none
+    before = saved.get('names')  # an older podrace kept none
     if before is not None and before != self._names and not self._override:
       raise UsageError(
         f'the run had the callbacks {", ".join(before) or "none"}, and now it has '
-        f'{", ".join(self._names) or "none"}: give the same ones, or override=True (--override) to go on with these'
+        f'{", ".join(self._names) or "none"}: give the same ones, or override=True (--override) to '
+        'go on with these'
       )
-    self.ended = found['ended']
-    saved = list(zip(before or self._names, found['states'], strict=False))
+    self.ended = saved['ended']
+    states = list(zip(before or self._names, saved['states'], strict=False))
     for callback, name in zip(self._callbacks, self._names, strict=True):
-      at = next((i for i, (n, _) in enumerate(saved) if n == name), None)
-      state = None if at is None else saved.pop(at)[1]
+      at = next((i for i, (n, _) in enumerate(states) if n == name), None)
+      state = None if at is None else states.pop(at)[1]
       if state is not None and hasattr(callback, 'restore'):
         callback.restore(state)
 
 
 def _name(callback: Any) -> str:
-  """Of a function its own, else that of its type."""
+  """Return a function's name, or the name of an object's type."""
   return str(getattr(callback, '__qualname__', type(callback).__qualname__))
 
 
 def _attributes(callback: Any) -> dict[str, Any] | None:
-  """Attributes with their lengths, to see if they change; None where nothing says that they must not."""
+  """Return attributes with their lengths, to detect changes; None if the attributes may change."""
   owner = getattr(callback, '__self__', callback)  # of a method
   if not hasattr(owner, '__dict__') or isinstance(owner, types.FunctionType | types.ModuleType):
     return None

@@ -1,58 +1,65 @@
-"""The checkpoints of a run: made while it goes on, when it fails, and read when it is resumed."""
+"""Checkpoints of a run: saved regularly and on failure, restored when it is resumed."""
 
 from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from podrace.architectures.protocol import Architecture
-from podrace.architectures.sebulba import ActorFailed
-from podrace.errors import CheckpointError, ReplayFailed, RunError, Stopped, UsageError
+from podrace.architectures.protocol import Architecture, Part
+from podrace.errors import CheckpointError, RunError, Stopped, UsageError
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
 from podrace.run.directory import machine
-from podrace.settings.config import Config
-
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
+from podrace.settings.config import Basics
 
 
 class Saves:
-  """What a run saves, and where it goes on from.
+  """Saves and restores a run.
 
   Args:
-    is_ours: whether the run directory still is the one that the run began in.
-    warn: says what is wrong, and `say` what goes on.
-    notes: called for each checkpoint; what the run wants back with it.
+    is_ours: returns whether the run directory is still the one that the run began in.
+    warn: prints a warning.
+    say: prints a message about progress.
+    parts: state on the host, by its key in the meta of a checkpoint.
+    after_save: called with the run directory and the state, after a checkpoint is begun.
   """
 
   def __init__(
     self,
-    config: Config | Discovery,
+    config: Basics,
     program: Architecture,
     run_dir: Path,
     is_ours: Callable[[], bool],
     warn: Callable[[str], None],
     say: Callable[[str], None],
-    notes: Callable[[], dict[str, Any]],
+    parts: Mapping[str, Part],
+    after_save: Callable[[Path, Any], None],
   ) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
-    self._is_ours, self._warn, self._say, self._notes = is_ours, warn, say, notes
+    self._is_ours, self._warn, self._say = is_ours, warn, say
+    self._parts, self._after_save = parts, after_save
+    self._replay = program.saved_replay
     self._fit = Fit(config, program, run_dir)
     self.checkpoints = Checkpoints(run_dir / 'checkpoints', config.keep)
     self.saved = -1  # the step of the newest checkpoint
+    self._checked: dict[int, dict[str, Any]] = {}  # the meta of a checkpoint that fits, by step
 
   def check_newest(self) -> None:
-    """Raises UsageError if the newest checkpoint is another program's."""
-    self._fit.check_newest(self.checkpoints)
+    """Raise UsageError if the newest readable checkpoint is of another program."""
+    for step in self.checkpoints.steps():
+      with contextlib.suppress(CheckpointError):  # `restore` reports it
+        meta = self.checkpoints.meta(step)
+        self._fit.check(meta)
+        self._checked[step] = meta
+        return
 
   def check_directory(self) -> None:
-    """Ends the run before it writes into a directory that is not its own any more."""
+    """Raise RunError if the directory was removed, moved or replaced; the run must not write there."""
     if not self._is_ours():
       raise RunError(
         f'{self._run_dir} was removed, moved or replaced while this run was in it; the run ends, and '
@@ -60,6 +67,7 @@ class Saves:
       )
 
   def save(self, update: int, state: Any) -> None:
+    """Begin a checkpoint of the state after `update` updates, unless there is one."""
     self.check_directory()
     step = update * self._config.steps_per_update
     if step == self.saved or not update:  # a run that has not begun begins alike again
@@ -68,43 +76,45 @@ class Saves:
       'update': update,
       'machine': machine(),
       **self._fit.record(),
-      'statistics': self._program.statistics(),
-      **self._notes(),
+      'statistics': {},  # of an architecture that has none
+      **{name: part.save() for name, part in self._parts.items()},
     }
     params, rest = _split(state)
-    extra = self._program.save(self.checkpoints.extra(step))
+    extra = self._replay.save(self.checkpoints.extra(step)) if self._replay else None
     self.checkpoints.save(step, params, rest, meta, extra)
     self.saved = step
-    self._program.results(self._run_dir, state)
+    self._after_save(self._run_dir, state)
 
   @contextlib.contextmanager
   def failing(self, update: int, state: Any) -> Iterator[None]:
-    """What fails elsewhere is an error of the run, which saves `state` if it still can."""
+    """Raise failures within the context as RunError, after an attempt to save `state`."""
     try:
       yield
     except Stopped:
       raise
-    except (ActorFailed, ReplayFailed, RunError, UsageError) as e:
+    except (RunError, UsageError) as e:
       raise RunError(f'{e}\n{self._at_failure(update, state)}') from e
     except Exception as e:
-      what = 'the run failed'
+      problem = 'the run failed'
       if isinstance(e, jax.errors.JaxRuntimeError):
-        what = 'JAX failed, on this device or with another process'
-      raise RunError(f'{traceback.format_exc()}\n{what}; {self._at_failure(update, state)}') from e
+        problem = 'JAX failed, on this device or with another process'
+      raise RunError(
+        f'{traceback.format_exc()}\n{problem}; {self._at_failure(update, state)}'
+      ) from e
 
   def _at_failure(self, update: int, state: Any) -> str:
-    """Saves if that is possible, and says what there is; raises nothing."""
+    """Save if possible; returns a message about the checkpoints. Raises nothing."""
     if not self._is_ours():
       return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
     gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
     try:
-      # Of several processes, the others would have to save as well.
+      # All processes save together, and the rest may not have failed.
       if jax.process_count() == 1 and not gone:
         self.save(update, state)
       self.checkpoints.wait()
     except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
       why = str(e)
-    except Exception as e:  # whatever it is, what failed before is what the user is to see
+    except Exception as e:  # the first failure is the one to report
       why = f'{type(e).__name__}: {e}'
     else:
       return (
@@ -113,24 +123,28 @@ class Saves:
         else 'nothing was saved yet'
       )
     with contextlib.suppress(Exception):
-      self.checkpoints.wait()  # the one before may be under way
+      self.checkpoints.wait()  # the checkpoint before may be under way
     steps = [
       step for step in self.checkpoints.steps() if step < update * self._config.steps_per_update
     ]
     kept = f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
     return f'and it could not be saved: {why}; {kept}'
 
-  def restore(self) -> tuple[Any, dict[str, Any]] | None:
-    """The state and the meta of the newest checkpoint that is whole; None if there is none at all."""
+  def restore(self) -> Any | None:
+    """Restore the newest undamaged checkpoint and all parts; returns its state, or None without any."""
     params, rest = _split(self._program.shapes)
     if self.checkpoints.half_written:
       self._warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
     damaged: list[int] = []
     for step in self.checkpoints.steps():
       try:
-        self._fit.check(self.checkpoints.meta(step))
-        found = self.checkpoints.restore(step, params, rest)
-        self._program.restore(self.checkpoints.extra(step), found.meta.get('extra'))
+        meta = self._checked.get(step)
+        if meta is None:
+          meta = self.checkpoints.meta(step)
+          self._fit.check(meta)
+        restored = self.checkpoints.restore(step, params, rest, meta)
+        if self._replay:
+          self._replay.restore(self.checkpoints.extra(step), meta.get('extra'))
       except CheckpointError as e:
         if jax.process_count() > 1:
           raise
@@ -139,7 +153,6 @@ class Saves:
         continue
       for bad in damaged:
         self._warn(f'moved the damaged checkpoint {bad} to {self.checkpoints.set_aside(bad)}')
-      meta = found.meta
       self.saved = step
       self._say(f'resuming at step {step:,}')
       here = machine()
@@ -147,8 +160,11 @@ class Saves:
         self._warn(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
-      state = found.rest._replace(train=found.rest.train._replace(params=found.params))
-      return state, meta
+      state = restored.rest._replace(train=restored.rest.train._replace(params=restored.params))
+      for name, part in self._parts.items():
+        if name in meta:  # an older podrace had fewer
+          part.restore(meta[name])
+      return state
     if damaged:
       raise RunError(
         f'none of the {len(damaged)} checkpoints in {self._run_dir} can be read; '
@@ -158,5 +174,5 @@ class Saves:
 
 
 def _split(state: Any) -> tuple[Any, Any]:
-  """The parameters, and the state without them: what a checkpoint keeps in two places."""
+  """Return the parameters, and the state without them, the two items of a checkpoint."""
   return state.train.params, state._replace(train=state.train._replace(params=()))

@@ -1,31 +1,27 @@
-"""Whether a checkpoint fits the program that is to go on from it."""
+"""Compatibility of a checkpoint with the program that continues from it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import CheckpointError, UsageError
-from podrace.run.checkpoint import Checkpoints
+from podrace.errors import UsageError
 from podrace.run.directory import completed_record, read_record
-from podrace.settings.config import Config
+from podrace.settings.config import Basics
 from podrace.settings.record import differences, option, to_json
 from podrace.topology import data_size, model_size
 
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
-
 
 class Fit:
-  """What the checkpoints of a run must have in common with its program."""
+  """Checks that a checkpoint fits the program of a run."""
 
-  def __init__(self, config: Config | Discovery, program: Architecture, run_dir: Path) -> None:
+  def __init__(self, config: Basics, program: Architecture, run_dir: Path) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
 
   def record(self) -> dict[str, Any]:
-    """What a checkpoint's meta has for `check`."""
+    """Return the entries of a checkpoint's meta that `check` reads."""
     return {
       'mesh': data_size(self._program.mesh),
       'model': model_size(self._program.mesh),
@@ -35,21 +31,11 @@ class Fit:
     }
 
   def shapes(self) -> str:
-    """A hash over the shapes of the state."""
+    """Return a hash over the shapes of the state."""
     return shapes_sha256(self._program.shapes)
 
-  def check_newest(self, checkpoints: Checkpoints) -> None:
-    """As `check`, of the newest checkpoint that can be read: before anything is compiled."""
-    for step in checkpoints.steps():
-      try:
-        meta = checkpoints.meta(step)
-      except CheckpointError:  # restoring it will say so
-        continue
-      self.check(meta)
-      return
-
   def check(self, meta: dict[str, Any]) -> None:
-    """Raises UsageError if a checkpoint is whole but of another program's state."""
+    """Raise UsageError if a checkpoint holds the state of another program."""
     self._check_devices(meta)
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
@@ -57,7 +43,7 @@ class Fit:
         f"this run has {self._config.steps_per_update}: --num-envs and --unroll-length can't change "
         'in a run; start afresh in another --run-dir'
       )
-    was, now = meta.get('replay'), self.replay()  # of an older podrace it has none
+    was, now = meta.get('replay'), self.replay()  # an older podrace saved none
     if was and now and was != now:
       changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
       raise UsageError(
@@ -94,14 +80,15 @@ class Fit:
       )
 
   def replay(self) -> dict[str, float] | None:
-    """What the replay that a checkpoint holds depends on; None if it holds none."""
+    """Return the settings that the contents of replay depend on; None without replay."""
     return self._program.windows.record() if self._program.windows else None
 
   def _devices_advice(self, mesh: int) -> str:
-    """How to have as many devices that learn as a checkpoint was made on."""
-    if self._config.architecture == 'anakin':
+    """Return the options that give as many learning devices as a checkpoint was made on."""
+    now = to_json(self._config)  # of `discover` it names neither
+    if now.get('architecture', 'anakin') == 'anakin':
       own = ', as each device of a gossip run has parameters of its own'
-      return f'give --devices {mesh}{own if self._config.agree == "gossip" else ""}'
+      return f'give --devices {mesh}{own if now.get("agree") == "gossip" else ""}'
     old = completed_record(read_record(self._run_dir) or {}, self._config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)

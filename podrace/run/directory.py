@@ -1,24 +1,21 @@
-"""What a run directory holds: its configuration, its summary, and the lock on it."""
+"""Run directories: their configuration, summary, metrics and lock."""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fcntl
 import functools
-import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
-from podrace.errors import RunError, Stopped, UnreadableFile, UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
-from podrace.settings.config import Config
+from podrace.settings.config import Basics, Config
 from podrace.settings.record import (
   changes,
   check_code,
@@ -29,7 +26,7 @@ from podrace.settings.record import (
   with_unrecorded,
 )
 from podrace.settings.user_code import KIND, update_paths
-from podrace.system.files import check_folder, create_folder, make_user_folder, write_whole
+from podrace.system.files import check_folder
 from podrace.system.files.reading import open_regular, parse_json, read_json, read_object
 from podrace.system.files.schema import (
   COUNT,
@@ -45,12 +42,6 @@ from podrace.system.files.schema import (
 from podrace.system.process import NO_LOCKS, cores, is_locked, lock
 from podrace.version import __version__
 
-RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'
-KILLED = 'killed'  # it ended without a word: SIGKILL, out of memory, a power cut
-BROKEN = 'broken'  # one of its files can't be read
-UNKNOWN = 'unknown'  # not finished, and its file system has no locks that say whether it is running
-STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
-END = 'end.json'  # how the run's last life ended, where it did not finish
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 RECORD = {
   'env': needed(TEXT),
@@ -67,14 +58,11 @@ DISCOVER_RECORD = {
   'agent_updates': needed(COUNT),
 }
 
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
-
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
 
 
 def machine() -> dict[str, Any]:
-  """What bitwise equality of a resumed run depends on."""
+  """Return the machine and versions that bitwise equality of a resumed run depends on."""
   return {
     'device': jax.devices()[0].device_kind,
     'devices': len(jax.devices()),
@@ -86,9 +74,13 @@ def machine() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
-  """Keeps a second run out of the directory for as long as this one lives.
+  """Hold the lock of a run directory, so that no second run begins there.
 
-  Gives what says whether the directory is still the one: not removed, moved or replaced.
+  Yields:
+    A function that returns whether the directory was neither removed, moved nor replaced.
+
+  Raises:
+    UsageError: if another run holds the lock, or if the directory cannot be written to.
   """
   try:
     file = lock(run_dir)
@@ -101,11 +93,11 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
-def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
-  """What the run directory's record and this configuration differ in, a line each.
+def changes_of(config: Basics, run_dir: Path) -> list[str]:
+  """Return a line for each setting in which a run directory's record differs from a configuration.
 
   Raises:
-    UsageError: if it is something that never changes in a run, which has a checkpoint.
+    UsageError: if there are checkpoints, and a setting differs that cannot change in a run.
   """
   old = read_record(run_dir)
   if old is None:
@@ -123,7 +115,7 @@ def changes_of(config: Config | Discovery, run_dir: Path) -> list[str]:
 
 
 def read_record(run_dir: Path) -> dict[str, Any] | None:
-  """What config.json holds, or None if there is none.
+  """Return the content of config.json, None if there is none.
 
   Raises:
     UnreadableFile: if it is not the record of a run.
@@ -132,7 +124,7 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-  """What summary.json holds; None if there is none, or if it is damaged: the run writes it again."""
+  """Return the content of summary.json; None if it is missing or damaged. The run writes it again."""
   try:
     summary = read_json(path)
   except UnreadableFile as e:
@@ -150,8 +142,11 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   return summary
 
 
-def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
-  """A run directory's record with later fields; of code, it may name what this configuration has."""
+def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:
+  """Return a run directory's record with defaults for later fields.
+
+  The record may name the modules of a user that `config` names.
+  """
   return completed(record, user_code.named(to_json(config)))
 
 
@@ -162,13 +157,13 @@ def continued(config: Any, run_dir: Path) -> Any:
 
 
 def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
-  """The config that a run directory of `podrace train` records.
+  """Return the config that a run directory of `podrace train` records.
 
   Args:
-    allow_code: modules that it may name, besides podrace's own; naming one runs it.
+    allow_code: modules that the record may name, besides podrace's own. Loading runs them.
 
   Raises:
-    UsageError: if there is none, or it names other modules; nothing is imported then.
+    UsageError: if there is no record, or if it names other modules. Nothing is imported then.
   """
   config = load_any(run_dir, allow_code)
   if not isinstance(config, Config):
@@ -179,28 +174,28 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   return config
 
 
-def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Config | Discovery:
-  """As `load_config`, of any command."""
+def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
+  """Return the config of a run directory of any command, as `load_config` does."""
   record = read_record(run_dir)
   if record is None:
     raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
   check_code(record, allow_code)
-  config: Config | Discovery = from_json(record)
+  config: Basics = from_json(record)
   return config
 
 
 def saved_steps(path: Path) -> list[int]:
-  """The steps of a run's checkpoints."""
+  """Return the steps of a run's checkpoints."""
   with contextlib.suppress(OSError):
     return [int(name) for name in os.listdir(path / 'checkpoints') if is_step(name)]
   return []
 
 
 def read_run_record(path: Path) -> dict[str, Any] | None:
-  """Return what config.json in a run directory records, None if there is none.
+  """Return the record in config.json with today's class paths, None if there is none.
 
   Raises:
-    UnreadableFile: if it is not the record of a run.
+    UnreadableFile: if the file is not the record of a run.
   """
   file = path / 'config.json'
   record = read_object(file, RECORD)
@@ -216,12 +211,12 @@ def read_run_record(path: Path) -> dict[str, Any] | None:
 
 
 def last_line(path: Path) -> tuple[dict[str, Any], float]:
-  """The last line of a metrics.jsonl, and when it was written.
+  """Return the last line of a metrics.jsonl and its time of writing.
 
-  If no episode ended in it, it has the return of the newest line that has one.
+  If no episode ended in that line, its return is that of the newest line with one.
 
   Raises:
-    UnreadableFile: if it is no regular file, or cannot be read.
+    UnreadableFile: if the file is not regular or cannot be read.
   """
   last: dict[str, Any] = {}
   try:
@@ -245,9 +240,9 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
 
 
 def is_running(path: Path) -> bool | None:
-  """Whether a process has the run's lock, or `podrace launch` that of its logs, as between two starts of a learner.
+  """Return whether a process holds the run's lock, None if the file system has no locks.
 
-  None if the file system has no locks.
+  `podrace launch` holds the lock of the run's logs, also between two starts of a learner.
 
   Raises:
     UnreadableFile: if a lock is no regular file.
@@ -257,7 +252,7 @@ def is_running(path: Path) -> bool | None:
 
 
 def has_lock(path: Path) -> bool | None:
-  """Whether a process has the lock of a directory; None if the file system has no locks."""
+  """Return whether a process holds the lock of a directory, None if the file system has no locks."""
   try:
     with open_regular(path / 'lock') as file:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -272,122 +267,11 @@ def has_lock(path: Path) -> bool | None:
   return False
 
 
-@contextlib.contextmanager
-def noting_end(
-  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
-) -> Iterator[None]:
-  """Keeps how a life of a run ended, for those that look at it later; `stopped` is what a signal raises.
-
-  A refusal (UsageError) changes nothing. Nothing is written where the directory is not the run's any more, as `is_ours` says.
-  """
-  try:
-    before = read_end(path)
-  except UnreadableFile:  # it is replaced below
-    before = {}
-  (path / END).unlink(missing_ok=True)
-
-  def note(state: str, why: str) -> None:
-    with contextlib.suppress(
-      OSError
-    ):  # the disk is full, or the directory is gone: what failed is what counts
-      if is_ours():
-        write_whole(path / END, json.dumps({'state': state, 'why': why}) + '\n')
-
-  try:
-    yield
-  except stopped as e:
-    note(STOPPED, str(e))
-    raise
-  except UsageError:
-    if before:
-      note(before.get('state', FAILED), before.get('why', ''))
-    raise
-  except KeyboardInterrupt:
-    note(STOPPED, 'SIGINT: ended at once')
-    raise
-  except Exception as e:
-    note(FAILED, reason(e))
-    raise
-
-
-def reason(error: Exception) -> str:
-  """In a line why a run failed: the first cause, where one error led to another."""
-  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
-    error = error.__cause__
-  lines = [x for x in str(error).splitlines() if x.strip()]
-  if not lines:
-    return repr(error)
-  text, kind = lines[-1].strip(), type(error).__name__
-  return (
-    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
-  )
-
-
-def name_of(preset: str | None, env: str) -> str:
-  """What a new run's directory is named after: a preset, or an environment without its options."""
-  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
-
-
-def new_run_dir(name: str) -> Path:
-  """A directory for a new run: runs/NAME-DATE-TIME."""
-  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
-  path = Path('runs') / f'{name}-{now}'
-  n = 1
-  while path.exists():
-    n += 1
-    path = Path('runs') / f'{name}-{now}-{n}'
-  return path
-
-
-@contextlib.contextmanager
-def reserved(name: str) -> Iterator[Path]:
-  """Makes a new run's directory, so that no other run takes it; removes it if no step of the run is in it."""
-  with contextlib.ExitStack() as stack:
-    runs = Path('runs')
-    try:
-      if not runs.exists():
-        make_user_folder(runs)
-        stack.callback(_remove_empty, runs)
-      while True:
-        path = new_run_dir(name)
-        with contextlib.suppress(FileExistsError):  # another run was quicker
-          create_folder(path)
-          break
-    except OSError as e:
-      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
-    stack.callback(_remove_empty, path)
-    try:
-      yield path
-    except Stopped as e:
-      e.kept = not _remove_unbegun(path)
-      raise
-
-
-@contextlib.contextmanager
-def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-  """The directory of a run: the one that is given, or else a new one, named after a preset or an environment."""
-  if given is not None:
-    yield Path(given)
-    return
-  with reserved(name.replace(':', '-').replace('/', '-')) as path:
-    yield path
-
-
-def _remove_unbegun(path: Path) -> bool:
-  """Removes the files of a run that was stopped before its first step; whether it was."""
-  unbegun = {'config.json', END, 'lock', 'checkpoints'}
-  with contextlib.suppress(OSError):
-    if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
-      shutil.rmtree(path)
-      return True
-  return False
-
-
 def check_directory(path: Path, option: str = '--run-dir') -> None:
-  """Checks that a run can be kept in a directory, which need not be there yet.
+  """Check that a directory can hold a run. It need not exist.
 
   Raises:
-    UsageError: if it can't.
+    UsageError: if it cannot be made, or cannot be written to.
   """
   lacks = f'{option} {path} cannot be a directory'
   there = path
@@ -403,16 +287,3 @@ def check_directory(path: Path, option: str = '--run-dir') -> None:
     raise UsageError(f'{option} {path} cannot be written to')
   if not writable:
     raise UsageError(f'{lacks}: {there} cannot be written to')
-
-
-def _remove_empty(path: Path) -> None:
-  with contextlib.suppress(OSError):  # it isn't
-    path.rmdir()
-
-
-def read_end(path: Path) -> dict[str, Any]:
-  """Return how the run's last life ended, {} if that is not known."""
-  end = read_object(path / END, {'state': TEXT, 'why': TEXT}) or {}
-  if end.get('state', KILLED) not in (STOPPED, FAILED, KILLED):
-    raise UnreadableFile(path / END, f'has a state other than {STOPPED}, {FAILED} or {KILLED}')
-  return end

@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 
 from podrace import hooks
+from podrace.architectures.protocol import Part
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
-from podrace.run.summary import described
-from podrace.settings.config import Config
-
-if TYPE_CHECKING:
-  from podrace.settings.discovery import Discovery
+from podrace.run.summary import summarize
+from podrace.settings.config import Basics
 
 
 @dataclasses.dataclass
 class Clock:
-  """Where the time of a run went, over all its lives."""
+  """Steps and seconds of a run, over all its lives."""
 
   busy_s: float = 0.0  # in the compiled program
-  steps: int = 0  # made in `busy_s`
+  steps: int = 0  # that were made in `busy_s`
 
   def add(self, steps: int, seconds: float) -> None:
+    """Count steps that took `seconds`."""
     self.steps += steps
     self.busy_s += seconds
 
@@ -39,31 +39,37 @@ class Clock:
 
 
 class Log:
-  """What a run says of itself. Of several processes, the first one writes."""
+  """The metrics and clocks of a run. Of several processes, only the first writes files.
+
+  Args:
+    sinks: names of sinks, or sinks, which the caller closes.
+    terminal: shows progress; None to show none.
+  """
 
   def __init__(
     self,
-    config: Config | Discovery,
+    config: Basics,
     run_dir: Path,
     callbacks: Callbacks,
-    sinks: tuple[str | metrics.Sink, ...],  # which somebody else closes, if they are no names
-    terminal: progress.Progress | None,  # None: no progress is shown
+    sinks: tuple[str | metrics.Sink, ...],
+    terminal: progress.Progress | None,
     warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.warn, self.advised = warn, False
     self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
-    self.since_line = Clock()  # what the current line of metrics is about
+    self.since_line = Clock()  # since the last line of metrics
     self.wall_before = 0.0  # seconds, of earlier lives
     self.born = time.perf_counter()
     self.sinks: list[metrics.Sink] = []  # besides `lines`
     self.lines: metrics.JsonLines | None = None
-    self.known: dict[str, tuple[int, int]] = {}  # by file, `on_disk` when the checkpoint was made
+    self.files: dict[str, metrics.JsonLines] = {}  # by name
+    self.known: dict[str, tuple[int, int]] = {}  # `on_disk` at the checkpoint, by file
     self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
 
   def open(self, stack: contextlib.ExitStack, step: int) -> None:
-    """Opens the files, for lines after `step`."""
+    """Open the files, for lines after `step`."""
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
     stack.callback(self.lines.close)
     self.check_lines('metrics.jsonl', self.lines)
@@ -79,47 +85,60 @@ class Log:
 
   @property
   def wall_s(self) -> float:
-    """Seconds that the run has taken, over all its lives, without the time between them."""
+    """Seconds of all lives of the run, without the time between them."""
     return self.wall_before + time.perf_counter() - self.born
 
-  def notes(self) -> dict[str, Any]:
-    """What a checkpoint keeps of it; the lines are on disk before the checkpoint."""
-    lines = {}
+  @property
+  def parts(self) -> dict[str, Part]:
+    """State that a checkpoint keeps, by its key in the meta."""
+    return {
+      'wall_s': Part(lambda: self.wall_s, self._setter('wall_before')),
+      'clock': Part(lambda: dataclasses.asdict(self.clock), self._restore_clock),
+      'since_line': Part(lambda: dataclasses.asdict(self.since_line), self._restore_since_line),
+      'lines': Part(self._count_lines, self._setter('known')),
+      'missing_lines': Part(lambda: self.missing, self._setter('missing')),
+      'callbacks': Part(self.callbacks.state, self.callbacks.restore),
+    }
+
+  def _setter(self, name: str) -> Callable[[Any], None]:
+    return functools.partial(setattr, self, name)
+
+  def _restore_clock(self, saved: dict[str, Any]) -> None:
+    self.clock = Clock(**saved)
+
+  def _restore_since_line(self, saved: dict[str, Any]) -> None:
+    self.since_line = Clock(**saved)
+
+  def _count_lines(self) -> dict[str, Any]:
+    """Count the lines of each file. Lines of metrics are on disk before the checkpoint is."""
     if self.lines:
       self.lines.sync()
-      lines['metrics.jsonl'] = self.lines.on_disk()
-    clocks = {k: dataclasses.asdict(getattr(self, k)) for k in ('clock', 'since_line')}
-    counts = {'lines': lines, 'missing_lines': self.missing}
-    return {'wall_s': self.wall_s, **clocks, **counts, 'callbacks': self.callbacks.state()}
-
-  def restore(self, notes: dict[str, Any]) -> None:
-    self.wall_before = notes['wall_s']
-    self.clock, self.since_line = Clock(**notes['clock']), Clock(**notes['since_line'])
-    if 'callbacks' in notes:  # an older podrace had none
-      self.callbacks.restore(notes['callbacks'])
-    self.known, self.missing = notes.get('lines', {}), notes.get('missing_lines', {})
+    return {name: file.on_disk() for name, file in self.files.items()}
 
   def check_lines(self, name: str, file: metrics.JsonLines) -> None:
     """Warn if a file has fewer lines than when the checkpoint was made.
 
-    The run goes on: its state is whole, and nobody may be there to decide. `missing` is for its summary.
+    The run goes on, as its state is whole. Its summary has the number of lines that are missing.
     """
+    self.files[name] = file
     (known, step), missing = self.known.get(name, (0, 0)), self.missing.get(name, 0)
     lines = file.up_to(step)
     if lines < known:
       self.warn(
-        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the checkpoint '
-        f'knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; summary.json counts them as missing_lines. If there is a '
-        'copy of the file, stop the run, put the copy in its place and start again'
+        f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the '
+        f'checkpoint knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; '
+        'summary.json counts them as missing_lines. If there is a copy of the file, stop the run, '
+        'put the copy in its place and start again'
       )
     self.missing = {**self.missing, name: max(0, known + missing - lines)}
 
   def add(self, steps: int, seconds: float) -> None:
-    """Counts steps that were made in so many seconds."""
+    """Count steps that took `seconds`."""
     for clock in (self.clock, self.since_line):
       clock.add(steps, seconds)
 
   def progress(self, step: int) -> None:
+    """Show how far the run is."""
     if self.terminal:
       self.terminal.progress(step, self.since_line.rate)
 
@@ -130,16 +149,17 @@ class Log:
     state: Any,
     saving: contextlib.AbstractContextManager[None],
   ) -> Any:
-    """Writes a line of metrics; returns the state, as callbacks change it.
+    """Write a line of metrics; returns the state, as callbacks change it.
 
     Args:
-      saving: within it sinks, callbacks and the agent's advice may fail: it saves `state` then.
+      saving: the context in which sinks, callbacks and the agent's advice are called. If they fail,
+        it saves `state`.
     """
     line: metrics.Line = {
       'step': step,
       'wall_s': round(self.wall_s, 3),
       'steps_per_s': round(self.since_line.rate, 1),
-      **described(summary, self.config.seeds),
+      **summarize(summary),
     }
     self.since_line = Clock()
     if not self.lines:

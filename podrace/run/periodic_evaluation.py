@@ -58,6 +58,7 @@ class Evaluations:
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
     for step in set(self._steps()) - set(self._left):
       self._path(step).unlink()
+    self.updates_between = config.updates(config.eval_every)
     self._warned = self._stopped = False
     self._begun = max(self._steps(), default=max(done, default=-1))
     self._worker = Worker('evaluations', self._work)

@@ -12,9 +12,9 @@ from podrace.system import files
 
 
 def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
-  """The return of all episodes together, from each seed's sums, and its standard deviation.
+  """Return the mean return of all episodes and its standard deviation, from each seed's sums.
 
-  None where no episode ended, and for what is not finite.
+  A value is None if no episode ended, or if it is not finite.
   """
   n, sums, deviations = (
     np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation)
@@ -29,8 +29,8 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
   return {'episode_return': files.number(mean), 'episode_return_std': files.number(std)}
 
 
-def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
-  """What a line of metrics has of a summary (see `Anakin.read_log`)."""
+def summarize(summary: dict[str, Any]) -> metrics.Line:
+  """Return the part of a line of metrics that comes from a summary (see `Anakin.read_log`)."""
   episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
   total = int(episodes.sum())
   length = np.sum(summary['length_sum'], dtype=np.float64)
@@ -40,7 +40,7 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
     'episodes': total,
     'gradient_steps': int(np.max(summary['gradient_steps'])),
   }
-  if seeds > 1:
+  if np.ndim(summary['episodes']):  # [seeds]
     sums = np.asarray(summary['return_sum'], np.float64)
     line['episode_return_by_seed'] = [
       files.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
@@ -56,7 +56,7 @@ def described(summary: dict[str, Any], seeds: int) -> metrics.Line:
 
 
 def final_return(path: Path) -> dict[str, Any]:
-  """The mean return of the episodes that ended in the last tenth of the run."""
+  """Return the mean return of the episodes that ended in the last tenth of the run."""
   lines = metrics.read(path)
   start = 0.9 * lines[-1]['step'] if lines else 0
   lines = [
@@ -75,27 +75,27 @@ def final_return(path: Path) -> dict[str, Any]:
 
 
 def _seeds(line: metrics.Line) -> int:
-  """The number of seeds that a line has returns of; 0 if it is of one run, or contradicts itself."""
+  """Return the number of seeds in a line, 0 if it has one seed or contradicts itself."""
   counts = {len(line.get(name, ())) for name in ('episode_return_by_seed', 'episodes_by_seed')}
   return counts.pop() if len(counts) == 1 else 0
 
 
 def _final_of_seed(i: int, tail: list[metrics.Line], lines: list[metrics.Line]) -> float | None:
-  """The mean of a seed's episodes in `tail`, or else that of the newest line with any."""
+  """Return the mean of a seed's episodes in `tail`, else that of the newest line with any."""
 
-  def mean(those: list[metrics.Line]) -> float | None:
+  def mean(subset: list[metrics.Line]) -> float | None:
     return _mean(
-      [(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in those]
+      [(line['episode_return_by_seed'][i], line['episodes_by_seed'][i]) for line in subset]
     )
 
-  found = mean(tail)
-  if found is None:
-    found = next((x for line in reversed(lines) if (x := mean([line])) is not None), None)
-  return found
+  result = mean(tail)
+  if result is None:
+    result = next((x for line in reversed(lines) if (x := mean([line])) is not None), None)
+  return result
 
 
 def _mean(means: list[tuple[float | None, int]]) -> float | None:
-  """The mean of (mean, count)s; None if nothing was counted."""
+  """Return the mean over (mean, count) pairs; None if all counts are 0."""
   known = [(mean, count) for mean, count in means if mean is not None]
   total = sum(count for _, count in known)
   return sum(mean * count for mean, count in known) / total if total else None

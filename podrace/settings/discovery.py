@@ -7,7 +7,7 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -50,12 +50,6 @@ class Discovery(Basics):
   max_meta_update: float = 1.0  # of each number of a step, before the learning rate; 0: no limit
   entropy_cost: float = 0.01  # of agents' policies, in the meta-loss
   regularization: float = 1.0  # of the rule, as a multiple of its paper's
-
-  # What only training chooses, for the loop that both share.
-  architecture: ClassVar[str] = 'anakin'
-  seeds: ClassVar[int] = 1
-  agree: ClassVar[str] = 'all-reduce'
-  eval_every: ClassVar[int] = 0
 
   @property
   def groups(self) -> list[tuple[str, int | None]]:

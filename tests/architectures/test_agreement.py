@@ -73,7 +73,7 @@ def exchanged(
 
     def once(k: Any, own: Replicas) -> Replicas:
       after = own.train._replace(params=own.train.params + move)
-      return gossip.mixed(own, after, k + first)
+      return gossip.mix(own, after, k + first)
 
     own = jax.lax.fori_loop(0, rounds, once, own)
     return jax.tree.map(lambda x: x[None], own)
@@ -185,7 +185,7 @@ def test_with_equal_data_gossip_is_all_reduce(normalize: bool) -> None:
     state = agree.begin(train, 8)
     for k in range(4):
       state, _, metrics, _ = learn(state, (), same, jax.random.key(3 + k), jnp.int32(k))
-    found.append(jax.device_get((agree.settled(state).params, metrics)))
+    found.append(jax.device_get((agree.finalize(state).params, metrics)))
   (params, metrics), (of_gossip, metrics_of_gossip) = found
   moved = max(float(np.abs(x - y).max()) for x, y in zip(
     jax.tree.leaves(params.network), jax.tree.leaves(train.params.network), strict=True))  # fmt: skip
@@ -402,17 +402,19 @@ def test_the_mean_is_what_is_evaluated(whole: Path) -> None:
 
 def test_a_gossip_run_begins_from_another_run(whole: Path) -> None:
   from podrace.run.build import build
-  from podrace.run.warm_start import check_start, warm_started
+  from podrace.run.warm_start import WarmStart
+  from podrace.settings.resolved import resolve
 
   config = podrace.configure('catch', **TINY, init_from=str(whole))
   built = build(config)
   state = built.init(jax.random.split(jax.random.key(5), 1))
-  state = warm_started(config, state)
+  warm_start = WarmStart(resolve(config))
+  state = warm_start.apply(state)
   assert jax.tree.map(lambda x: x.sharding, state.train) == jax.tree.map(
     lambda x: x.sharding, built.shapes.train
   )
   for x, own, middle in zip(
-    *map(jax.tree.leaves, (check_start(config), state.train.rest.train.params, state.train.params)), strict=True
+    *map(jax.tree.leaves, (warm_start.params, state.train.rest.train.params, state.train.params)), strict=True
   ):  # fmt: skip
     assert np.array_equal(np.broadcast_to(x, own.shape), own) and np.array_equal(x[0], middle)
 

@@ -62,7 +62,7 @@ from podrace.experiments.bench import allowed
 from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.networks import ActorCritic
-from podrace.run import directory
+from podrace.run import directory, new_directory
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
@@ -370,7 +370,7 @@ def test_runs_of_one_second_have_directories_of_their_own(
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(directory, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
-    found = [stack.enter_context(directory.reserved('catch')) for _ in range(3)]
+    found = [stack.enter_context(new_directory.reserve_run_dir('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]
     assert found == [Path('runs') / n for n in names] and all(p.is_dir() for p in found)
     (found[1] / 'config.json').touch()
@@ -382,9 +382,9 @@ def test_a_directory_that_another_run_was_quicker_to_take(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   names = iter(['one', 'two'])
-  monkeypatch.setattr(directory, 'new_run_dir', lambda name: Path('runs') / next(names))
+  monkeypatch.setattr(new_directory, 'choose_run_dir', lambda name: Path('runs') / next(names))
   (tmp_path / 'runs' / 'one').mkdir(parents=True)
-  with directory.reserved('catch') as path:
+  with new_directory.reserve_run_dir('catch') as path:
     assert path == Path('runs') / 'two'
 
 

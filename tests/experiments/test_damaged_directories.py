@@ -25,7 +25,7 @@ import podrace
 from podrace.commands import follow
 from podrace.errors import UsageError
 from podrace.experiments import curves, labels, runs
-from podrace.run import directory, metrics
+from podrace.run import metrics, run_end
 from podrace.run.directory import load_any, read_summary
 from podrace.run.summary import final_return
 from podrace.system.process import python
@@ -113,7 +113,7 @@ def test_damaged_runs_are_rows_beside_the_others(
   listed = json.loads(out, parse_constant=fail_on_constants)
   states = {Path(run['path']): run['state'] for run in listed}
   assert code == 0 and set(states) == {*damaged.values(), *(folder / name for name in GOOD)}
-  assert set(states.values()) <= set(directory.STATES)
+  assert set(states.values()) <= set(run_end.STATES)
   assert {states[folder / name] for name in (*GOOD, 'none')} == {'finished'}
 
 

@@ -24,7 +24,7 @@ from podrace.commands.runs import age, size
 from podrace.errors import RunError, Stopped, UsageError
 from podrace.experiments import runs
 from podrace.launch.supervisor.local import locked
-from podrace.run import directory
+from podrace.run import directory, run_end
 from podrace.settings.agents import agent_name
 from podrace.system.process import lock
 
@@ -120,25 +120,25 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
     (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'ValueError: the disk is full')),
     (ValueError(), ('failed', 'ValueError()')),
   ):
-    with pytest.raises(type(error)), directory.noting_end(path, Stopped):
+    with pytest.raises(type(error)), run_end.note_end(path, Stopped):
       assert runs.look(path).state == 'killed'  # as if it ended here
       raise error
     found = runs.look(path)
     assert (found.state, found.why) == expected
-  with pytest.raises(UsageError), directory.noting_end(path, Stopped):
+  with pytest.raises(UsageError), run_end.note_end(path, Stopped):
     raise UsageError('refused')
   assert (runs.look(path).state, runs.look(path).why) == ('failed', 'ValueError()')
-  with pytest.raises(OSError), directory.noting_end(path, Stopped, lambda: False):
+  with pytest.raises(OSError), run_end.note_end(path, Stopped, lambda: False):
     raise OSError("the directory is another run's")
   assert not (path / 'end.json').exists()
-  with directory.noting_end(path, Stopped):
+  with run_end.note_end(path, Stopped):
     pass
   assert not (path / 'end.json').exists()
 
 
 def test_the_reason_is_the_first_cause(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
-  with pytest.raises(RunError), directory.noting_end(path, Stopped):
+  with pytest.raises(RunError), run_end.note_end(path, Stopped):
     try:
       raise ZeroDivisionError('of my own')
     except ZeroDivisionError as e:
@@ -284,7 +284,7 @@ def test_follow_wraps_no_curve(tmp_path: Path, columns: int) -> None:
   lines = [line(4 * i, i - 31_234.5, loss=float(i)) for i in range(250)]
   a = make(tmp_path / 'a', *lines)
   names = ['episode_return', 'steps_per_s', 'loss']
-  seen = dataclasses.replace(runs.look(a), state=directory.RUNNING)
+  seen = dataclasses.replace(runs.look(a), state=run_end.RUNNING)
   _, *rows = follow.shown(seen, lines, names, columns).splitlines()
   assert max(map(len, rows)) <= columns and rows[-3].endswith('  -30,986')
   assert max(map(len, rows)) == min(columns, 14 + 2 + follow.WIDTH + 2 + len('-30,986'))

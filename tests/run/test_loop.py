@@ -40,7 +40,7 @@ from podrace.architectures.anakin import AnakinDriver
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
-from podrace.run import checkpointing, loop, metrics, sinks
+from podrace.run import checkpointing, loop, metrics, sinks, updates
 from podrace.run import directory as record
 from podrace.run.build import build
 from podrace.run.compatibility import Fit
@@ -68,7 +68,7 @@ CONFIG = Config(
 def no_early_checkpoint() -> Iterator[None]:
   """Which would come by the clock; those of the steps are counted here."""
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop, 'FIRST_CHECKPOINT_SECONDS', math.inf)
+    patch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', math.inf)
     yield
 
 
@@ -469,7 +469,7 @@ def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_call_is_at_most_twice_the_one_before() -> None:
-  pace = loop.Pace()
+  pace = updates.Pace()
   asked = []
   for _ in range(6):
     asked.append(pace.updates())
@@ -489,7 +489,7 @@ def test_calls_end_where_learning_begins(tmp_path: Path, monkeypatch: pytest.Mon
     return advance(self, state, updates, give_up)
 
   monkeypatch.setattr(AnakinDriver, 'advance', observed)
-  monkeypatch.setattr(loop, 'CALL_SECONDS', 1e9)
+  monkeypatch.setattr(updates, 'CALL_SECONDS', 1e9)
   agent = DQN(
     network=QNetwork(hidden=(8,)), buffer=Buffer(capacity=1000, min_size=320, batch_size=8)
   )
@@ -539,7 +539,7 @@ def test_a_run_that_dies_early_has_a_checkpoint(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """Though the first that was asked for is far away."""
-  monkeypatch.setattr(loop, 'FIRST_CHECKPOINT_SECONDS', 0.0)
+  monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 0.0)
   agent = Sick(network=SMALL, minibatches=1, epochs=1)
   with pytest.raises(errors.RunError, match='the last good checkpoint is step'):
     loop.train(change(agent=agent, checkpoint_every=10**9), tmp_path, quiet=True)
@@ -548,12 +548,12 @@ def test_a_run_that_dies_early_has_a_checkpoint(
 
 def test_when_checkpoints_are_due() -> None:
   def due(saved: int, seconds: float, every: int) -> bool:
-    one = object.__new__(loop._Run)
+    one = object.__new__(updates.UpdateLoop)
     one.config, one.saves = change(checkpoint_every=every), SimpleNamespace(saved=saved)
-    return one.save_due(seconds)
+    return one._is_save_due(seconds)
 
   with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(loop, 'FIRST_CHECKPOINT_SECONDS', 10.0)
+    patch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 10.0)
     assert [due(-1, s, every) for s in (9, 11) for every in (0, 100)] == [False] * 2 + [True] * 2
     assert [due(32, s, every) for s in (11, 61) for every in (0, 100)] == [False] * 2 + [
       True,

@@ -33,7 +33,7 @@ from processes import (
 
 from podrace import cli
 from podrace.errors import CheckpointError
-from podrace.run import build, checkpointing, directory, loop, metrics, sinks
+from podrace.run import build, checkpointing, directory, loop, metrics, sinks, updates
 from podrace.run.checkpoint import Checkpoints
 from podrace.system.signals import Stop
 
@@ -420,9 +420,9 @@ def half(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_computed_does_not_depend_on_the_clock(
   seconds: float, here: Here, half: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  monkeypatch.setattr(loop, 'CALL_SECONDS', seconds)
-  monkeypatch.setattr(loop, 'CHECKPOINT_SECONDS', 0.2)
-  monkeypatch.setattr(loop, 'FIRST_CHECKPOINT_SECONDS', 0.0)
+  monkeypatch.setattr(updates, 'CALL_SECONDS', seconds)
+  monkeypatch.setattr(updates, 'CHECKPOINT_SECONDS', 0.2)
+  monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 0.0)
   assert here('other', '--checkpoint-every', '0', '--override')[0] == 0
   assert_same_run(here.folder / 'other', half / 'whole')
 

@@ -1,4 +1,4 @@
-"""What meta-training improves: the return of an agent, by an actor-critic with a value function of its own."""
+"""The objective of meta-training: an agent's return, by an actor-critic with its own values."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from podrace.types import Array, Trajectory
 
 
 class ValueState(NamedTuple):
-  """What one agent's value function has learned."""
+  """The state of one agent's value function."""
 
   params: Any
   opt_state: Any
   second: Array  # [] f32 the moving average of squared advantages
-  start: Array  # [] f32 the share in it of the 0 that it began with
+  start: Array  # [] f32 the weight of the initial 0 in that average
 
 
 class Estimates(NamedTuple):
-  """What a value function says of a trajectory, [T, B] f32 each."""
+  """Estimates of a value function on a trajectory, [T, B] f32 each."""
 
   advantage: Array
   target: Array
@@ -37,11 +37,11 @@ class Estimates(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ValueFunction:
-  """Values of an agent's states, for meta-training alone: the agent knows nothing of them.
+  """Values of an agent's states, which only meta-training uses.
 
-  They are learned from unrolls by the newest policy, so importance weights, of which DiscoRL's V-trace is made, are 1
-  and left out. The advantages are divided by their size, a moving average, so that agents whose rewards are large do
-  not count more (Oh et al. 2025, Nature).
+  They are learned from unrolls of the newest policy. So the importance weights of DiscoRL's V-trace
+  are 1, and left out. Advantages are divided by a moving average of their size, so that agents with
+  large rewards do not count more (Oh et al. 2025, Nature).
   """
 
   network: ActorCritic = ActorCritic(hidden=(256, 256), initializer='lecun', activation='relu')
@@ -58,15 +58,16 @@ class ValueFunction:
       raise ValueError(f'the value function has no memory, not the core {self.network.core!r}')
 
   def bind(self, observation_space: Any, action_space: Any) -> ValueFunction:
-    """This one, for these spaces."""
+    """Return this value function for these spaces."""
     return dataclasses.replace(self, network=self.network.bind(observation_space, action_space))
 
   def init(self, key: Array) -> ValueState:
+    """Return the first state."""
     params = self.network.init(key)
     return ValueState(params, self.optimiser().init(params), jnp.float32(0), jnp.float32(1))
 
   def estimate(self, state: ValueState, unrolled: Trajectory) -> Estimates:
-    """TD(lambda) with these values, which are data."""
+    """Return TD(lambda) estimates from these values, without a gradient."""
     t = unrolled.timesteps
     v = lax.stop_gradient(self.values(state.params, unrolled))
     discount = self.discount * t.discount[1:]
@@ -76,30 +77,31 @@ class ValueFunction:
     return Estimates(advantage, advantage + v[:-1], 1.0 - t.last[:-1])
 
   def values(self, params: Any, unrolled: Trajectory) -> Array:
-    """[T+1, B] f32."""
-    found: Array = self.network.unroll(params, (), unrolled.timesteps)[0].value
-    return found
+    """Return the values [T+1, B] f32 of an unroll's states."""
+    values: Array = self.network.unroll(params, (), unrolled.timesteps)[0].value
+    return values
 
   def learn(self, state: ValueState, unrolled: Trajectory) -> ValueState:
-    """One gradient step."""
-    found = self.estimate(state, unrolled)
+    """Make one gradient step."""
+    estimates = self.estimate(state, unrolled)
 
     def loss(params: Any) -> Array:
-      error = self.values(params, unrolled)[:-1] - found.target
-      return 0.5 * jnp.mean(found.mask * jnp.square(error))
+      error = self.values(params, unrolled)[:-1] - estimates.target
+      return 0.5 * jnp.mean(estimates.mask * jnp.square(error))
 
     grads = jax.grad(loss)(state.params)
     updates, opt_state = self.optimiser().update(grads, state.opt_state, state.params)
     keep = self.decay
-    second = keep * state.second + (1 - keep) * jnp.mean(jnp.square(found.advantage))
+    second = keep * state.second + (1 - keep) * jnp.mean(jnp.square(estimates.advantage))
     params = optax.apply_updates(state.params, updates)
     return ValueState(params, opt_state, second, keep * state.start)
 
-  def scaled(self, state: ValueState, advantage: Array) -> Array:
-    """Advantages [T, B] of a size of about 1."""
+  def scale(self, state: ValueState, advantage: Array) -> Array:
+    """Scale advantages [T, B] to a size of about 1."""
     second = state.second / jnp.maximum(1 - state.start, 1e-6)
     return advantage / (jnp.sqrt(second) + 1e-6)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return Adam with the settings of this value function."""
     rate = optax.scale_by_learning_rate(self.learning_rate)
     return optax.flatten(optax.chain(scale_by_adam(self.adam_epsilon), rate))

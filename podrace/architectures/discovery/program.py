@@ -1,7 +1,8 @@
-"""A population that learns by one rule, and the rule from it: one compiled program on a mesh of devices.
+"""A population that learns by one rule, and the rule from it: one compiled program on a mesh.
 
-Each device has a part of every group's members. A meta-step is K updates of each of them, the gradient of its meta-loss in
-the rule, and one step of the rule by the mean of these. There is one all-reduce in it; nothing else is shared.
+Each device has a part of every group's members. A meta-step is K updates of each member, the gradient
+of its meta-loss in the rule, and one step of the rule by the mean gradient. The devices share one
+all-reduce in it, and nothing else.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from podrace.learner import Log, add_to_log, all_finite, clip_each, empty_log
 from podrace.system import files
 from podrace.types import Array, Metrics, TrainState
 
-POPULATION = 'population'  # the mesh's axis; to an agent's `learn_by` its own is one device
-LIVES, STEPS = 0, 1  # make keys of the run's
+POPULATION = 'population'  # the mesh's axis; an agent's `learn_by` sees one device
+LIVES, STEPS = 0, 1  # folded into the run's key
 PARTS = 10  # of a lifetime, for which returns are reported
 
 
@@ -50,12 +51,12 @@ class State(NamedTuple):
   log: Log
   curve: Curve  # since the log was last read
   key: Array  # of the run; never changes
-  update: Array  # [] i32 how many meta-steps were made
+  update: Array  # [] i32 number of meta-steps made
 
 
 @dataclasses.dataclass(frozen=True)
 class MetaOptimizer:
-  """How a rule learns from the meta-gradients of a population."""
+  """The optimiser of a rule, from the meta-gradients of a population."""
 
   learning_rate: float = 1e-3
   optimizer: Literal['each', 'mean'] = 'each'
@@ -65,12 +66,12 @@ class MetaOptimizer:
 
   @property
   def each(self) -> optax.GradientTransformation:
-    """Of one member's gradient."""
+    """The transformation of one member's gradient."""
     return self._adam if self.optimizer == 'each' else optax.identity()
 
   @property
   def mean(self) -> optax.GradientTransformation:
-    """Of the mean over the members."""
+    """The transformation of the mean over the members."""
     rate = optax.scale_by_learning_rate(self.learning_rate)
     return rate if self.optimizer == 'each' else optax.chain(self._adam, rate)
 
@@ -82,7 +83,7 @@ class MetaOptimizer:
 
 @dataclasses.dataclass(frozen=True)
 class MetaTraining:
-  """A population and its rule, as compiled functions; what `podrace.architectures.anakin.AnakinDriver` runs.
+  """A population and its rule, as compiled functions: a `Program` of `AnakinDriver`.
 
   Raises:
     ValueError: if the members of a group do not divide over the devices.
@@ -94,13 +95,14 @@ class MetaTraining:
   meta: MetaOptimizer
   devices: Mesh
 
-  windows = None  # members have replays of their own; none is the run's
+  windows = None  # each member has its own replay, and the run has none
 
   def __post_init__(self) -> None:
     topology.per_device(self.devices, self.agents, 'agents')
 
   @functools.cached_property
   def mesh(self) -> Mesh:
+    """The devices, with the axis POPULATION."""
     return Mesh(self.devices.devices, (POPULATION,))
 
   # --- the state
@@ -133,7 +135,7 @@ class MetaTraining:
 
   @functools.cached_property
   def shapes(self) -> State:
-    """A State of shapes, dtypes and shardings: what `init` makes and a checkpoint holds."""
+    """A State of shapes, dtypes and shardings, as `init` returns and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     split = P(POPULATION)
     specs = (P(), split, split, P(), P(), P(), P())  # of State's fields
@@ -146,13 +148,13 @@ class MetaTraining:
 
   @functools.cached_property
   def shardings(self) -> State:
-    """Where each leaf of a State lives."""
+    """The sharding of each leaf of a State."""
     return jax.tree.map(lambda x: x.sharding, self.shapes)
 
   @functools.cached_property
   def init(self) -> Any:
     """keys [1] -> State, placed on the mesh."""
-    once = {'xla_backend_optimization_level': 1}  # it runs once: compiling it is the cost
+    once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
   # --- a meta-step
@@ -160,15 +162,15 @@ class MetaTraining:
   def _local(
     self, rule: Params, groups: Any, scales: Any, key: Array, update: Array
   ) -> tuple[Params, Any, Any, Metrics, Curve]:
-    """One device's part of a meta-step: sums over its members, not yet over the devices.
+    """Make one device's part of a meta-step: sums over its members, not yet over the devices.
 
-    Returns what the rule moves by, the members, their scales, metrics, and a curve.
+    Returns the moves of the rule, the members, their scales, metrics, and a curve.
     """
     life_key = jax.random.fold_in(key, LIVES)
     step_key = jax.random.fold_in(jax.random.fold_in(key, STEPS), update)
     found = []
     for kind, members, scale in zip(self.kinds, groups, scales, strict=True):
-      members = kind.renewed(members, life_key)
+      members = kind.renew(members, life_key)
       keys = jax.vmap(functools.partial(jax.random.fold_in, step_key))(members.number)
       gradient = jax.vmap(jax.grad(kind.outcome, has_aux=True), in_axes=(None, 0, 0))
       grads, (after, metrics) = gradient(rule, members, keys)
@@ -180,7 +182,7 @@ class MetaTraining:
     return total(moves), groups, scales, total(metrics), total(curves)
 
   def _shared(self, *args: Any) -> Any:
-    """As `_local`, with means and sums over the whole population."""
+    """Return the results of `_local` with means and sums over the whole population."""
     moves, groups, scales, metrics, curve = self._local(*args)
     moves, metrics, curve = lax.psum((moves, metrics, curve), POPULATION)
     members = self.agents * len(self.kinds)
@@ -189,14 +191,14 @@ class MetaTraining:
 
   @functools.cached_property
   def moves(self) -> Any:
-    """(rule, groups, scales, key, update) -> what the rule moves by, groups, scales, metrics and a curve, on the mesh."""
+    """(rule, groups, scales, key, update) -> (moves, groups, scales, metrics, curve) on the mesh."""
     split = P(POPULATION)
     return jax.shard_map(
       self._shared,
       mesh=self.mesh,
       in_specs=(P(), split, split, P(), P()),
       out_specs=(P(), split, split, P(), P()),
-      check_vma=False,  # environments of others do not trace under it
+      check_vma=False,  # users' environments do not trace under it
     )
 
   def _update(self, state: State) -> State:
@@ -212,18 +214,18 @@ class MetaTraining:
 
   @functools.cached_property
   def run(self) -> Any:
-    """(State, meta-steps [] i32) -> State. The state given is donated: it is gone afterwards."""
+    """(State, meta-steps [] i32) -> State. The argument is donated."""
 
     def run(state: State, updates: Array) -> State:
       return lax.fori_loop(0, updates, lambda _, s: self._update(s), state)
 
     return jax.jit(run, donate_argnums=0, out_shardings=self.shardings)
 
-  # --- what is said of it
+  # --- for the driver
 
   @functools.cached_property
   def read_log(self) -> Any:
-    """State -> (a summary, the State with its log emptied); the state given is donated."""
+    """State -> (a summary, the State with an empty log). The argument is donated."""
 
     def read(state: State) -> tuple[Any, State]:
       log, counted = state.log, tuple(m.actor.episodes for m in state.groups)
@@ -244,8 +246,8 @@ class MetaTraining:
     shardings = (topology.replicated(self.mesh), self.shardings)
     return jax.jit(read, donate_argnums=0, out_shardings=shardings)
 
-  def presented(self, summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary on the host, with what a line of metrics has besides: returns by group and by age."""
+  def present(self, summary: dict[str, Any]) -> dict[str, Any]:
+    """Return a summary on the host, with the returns by group and by age."""
     groups = [(g['return_sum'], g['episodes']) for g in summary.pop('by_group')]
     curve = summary.pop('curve')
     host = {
@@ -256,7 +258,7 @@ class MetaTraining:
 
   @functools.cached_property
   def health(self) -> Any:
-    """State -> (the first meta-step whose loss was not finite or -1, the rule is finite, faults by group [G, F])."""
+    """State -> (first bad meta-step or -1, the rule is finite, faults by group [G, F])."""
 
     def check(state: State) -> tuple[Array, Array, Array]:
       counts = [jnp.sum(count_faults(m.actor.faults), axis=0) for m in state.groups]
@@ -265,29 +267,29 @@ class MetaTraining:
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
 
   def check(self, counts: np.ndarray, state: State) -> None:
-    """Raises RunError for what environments do against the contract; `counts` are of `health`."""
+    """Raise RunError for violations of the contract; `counts` are of `health`."""
     for kind, count in zip(self.kinds, counts, strict=True):
       check_faults(count, kind.agent, kind.env, lambda: None)
 
 
 def total(trees: Any) -> Any:
-  """The sum of trees."""
+  """Return the sum of trees."""
   return functools.reduce(lambda a, b: jax.tree.map(jnp.add, a, b), trees)
 
 
 def flat(e: Episodes) -> Episodes:
-  """Of members [N, B], all environments in one axis."""
+  """Return the episodes of members [N, B] with all environments in one axis."""
   return jax.tree.map(lambda x: x.reshape(-1), e)
 
 
 def merged(counted: tuple[Episodes, ...]) -> list[Episodes]:
-  """Without what environments say of theirs where the groups' differ: there is no mean of it."""
+  """Return the episodes with only the infos that all groups have, since only these have a mean."""
   names = set.intersection(*(set(e.info_sums) for e in counted))
   return [e._replace(info_sums={k: e.info_sums[k] for k in sorted(names)}) for e in counted]
 
 
 def curve_of(kind: Kind, before: Member, after: Member) -> Curve:
-  """The episodes that ended in a meta-step of members [N]."""
+  """Return the episodes that ended in a meta-step of members [N]."""
 
   def sums(e: Episodes) -> tuple[Array, Array]:
     finished = e.finished.astype(jnp.float32)
@@ -300,7 +302,7 @@ def curve_of(kind: Kind, before: Member, after: Member) -> Curve:
 
 
 def means_of(pairs: Any) -> list[float | None]:
-  """From (sum, count)s; None where there is nothing, or it is not finite."""
+  """Return the means of (sum, count) pairs; None if a count is 0 or a mean is not finite."""
   return [files.number(float(x) / float(n)) if n else None for x, n in pairs]
 
 
@@ -308,6 +310,6 @@ RULE = 'rule.npz'  # in the run directory
 
 
 def write_rule(run_dir: Path, state: Any) -> None:
-  """Writes the rule as it is at a checkpoint; of several processes the first one does."""
+  """Write the rule at a checkpoint. Only the first process does."""
   if jax.process_index() == 0:
     storage.save(run_dir / RULE, jax.device_get(state.train.params))

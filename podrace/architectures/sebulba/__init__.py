@@ -1,17 +1,18 @@
-"""Sebulba: environments on the host; some devices act, others learn.
+"""Sebulba: environments on the host, actor devices and learner devices.
 
-Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments and ask the agent
-for actions on an actor device, where the unroll is assembled; finished unrolls are split along the
-batch and go device to device to the learners. One learner thread, the caller's, makes the updates
-and publishes the parameters by version. Queues carry handles.
+Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments. The agent acts on an
+actor device, where the unroll is assembled. Finished unrolls are split along the batch and move from
+device to device to the learners. One learner thread, the caller's, makes the updates and publishes
+the parameters by version. Queues carry handles.
 
-Which version an unroll is acted with is a setting, `lag`:
-- '0': unroll k with version k; acting and learning alternate.
-- '1': unroll k with version k - 1; they overlap, and still nothing depends on who is faster.
-- 'async': with the newest there is, at most `max_lag` updates old when it is learned from.
+The setting `lag` chooses the version of the parameters for an unroll:
 
-Environments that return in any order, or come and go, are always 'async': a trajectory is made of
-whichever unrolls are finished first, so that nobody waits for a straggler; an unroll that began
+- '0': unroll k with version k. Acting and learning alternate.
+- '1': unroll k with version k - 1. They overlap, and results do not depend on speed.
+- 'async': the newest version, at most `max_lag` updates old when the learner uses the unroll.
+
+Environments that return in any order, or connect and disconnect, are always 'async'. A trajectory
+consists of the unrolls that finish first, so that none waits for a straggler. An unroll that began
 more than `max_lag` updates ago is dropped.
 """
 

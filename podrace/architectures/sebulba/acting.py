@@ -1,4 +1,4 @@
-"""The acting half: what the actor threads of a process compute, and where."""
+"""The acting half: the programs of a process's actor threads, and their devices."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ from podrace.envs.host.episodes import EpisodeCounter
 from podrace.envs.spaces import over
 from podrace.types import Agent, Array, TimeStep, Trajectory
 
-COLUMNS = 2  # of an environment that returns in any order: an open unroll, and a finished one
+COLUMNS = 2  # of an environment in any order: an open unroll and a finished one
 
 
 @dataclasses.dataclass(frozen=True)
 class ActingProgram:
   """One agent that acts in pools of one kind of environment. It knows no learner.
 
-  `num_envs` are divided over all processes' actor threads; with `batch_size` (of one thread) less
-  than its share, environments come back in any order, as they are ready.
+  The `num_envs` are divided over the actor threads of all processes. If `batch_size` (of one thread)
+  is less than a thread's share, environments return in any order, as they become ready.
   """
 
   agent: Agent
   spec: HostSpec
-  devices: tuple[jax.Device, ...]  # of this process, on which it acts
-  destinations: tuple[jax.Device, ...]  # of this process; an unroll is split over them
+  devices: tuple[jax.Device, ...]  # of this process, for acting
+  destinations: tuple[
+    jax.Device, ...
+  ]  # of this process, for learning; an unroll is split over them
   num_envs: int
   unroll_length: int
   threads: int = 2  # per device
@@ -43,10 +45,10 @@ class ActingProgram:
   max_lag: int = 4
   batch_size: int = 0  # 0: all of a thread's environments, in order
   env_threads: int = 0  # C++ threads or worker processes of all pools together; 0: one per core
-  deadline: float = 60.0  # seconds that an answer of the environments may take
+  deadline: float = 60.0  # seconds for an answer of the environments
   seed: int = 0
   in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
-  first: int = 0  # the number of its first environment, where other programs have those before
+  first: int = 0  # the number of its first environment, counted over all programs
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
@@ -79,82 +81,88 @@ class ActingProgram:
     if not self.ordered and self.spec.ordered_only:
       raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
     if self.spec.jax is not None:
-      topology_.host_device()  # or say now that there is none
+      topology_.host_device()  # raises now if there is none
 
   # --- sizes
 
   @property
   def local_threads(self) -> int:
+    """Actor threads of this process."""
     return self.threads * len(self.devices)
 
   @property
   def total_threads(self) -> int:
+    """Actor threads of all processes."""
     return self.local_threads * jax.process_count()
 
   @property
   def envs_per_thread(self) -> int:
+    """Environments of each actor thread."""
     return self.num_envs // self.total_threads
 
   @property
   def ordered(self) -> bool:
+    """Whether all environments of a thread step together."""
     return self.batch_size in (0, self.envs_per_thread) and not self.spec.comes_and_goes
 
   @property
   def columns(self) -> int:
-    """Of each environment."""
+    """Columns of each environment."""
     return 1 if self.ordered else COLUMNS
 
   @functools.cached_property
   def sizes(self) -> tuple[int, ...]:
-    """How many environments the programs for some of a thread's are compiled for."""
-    most = self.batch_size or self.envs_per_thread
+    """Padded batch sizes, ascending, of the programs for a part of a thread's environments."""
+    limit = self.batch_size or self.envs_per_thread
     if not self.spec.comes_and_goes:
-      return (most,)
-    return batch_sizes(most)
+      return (limit,)
+    return batch_sizes(limit)
 
   @property
   def saves_actors(self) -> bool:
+    """Whether a checkpoint keeps the state of the actor threads."""
     return self.spec.jax is not None and self.lag != 'async' and jax.process_count() == 1
 
   def thread_index(self, local: int) -> int:
-    """A thread of this process, counted over all processes."""
+    """Return the number of a thread of this process, counted over all processes."""
     return jax.process_index() * self.local_threads + local
 
   def first_env(self, local: int) -> int:
-    """The number of a thread's first environment, counted over all."""
+    """Return the number of a thread's first environment, counted over all environments."""
     return self.first + self.thread_index(local) * self.envs_per_thread
 
   def device_of(self, local: int) -> jax.Device:
+    """Return the device of a thread of this process."""
     return self.devices[local // self.threads]
 
-  # --- what is computed where
+  # --- programs
 
   @functools.cached_property
   def programs(self) -> Programs:
-    """The actor threads'."""
+    """The compiled programs of the actor threads."""
     n, parts = self.envs_per_thread, len(self.destinations)
     return Programs(Acting(self.agent, n, self.unroll_length, self.columns, parts))
 
   @functools.cached_property
   def jax_steps(self) -> Any:
-    """Those of environments in JAX."""
+    """The compiled programs of environments in JAX."""
     from podrace.envs.host.jax import JaxSteps
 
     return JaxSteps(self.spec.jax, self.envs_per_thread, self.unroll_length)
 
   @property
   def env_metrics(self) -> Callable[[], dict[str, float]] | None:
-    """What environments say of themselves, for the log; None if they say nothing."""
+    """Returns the environments' own metrics; None if they have none."""
     return self.spec.metrics if self.spec.jax is None else self.jax_steps.infos.means
 
   @functools.cached_property
   def example(self) -> TimeStep:
-    """A timestep of one thread's environments, of zeros."""
+    """A timestep of zeros for one thread's environments."""
     return example_timestep(self.spec, self.envs_per_thread)
 
   @functools.cached_property
   def snapshots(self) -> tuple[Snapshot, ...]:
-    """In shapes and shardings, what each thread saves of itself; () if it can't."""
+    """The snapshot of each thread, in shapes and shardings; () if threads cannot be saved."""
     return tuple(map(self._snapshot, range(self.local_threads))) if self.saves_actors else ()
 
   def _snapshot(self, local: int) -> Snapshot:
@@ -176,11 +184,13 @@ class ActingProgram:
     )
 
   def warm_up(self) -> None:
-    """Compiles the threads' programs on all their devices."""
+    """Compile the threads' programs on all their devices."""
     for device in dict.fromkeys(self.devices):
       with jax.default_device(device):
         params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
-        params = jax.device_put(params, device)  # committed, as in a run: else it compiles anew
+        params = jax.device_put(
+          params, device
+        )  # committed, as in a run; else it would compile anew
         env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
@@ -203,7 +213,7 @@ class ActingProgram:
           self.programs.take(carry, ids, ids)
 
   def _warm_up_pool(self, action: Any) -> None:
-    """Compiles environments in JAX: what compiling takes is not theirs to answer for."""
+    """Compile environments in JAX, so that compilation does not count for their deadline."""
     from podrace.envs.host.jax import JaxPool
 
     host = topology_.host_device()
@@ -213,11 +223,11 @@ class ActingProgram:
     pool.reset()
     pool.send(np.arange(self.envs_per_thread), jax.tree.map(np.asarray, action))
     pool.recv()
-    self.jax_steps.forget_infos()  # those of the warm-up
+    self.jax_steps.forget_infos()  # of the warm-up
 
 
 def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:
-  """A timestep [num_envs] of zeros, as numpy arrays."""
+  """Return a timestep [num_envs] of zeros, as NumPy arrays."""
   n = num_envs
   observation = over(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), spec.observation_space)
   zeros: Any = np.zeros(n, np.float32)
@@ -225,7 +235,7 @@ def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:
 
 
 def example_trajectory(agent: Agent, spec: HostSpec, num_envs: int, length: int) -> Trajectory:
-  """An unroll of so many environments and steps, in shapes only."""
+  """Return an unroll of `num_envs` environments and `length` steps, in shapes only."""
 
   def make(key: Array) -> Trajectory:
     env_id = jnp.zeros([num_envs], jnp.int32)

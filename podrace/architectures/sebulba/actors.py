@@ -26,12 +26,16 @@ class Actors:
   """The actor threads of this process.
 
   Args:
-    acting: what they do.
-    versions: of the parameters that there are, by their numbers; the newest is the update at hand.
-    key: of the run.
-    actor_key: of the environments.
-    snapshots: where the threads are; () if they begin anew.
-    start: whether the threads run.
+    acting: settings and programs of the threads.
+    versions: parameters by version. The newest version is the number of updates made.
+    key: PRNG key of the run.
+    actor_key: PRNG key of the environments.
+    snapshots: states of the threads; () if they begin anew.
+    start: start the threads.
+
+  Owner: `ActorSource`, which calls `close`.
+  Ends when: closed, or at the end of the process, as the threads are daemons.
+  Raises: ActorFailed, from `take`.
   """
 
   def __init__(
@@ -73,10 +77,12 @@ class Actors:
     s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
-    life = 0 if snapshot is not None else update  # a thread that begins anew draws other numbers
+    life = (
+      0 if snapshot is not None else update
+    )  # a thread that begins anew draws different numbers
 
     def unroll_key(number: int, on: jax.Device) -> Array:
-      """What Anakin gives `actor.unroll` on the index-th device in the number-th update."""
+      """Return the key of Anakin's unroll on the index-th device in the number-th update."""
       with jax.default_device(on):
         return _unroll_key(run_key, np.uint32(number), np.uint32(index), np.uint32(life))
 
@@ -108,25 +114,25 @@ class Actors:
     return PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline)
 
   def publish(self, version: int, params: Any) -> None:
-    """Gives the actors' devices a version of the parameters."""
+    """Copy a version of the parameters to the actors' devices."""
     one = jax.tree.map(_on_one_device, params)
-    here = jax.tree.leaves(one)[0].device
+    source = jax.tree.leaves(one)[0].device
     devices = dict.fromkeys(self._acting.devices)
-    # to be put where it is costs as much as a copy
-    self.pipe.publish(version, {d: one if d == here else jax.device_put(one, d) for d in devices})
+    # A device_put to the same device would cost as much as a copy.
+    self.pipe.publish(version, {d: one if d == source else jax.device_put(one, d) for d in devices})
 
-  def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
-    """As `Pipe.take`.
+  def take(self, update: int, cancelled: Callable[[], bool]) -> list[Unroll] | None:
+    """Take a batch of unrolls, as `Pipe.take`.
 
     Raises:
       ActorFailed: if a thread has failed, or is stuck in its environments.
     """
-    return self.pipe.take(update, lambda: give_up() or self._look())
+    return self.pipe.take(update, lambda: cancelled() or self._check_threads())
 
-  def _look(self) -> bool:
+  def _check_threads(self) -> bool:
     for actor in self._threads:
       actor.check()
-      if actor.pool.watches_itself:  # and replaces what hangs
+      if actor.pool.watches_itself:  # and replaces environments that hang
         continue
       silence = actor.silence
       if self._deadline.passed(actor.index, silence):
@@ -137,7 +143,7 @@ class Actors:
     return False
 
   def close(self) -> None:
-    """Ends the threads; one that is stuck is left behind."""
+    """End the threads. A thread that is stuck is left behind."""
     self.pipe.close()
     end = time.monotonic() + CLOSE_SECONDS
     for actor in self._threads:
@@ -153,7 +159,7 @@ def _unroll_key(run_key: Array, number: Array, index: Array, life: Array) -> Arr
 
 @jax.jit
 def _life_key(key: Array, life: Array) -> Array:
-  """The key itself in a run's first life, others in later ones."""
+  """Return the key itself in a run's first life, a different key in each later life."""
   numbers = jax.random.key_data(key)
   other = jax.random.key_data(jax.random.fold_in(jax.random.clone(key), life))
   return jax.random.wrap_key_data(jnp.where(life == 0, numbers, other))
@@ -166,7 +172,7 @@ def _env_key(key: Array) -> Array:
 
 
 def _on_one_device(x: Array) -> Array:
-  """A parameter of the learners, whole."""
+  """Return a parameter of the learners, whole, on one device."""
   if x.is_fully_replicated:
     return x.addressable_data(0)
   return jax.device_put(x, x.addressable_shards[0].device)

@@ -1,71 +1,80 @@
-"""An actor whose environments return in any order, or come and go."""
+"""An actor for environments that return in any order, or connect and disconnect."""
 
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
-from podrace.architectures.sebulba.unrolls import Shipping
+from podrace.architectures.sebulba.pipe import Pipe
+from podrace.architectures.sebulba.unrolls import UnrollCounters, move_parts
 from podrace.types import TimeStep
 
 
 class AnyOrder:
-  """Acts for those that arrive, with the newest parameters.
+  """Acts for the environments that arrive, with the newest parameters.
 
-  A trajectory is made of the N unrolls that were finished first. Each environment has several
-  columns: its open unroll, and one that waits until there are N.
+  A trajectory consists of the N unrolls that were finished first. An environment has more than one
+  column: its open unroll, and a finished one that waits until there are N.
 
   Args:
     index: of the thread.
-    first_env: the number of its first environment, over all.
+    first_env: the number of the thread's first environment, counted over all threads.
+    num_envs: N, of the thread.
+    length: T, of an unroll.
     columns: of all environments together.
+    destinations: the learner device of each part of an unroll.
   """
 
   def __init__(
     self,
     index: int,
     first_env: int,
+    num_envs: int,
     length: int,
     columns: int,
     inference: Inference,
-    shipping: Shipping,
+    pipe: Pipe,
+    counters: UnrollCounters,
+    destinations: Sequence[jax.Device],
   ) -> None:
     self._index, self._first_env, self._length = index, first_env, length
-    self._inference, self._shipping = inference, shipping
-    n = self._n = shipping.num_envs
+    self._inference, self._pipe, self._counters = inference, pipe, counters
+    self._destinations = destinations
+    n = self._n = num_envs
     self._row = np.zeros(n, np.int32)
     self._column = np.arange(n, dtype=np.int32)
-    self._serial = np.full(n, shipping.number, np.int64)  # of unrolls under way; see `Unroll`
-    self._versions = np.zeros(columns, np.int64)  # of the parameters that columns began with
+    self._serial = np.full(n, counters.number, np.int64)  # of unrolls under way; see `Unroll`
+    self._versions = np.zeros(columns, np.int64)  # of the parameters at each column's first step
     self._member = np.resize(np.arange(n, dtype=np.int32), columns)  # the environment of a column
     self._serials = np.zeros(columns, np.int64)  # of finished unrolls
     self._free = collections.deque(range(n, columns))
     self._finished: collections.deque[int] = collections.deque()  # columns, oldest first
 
   def take_params(self) -> None:
-    """Takes the newest parameters, and does not wait."""
+    """Take the newest parameters, without waiting."""
     self._take_newest()
     self._versions[:] = self._inference.version
 
   def _take_newest(self) -> None:
-    shipping, device = self._shipping, self._inference.device
-    version, params = shipping.pipe.params(self._index, shipping.number, device)
+    number, device = self._counters.number, self._inference.device
+    version, params = self._pipe.params(self._index, number, device)
     if version != self._inference.version:
       self._inference.use(version, params)
-    shipping.watch('waiting')
+    self._counters.watch('waiting')
 
-  def restarted(self, ids: np.ndarray) -> None:
-    """These environments begin anew; their steps since the unroll's beginning are lost."""
-    self._shipping.dropped += int(self._row[ids].sum())
+  def restart(self, ids: np.ndarray) -> None:
+    """Begin the unrolls of environments `ids` anew; their steps so far are lost."""
+    self._counters.dropped += int(self._row[ids].sum())
     self._row[ids] = 0
     self._serial[ids] += 1
 
   def answer(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Actions for all that arrived; an environment whose unroll ends begins another."""
+    """Return actions for all that arrived. An environment at its unroll's end begins the next."""
     if not len(ids):
       return ids, None
     self._take_newest()
@@ -78,7 +87,7 @@ class AnyOrder:
       self._serials[self._column[done]] = self._serial[done]
       self._serial[done] += 1
       self._row[done] = 0
-      while len(self._finished) >= self._n and not self._ship_finished():
+      while len(self._finished) >= self._n and not self._put_finished():
         pass
       for env in done:
         self._column[env] = self._free.popleft()
@@ -88,24 +97,24 @@ class AnyOrder:
     self._row[ids] += 1
     return ids, action
 
-  def _ship_finished(self) -> bool:
-    """A trajectory of the N oldest finished unrolls; False if some had to be dropped."""
-    shipping = self._shipping
-    shipping.watch('inference')
-    oldest = shipping.pipe.reserve(self._index)
-    shipping.watch('waiting')
+  def _put_finished(self) -> bool:
+    """Send a trajectory of the N oldest finished unrolls; returns False if some were too old."""
+    counters = self._counters
+    counters.watch('inference')
+    oldest = self._pipe.reserve(self._index)
+    counters.watch('waiting')
     late = [c for c in self._finished if self._versions[c] < oldest]
     if late:
       self._finished = collections.deque(c for c in self._finished if c not in late)
       self._free.extend(late)
-      shipping.dropped += len(late) * self._length
-      shipping.pipe.release(self._index)
+      counters.dropped += len(late) * self._length
+      self._pipe.release(self._index)
       return False
     columns = np.array([self._finished.popleft() for _ in range(self._n)], np.int32)
     members = self._first_env + self._member[columns]
     parts = self._inference.take(columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
-    unroll = shipping.unroll(parts, self._versions[columns], self._serials[columns])
-    shipping.pipe.put(unroll)
-    shipping.watch('waiting')
+    parts = move_parts(parts, self._inference.device, self._destinations)
+    self._pipe.put(counters.finish(parts, self._versions[columns], self._serials[columns]))
+    counters.watch('waiting')
     return True

@@ -16,7 +16,7 @@ from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory, map_b
 
 
 class Carry(NamedTuple):
-  """What a thread has on its device. N environments, C columns: some for each of them."""
+  """The state of a thread on its device. N environments, C columns, one or more for each."""
 
   agent_state: Any  # [N, ...]
   start: Any  # [C, ...] the agent's state before row 0
@@ -25,9 +25,9 @@ class Carry(NamedTuple):
 
 
 def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
-  """All of a timestep [b] but its observation, and more integers of each environment: [3+m, b] i32.
+  """Pack a timestep [b] without its observation, and `m` integers of each environment: [3+m, b] i32.
 
-  As one array: every array of the host's that a program is given is a transfer of its own.
+  It is one array, because each host array that a program takes is a separate transfer.
   """
   numbers = np.empty((3 + len(more), len(timestep.reward)), np.int32)
   numbers[0] = np.asarray(timestep.reward, np.float32).view(np.int32)
@@ -39,7 +39,7 @@ def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
 
 
 def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ...]]:
-  """Undoes `pack`."""
+  """Undo `pack`."""
   reward, discount = (lax.bitcast_convert_type(numbers[i], jnp.float32) for i in (0, 1))
   timestep = TimeStep(observation, reward, discount, numbers[2].astype(jnp.int8))
   return timestep, tuple(numbers[i] for i in range(3, len(numbers)))
@@ -47,16 +47,16 @@ def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ..
 
 @dataclasses.dataclass(frozen=True)
 class Acting:
-  """The compiled programs of one actor thread; each step is one call."""
+  """The functions of one actor thread, to be compiled. Each step is one call."""
 
   agent: Agent
   num_envs: int  # N, of this thread
   length: int  # T
-  each: int  # columns for each environment
+  each: int  # columns of each environment
   parts: int  # learner devices that a trajectory is split over
 
   def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
-    """An empty Carry for environments env_id [N]; the rest is there for its shapes."""
+    """Return an empty Carry for environments env_id [N], of the shapes of the other arguments."""
     state = self.agent.initial_state(env_id)
     output, _ = jax.eval_shape(self.agent.act, params, state, timestep, key)
     columns = self.num_envs * self.each
@@ -72,16 +72,17 @@ class Acting:
     )
 
   def keys(self, key: Array) -> Array:
-    """The acting keys [T] of an unroll, as numbers; from the key that `actor.unroll` is given."""
+    """Return the acting keys [T] of an unroll, as numbers, from the key of `unroll.unroll`."""
     act_key, _ = jax.random.split(key)
     return jax.random.key_data(jax.random.split(act_key, self.length))
 
   def step(
     self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
-    """All environments at row t, with the call-th of the keys: the new carry, the actions [N].
+    """Act in all environments at row t, with the call-th key; returns the carry and actions [N].
 
-    `numbers` are the timestep's, call and t.
+    Args:
+      numbers: `pack` of the timestep, call and t.
     """
     timestep, (call, t) = _unpack(numbers, observation)
     call, t = call[0], t[0]
@@ -102,9 +103,10 @@ class Acting:
   def step_some(
     self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
-    """Environments env_id [b], each at its own row and column; out of range: padding.
+    """Act in environments env_id [b], each at its own row and column. Padding is out of range.
 
-    `numbers` are the timestep's, call, env_id, row and column.
+    Args:
+      numbers: `pack` of the timestep, call, env_id, row and column.
     """
     timestep, (call, env_id, row, column) = _unpack(numbers, observation)
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
@@ -127,9 +129,10 @@ class Acting:
     return rows.at[row, column].set(x.astype(rows.dtype), mode='drop')
 
   def store(self, carry: Carry, numbers: Array, observation: Any) -> Carry:
-    """Timesteps that nobody acts on yet: the last of their unrolls.
+    """Store the last timesteps of unrolls, without acting.
 
-    `numbers` are the timestep's, row and column.
+    Args:
+      numbers: `pack` of the timestep, row and column.
     """
     timestep, (row, column) = _unpack(numbers, observation)
     place = functools.partial(self._place, row, column)
@@ -138,7 +141,7 @@ class Acting:
   def finish(
     self, carry: Carry, numbers: Array, observation: Any, env_id: Array
   ) -> tuple[Any, Any]:
-    """The trajectory [T+1, N] that ends with this timestep, in parts; and the agent's state [N]."""
+    """Return the trajectory [T+1, N] that ends here, in parts, and the agent's state [N]."""
     timestep, _ = _unpack(numbers, observation)
     timesteps = jax.tree.map(
       lambda rows, x: rows.at[self.length].set(x.astype(rows.dtype)), carry.timesteps, timestep
@@ -147,11 +150,11 @@ class Acting:
     return self._split(trajectory), jax.tree.map(jnp.copy, carry.agent_state)
 
   def take(self, carry: Carry, column: Array, env_id: Array) -> Any:
-    """The trajectory in columns [N], in parts."""
-    nobody: Any = ()
-    every = Trajectory(carry.timesteps, carry.outputs, carry.start, nobody)
-    taken = map_batch(lambda axis, x: jnp.take(x, column, axis), every)
-    return self._split(taken._replace(env_id=env_id))
+    """Return the trajectory in columns [N], in parts."""
+    no_id: Any = ()
+    all_columns = Trajectory(carry.timesteps, carry.outputs, carry.start, no_id)
+    trajectory = map_batch(lambda axis, x: jnp.take(x, column, axis), all_columns)
+    return self._split(trajectory._replace(env_id=env_id))
 
   def _split(self, trajectory: Trajectory) -> tuple[Trajectory, ...]:
     n = self.num_envs // self.parts
@@ -165,12 +168,12 @@ class Acting:
 
 
 def _key(keys: Array, i: Array) -> Array:
-  """One of many keys that are kept as numbers."""
+  """Return the i-th of keys that are kept as numbers."""
   return jax.random.wrap_key_data(keys[i])
 
 
 class Programs:
-  """`Acting`, compiled."""
+  """The functions of `Acting`, compiled."""
 
   def __init__(self, acting: Acting) -> None:
     self._begin = jax.jit(acting.begin)
@@ -182,5 +185,5 @@ class Programs:
     self.take = jax.jit(acting.take)
 
   def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
-    """As `Acting.begin`, committed to the device of env_id, as what `step` gives: it compiles once."""
+    """Return `Acting.begin` on the device of env_id. Like results of `step` it is committed."""
     return jax.device_put(self._begin(params, env_id, timestep, key), env_id.sharding)

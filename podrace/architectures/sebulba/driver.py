@@ -1,62 +1,68 @@
-"""The one loop of every learner whose actors are elsewhere: take a batch, learn from it, publish the parameters."""
+"""The loop of a learner with separate actors: take a batch, learn, publish the parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part
 from podrace.architectures.sebulba.learning import LearningProgram, State
-from podrace.architectures.sebulba.pipe import ActorFailed
 from podrace.architectures.sebulba.sources import Source
-from podrace.errors import ReplayFailed
+from podrace.errors import RunError
 from podrace.types import Array
 
 
 class SebulbaDriver:
-  """An `Architecture`: the thread that calls `advance` is the learner.
+  """The `Architecture` in which the thread that calls `advance` is the learner.
 
   Args:
-    learning: what is computed.
-    source: where batches come from.
+    learning: the programs of the learner.
+    source: returns the batches.
     publish: called with the number of updates made and the parameters after them.
   """
 
-  ready = 0  # `advance` looks at `give_up` before each batch
+  ready = 0  # `advance` looks at `cancelled` before each batch
 
   def __init__(
     self, learning: LearningProgram, source: Source, publish: Callable[[int, Any], None]
   ) -> None:
     self.learning, self.source, self._publish = learning, source, publish
     self.mesh, self.init, self.windows = learning.mesh, learning.init, learning.windows
-    self.health = learning.health
-    self._update = 0  # how many were made
+    self.health, self.saved_replay = learning.health, source.saved_replay
+    self._update = 0  # number of updates made
 
   @property
   def shapes(self) -> State:
+    """A state of shapes, dtypes and shardings, with the actors' snapshots."""
     return self.learning.shapes._replace(actors=self.source.snapshots)
 
+  @property
+  def parts(self) -> Mapping[str, Part]:
+    """State on the host that a checkpoint keeps."""
+    return self.source.parts
+
   def compile(self) -> None:
+    """Compile the learner, and open the source."""
     self.learning.compile()
     self.source.open()
 
-  def start(self, state: State, keys: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: State, keys: Array) -> None:
+    """Begin to act from `state`."""
     self._update = int(jax.device_get(state.update))
-    self.source.start(state, jax.random.split(keys[0], 3)[1], statistics)
+    self.source.start(state, jax.random.split(keys[0], 3)[1])
 
-  def advance(self, state: State, updates: int, give_up: Callable[[], bool]) -> tuple[State, int]:
+  def advance(self, state: State, updates: int, cancelled: Callable[[], bool]) -> tuple[State, int]:
+    """Make up to `updates` updates; returns the state and the number made."""
     alone = jax.process_count() == 1  # several processes must do the same
     learned, made, before = False, 0, state.train.params
     while made < updates:
       try:
-        batch = self.source.take(self._update, give_up if alone else lambda: False)
-      except (ActorFailed, ReplayFailed):
-        if not (
-          learned and alone
-        ):  # other processes make the whole call, and would wait for this one
+        batch = self.source.take(self._update, cancelled if alone else lambda: False)
+      except RunError:
+        # Other processes make the whole call, and would wait for this one.
+        if not (learned and alone):
           raise
         break  # the next call raises it again, with a state that can be saved
       if batch is None:
@@ -73,22 +79,13 @@ class SebulbaDriver:
     return jax.block_until_ready(state), made
 
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
+    """Return a summary since the last reading, and the state after it."""
     return self.learning.read_log(state, *self.source.read())
 
-  def statistics(self) -> dict[str, Any]:
-    return self.source.statistics()
-
-  def results(self, run_dir: Path, state: State) -> None:
-    pass
-
-  def save(self, path: Path) -> Extra | None:
-    return self.source.save(path)
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    self.source.restore(path, record)
-
-  def finished(self, state: State) -> None:
-    self.source.finished(state)
+  def finish(self, state: State) -> None:
+    """Tell the processes that take part in the run that it is complete."""
+    self.source.finish(state)
 
   def close(self) -> None:
+    """Close the source."""
     self.source.close()

@@ -1,4 +1,4 @@
-"""One actor thread's part on its device: its parameters, its keys, and the unrolls under way."""
+"""One actor thread's state on its device: parameters, keys, and the unrolls under way."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Inference:
-  """Calls the compiled programs of `podrace.architectures.sebulba.device_programs`.
+  """Calls the programs of `device_programs` with the state of one thread.
 
   Args:
-    acting: whose programs they are.
-    index: of the thread, over all processes.
-    unroll_key: the key of a thread's n-th unroll.
-    number: of the unroll that it begins with.
+    acting: has the compiled programs.
+    index: of the thread, counted in this process.
+    unroll_key: from the number of an unroll to its PRNG key.
+    number: of the first unroll.
   """
 
   carry: Carry
@@ -42,15 +42,15 @@ class Inference:
     self._env_id = jax.device_put(env_id, device)
     self.version, self.params = -1, None  # none yet
     self._unroll_key = unroll_key
-    self._keyed = number  # the unroll whose keys are used; ahead of the thread's after a restart
-    self._calls = 0  # of this unroll's keys
+    self._keyed = number  # the unroll that the keys belong to; after a restart a later one
+    self._calls = 0  # number of these keys that were used
 
   def use(self, version: int, params: Any) -> None:
-    """Acts with these parameters from now on."""
+    """Act with these parameters from now on."""
     self.version, self.params = version, params
 
   def begin(self, timestep: TimeStep, agent_state: Any = None) -> None:
-    """Makes the first carry, for timesteps of this shape, and with this state if there is one."""
+    """Make the first carry, for timesteps of this shape, with `agent_state` if there is one."""
     example = jax.tree.map(lambda x: np.zeros((self._n, *x.shape[1:]), x.dtype), timestep)
     key = self._unroll_key(self._keyed)
     self.carry = self._programs.begin(self.params, self._env_id, example, key)
@@ -60,7 +60,7 @@ class Inference:
     self._new_keys()
 
   def key_unroll(self, number: int) -> None:
-    """Has the unroll of this number the keys that are its own, if they are not used up."""
+    """Use the keys of unroll `number`, unless the keys of a later unroll are in use."""
     if self._keyed < number:
       self._keyed = number
       self._new_keys()
@@ -70,7 +70,7 @@ class Inference:
     self._calls = 0
 
   def _next_call(self) -> int:
-    """Which of the unroll's keys is next; after a restart an unroll takes more than it has."""
+    """Return the index of the next key. An unroll with a restart also uses keys of the next one."""
     if self._calls == self._length:
       self._keyed += 1
       self._new_keys()
@@ -78,7 +78,7 @@ class Inference:
     return self._calls - 1
 
   def step(self, timestep: TimeStep, observation: Any, t: int) -> Any:
-    """Actions [N] of all environments, which are at row t."""
+    """Return the actions [N] of all environments, which are at row t."""
     numbers = pack(timestep, self._next_call(), t)
     self.carry, action = self._programs.step(
       self.params, self.carry, self._keys, numbers, observation
@@ -88,7 +88,7 @@ class Inference:
   def step_some(
     self, ids: np.ndarray, timestep: TimeStep, row: np.ndarray, column: np.ndarray
   ) -> np.ndarray:
-    """Actions [b] of environments ids [b], each at its own row and column."""
+    """Return the actions [b] of environments ids [b], each at its own row and column."""
     row, column, timestep = self._pad(timestep, row, column)
     env_id = np.full(len(row), self._n, np.int32)
     env_id[: len(ids)] = ids
@@ -99,21 +99,21 @@ class Inference:
     return np.asarray(action)[: len(ids)]
 
   def store(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> None:
-    """Keeps timesteps [b] that end their unrolls."""
+    """Store timesteps [b] that end their unrolls."""
     row, column, timestep = self._pad(timestep, row, column)
     numbers = pack(timestep, row, column)
     self.carry = self._programs.store(self.carry, numbers, timestep.observation)
 
   def finish(self, timestep: TimeStep, observation: Any) -> tuple[Any, Any]:
-    """The trajectory that ends with this timestep, in parts; and the agent's state [N]."""
+    """Return the trajectory that ends with this timestep, in parts, and the agent's state [N]."""
     return self._programs.finish(self.carry, pack(timestep), observation, self._env_id)
 
   def take(self, columns: np.ndarray, env_id: np.ndarray) -> Any:
-    """The trajectory in columns [N], in parts."""
+    """Return the trajectory in columns [N], in parts."""
     return self._programs.take(self.carry, columns, env_id)
 
   def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
-    """(row, column, timestep), as many as a program is for; what is added is out of range."""
+    """Pad (row, column, timestep) to the next size of `ActingProgram.sizes`, out of range."""
     more = min(s for s in self._acting.sizes if s >= len(row)) - len(row)
     if not more:
       return row, column, timestep

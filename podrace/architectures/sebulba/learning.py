@@ -1,4 +1,4 @@
-"""The learning half: what the learner's devices compute."""
+"""The learning half: the programs of the learner's devices."""
 
 from __future__ import annotations
 
@@ -33,33 +33,34 @@ from podrace.types import Agent, Array, Replay, TrainState, Trajectory, map_batc
 
 
 class State(NamedTuple):
-  """What a run has learned, and where its actors are if they can be saved."""
+  """The state of a learner, with the snapshots of its actors if they can be saved."""
 
   train: TrainState  # the same along AXIS
   memory: Any
   log: Log
   key: Array
   update: Array  # [] i32
-  previous: Any  # with lag 1, the parameters before the last update: the next unroll's
-  actors: tuple[Snapshot, ...]  # one for each thread, where environments can give their state
+  previous: Any  # with lag 1, the parameters before the last update, for the next unroll
+  actors: tuple[Snapshot, ...]  # one for each thread; () if environments cannot give their state
 
 
 class Batch(NamedTuple):
-  """What to learn from next."""
+  """The data of one gradient step, or of one update."""
 
   data: Any  # trajectories, or a sample of replay; None: this update learns from nothing
-  key: Any = None  # [n] the items of replay that it has
-  i: int = 0  # which of the update's batches it is
+  key: Any = None  # [n] keys of its items of replay
+  i: int = 0  # its index among the batches of the update
   last: bool = True  # it ends the update
   snapshots: tuple[Snapshot, ...] = ()  # of the actors, with the last batch
 
 
 @dataclasses.dataclass(frozen=True)
 class LearningProgram:
-  """One agent that learns on a mesh, in the thread that calls. It knows no environment.
+  """One agent that learns on a mesh, in the calling thread. It knows no environment.
 
-  With a `Replay`, that is on the devices of the mesh, and a batch is the trajectories of `streams`
-  threads. With a `Layout`, replay is elsewhere, and a batch is a sample of that layout.
+  With a `Replay`, replay is on the devices of the mesh, and a batch is the trajectories of `streams`
+  threads. With a `Layout`, replay is on the host or in a service, and a batch is a sample of that
+  layout.
   """
 
   agent: Agent
@@ -67,11 +68,11 @@ class LearningProgram:
   replay: Replay | Layout
   example: Trajectory  # of all environments, in shapes
   streams: int = 1
-  keeps_previous: bool = False  # actors go on with the parameters before the newest
+  keeps_previous: bool = False  # actors act with the parameters before the newest
 
   @property
   def windows(self) -> Windows | None:
-    """The sizes of replay; None if it is that of the newest trajectory."""
+    """The sizes of replay; None if it holds the newest trajectory only."""
     return self.replay.windows
 
   def _init(self, keys: Array) -> State:
@@ -107,6 +108,7 @@ class LearningProgram:
 
   @functools.cached_property
   def shardings(self) -> Any:
+    """The sharding of each leaf of a State."""
     return jax.tree.map(lambda x: x.sharding, self.shapes)
 
   @functools.cached_property
@@ -169,7 +171,7 @@ class LearningProgram:
   def jitted(self) -> Any:
     """(params, rest, memory, log, key, update, i, data) -> (train, memory, log, update, priority).
 
-    The parameters are not donated: actors have them.
+    The parameters are not donated, because actors use them.
     """
     s = self.shardings
     priority: Any = ()
@@ -188,13 +190,13 @@ class LearningProgram:
     ).compile()
 
   def compile(self) -> None:
-    """Compiles the update; it is compiled once."""
+    """Compile the update, once."""
     self._compiled  # noqa: B018
 
   def learn(self, state: State, batch: Batch) -> tuple[State, Any]:
-    """One batch: the state after it, and new priorities [n] for its items, if it has any.
+    """Learn from one batch; returns the state and new priorities [n] of its items, if any.
 
-    `end_update` comes after the last batch of an update.
+    Call `end_update` after the last batch of an update.
     """
     s = state
     i = np.int32(batch.i)
@@ -204,11 +206,11 @@ class LearningProgram:
     return s._replace(train=train, memory=memory, log=log, update=update), priority
 
   def end_update(self, state: State, update: int, before: Any, batch: Batch) -> State:
-    """The state with so many updates made.
+    """Return the state after `update` updates.
 
     Args:
-      before: the parameters that the update began with.
-      batch: the update's last.
+      before: the parameters at the beginning of the update.
+      batch: the last batch of the update.
     """
     previous = before if self.keeps_previous else ()
     state = state._replace(previous=previous, actors=batch.snapshots)
@@ -221,7 +223,7 @@ class LearningProgram:
   def read_log(
     self, state: State, episodes: Totals, host: dict[str, Any]
   ) -> tuple[dict[str, Any], State]:
-    """What happened since the last reading (see `Anakin.read_log`), and the state after."""
+    """Return a summary since the last reading (see `Anakin.read_log`), and the state after it."""
     log = jax.device_get(state.log)
     summary = dict(
       metrics={k: x / log.samples if log.samples else np.nan for k, x in log.sums.items()},
@@ -243,12 +245,12 @@ class LearningProgram:
     return jax.jit(check, out_shardings=topology_.replicated(self.mesh))
 
   def health(self, state: State) -> tuple[Any, Any]:
-    """The first update whose loss was not finite or -1; whether all parameters are finite."""
+    """Return the first update with a loss that is not finite, else -1; and if all parameters are."""
     return jax.device_get(self._health(state.train.params, state.log.broken))
 
 
 def _concatenate(trajectories: Any) -> Trajectory:
-  """One trajectory of several, along the batch."""
+  """Concatenate trajectories along the batch."""
   if len(trajectories) == 1:
     return trajectories[0]
   return map_batch(lambda axis, *xs: jnp.concatenate(xs, axis), *trajectories)

@@ -1,88 +1,112 @@
-"""An actor whose environments step together, and wait for each other at the end of an unroll."""
+"""An actor for environments that step together and wait for each other after an unroll."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
-from podrace.architectures.sebulba.unrolls import Shipping
+from podrace.architectures.sebulba.pipe import Pipe, Snapshot
+from podrace.architectures.sebulba.unrolls import UnrollCounters, move_parts
 from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.errors import HostError
 from podrace.types import TimeStep
 
 
 class Lockstep:
-  """All environments at the same row, but for those that were restarted.
+  """Acts in environments that are all at the same row, except after a restart.
 
-  A restarted environment begins its unroll anew. The others wait at their unroll's end until it has
-  come to its own; the next unrolls begin together.
+  A restarted environment begins its unroll anew. The rest wait at the end of their unroll until the
+  restarted environment reaches its own end. The next unrolls begin together.
+
+  Args:
+    name: of the environments, for errors.
+    index: of the thread.
+    num_envs: N, of the thread.
+    length: T, of an unroll.
+    destinations: the learner device of each part of an unroll.
+    take_snapshot: from the agent's state and the timestep to answer next to the thread's snapshot;
+      None if environments cannot give their state.
   """
 
   def __init__(
-    self, name: str, index: int, length: int, inference: Inference, shipping: Shipping
+    self,
+    name: str,
+    index: int,
+    num_envs: int,
+    length: int,
+    inference: Inference,
+    pipe: Pipe,
+    counters: UnrollCounters,
+    destinations: Sequence[jax.Device],
+    take_snapshot: Callable[[Any, TimeStep], Snapshot] | None,
   ) -> None:
-    self._name, self._index, self._length = name, index, length
-    self._inference, self._shipping = inference, shipping
-    self._n = shipping.num_envs
+    self._name, self._index, self._length, self._n = name, index, length, num_envs
+    self._inference, self._pipe, self._counters = inference, pipe, counters
+    self._destinations, self._take_snapshot = destinations, take_snapshot
     self._ids = everyone(self._n)
     self._row = np.zeros(self._n, np.int32)
-    self._serial = np.full(self._n, shipping.number, np.int64)  # see `Unroll`
-    self._versions = np.zeros(self._n, np.int64)  # of the parameters that the unroll began with
+    self._serial = np.full(self._n, counters.number, np.int64)  # see `Unroll`
+    self._versions = np.zeros(self._n, np.int64)  # of the parameters at each unroll's first step
     self._uneven = False  # environments may be at different rows
-    self._parked: dict[int, Any] = {}  # environment -> its timestep, at the end of its unroll
+    self._parked: dict[int, Any] = {}  # environment -> its timestep at the end of its unroll
 
   def take_params(self) -> None:
-    """Waits for a place for the unroll, and for the parameters that it is to be acted with."""
-    shipping, inference = self._shipping, self._inference
-    shipping.pipe.reserve(self._index)
-    inference.use(*shipping.pipe.params(self._index, shipping.number, inference.device))
+    """Wait for a place for the unroll and for the parameters that it is acted with."""
+    inference = self._inference
+    self._pipe.reserve(self._index)
+    inference.use(*self._pipe.params(self._index, self._counters.number, inference.device))
     jax.block_until_ready(inference.params)  # published while the learner still computes them
-    shipping.watch('waiting')
+    self._counters.watch('waiting')
     self._versions[:] = inference.version
 
-  def restarted(self, ids: np.ndarray) -> None:
-    """These environments begin anew; their steps since the unroll's beginning are lost."""
-    self._shipping.dropped += int(self._row[ids].sum())
+  def restart(self, ids: np.ndarray) -> None:
+    """Begin the unrolls of environments `ids` anew; their steps so far are lost."""
+    self._counters.dropped += int(self._row[ids].sum())
     self._row[ids] = 0
     self._serial[ids] += 1
     self._uneven = True
 
   def answer(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Environments, and actions for them: of all that arrived, but for those that wait."""
+    """Return environments and their actions: all arrivals except environments that wait."""
     whole = rows_of(ids, self._n) is EVERY
     if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
       raise HostError(f'{self._name} returned {ids} where order was expected')
-    if whole and self._even():
-      return ids, self._together(timestep)
-    return self._each(ids, timestep)
+    if whole and self._is_even():
+      return ids, self._act_together(timestep)
+    return self._act_each(ids, timestep)
 
-  def _even(self) -> bool:
+  def _is_even(self) -> bool:
     if self._uneven:
       self._uneven = bool(self._parked) or bool((self._row != self._row[0]).any())
     return not self._uneven
 
-  def _together(self, timestep: TimeStep) -> Any:
+  def _act_together(self, timestep: TimeStep) -> Any:
     observation, t = timestep.observation, int(self._row[0])
     if t == self._length:
       observation = jax.device_put(observation, self._inference.device)
-      parts, state = self._inference.finish(timestep, observation)
-      shipping = self._shipping
-      versions, serial = self._versions.copy(), self._serial.copy()
-      shipping.pipe.put(shipping.unroll(parts, versions, serial, state, timestep))
-      shipping.watch('waiting')
+      self._put(*self._inference.finish(timestep, observation), timestep)
       self._serial += 1
       self.take_params()
-      self._inference.key_unroll(shipping.number)
+      self._inference.key_unroll(self._counters.number)
       self._row[:] = t = 0
     action = self._inference.step(timestep, observation, t)
     self._row += 1
     return action
 
-  def _each(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Acts at each one's own row; parks those whose unroll is at its end."""
+  def _put(self, parts: Any, agent_state: Any, timestep: TimeStep) -> None:
+    """Send a finished unroll to the learner."""
+    snapshot = self._take_snapshot(agent_state, timestep) if self._take_snapshot else None
+    parts = move_parts(parts, self._inference.device, self._destinations)
+    versions, serial = self._versions.copy(), self._serial.copy()
+    self._pipe.put(self._counters.finish(parts, versions, serial, snapshot))
+    self._counters.watch('waiting')
+
+  def _act_each(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
+    """Act at each environment's own row; park environments that are at the end of their unroll."""
     over = self._row[ids] == self._length
     if over.any():
       ended, last = ids[over], jax.tree.map(lambda x: x[over], timestep)
@@ -90,7 +114,7 @@ class Lockstep:
       for i in np.flatnonzero(over):
         self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: x[i], timestep)
       if len(self._parked) == self._n:
-        return self._ids, self._together(self._unpark())
+        return self._ids, self._act_together(self._unpark())
       ids, timestep = ids[~over], jax.tree.map(lambda x: x[~over], timestep)
     if not len(ids):
       return ids, None
@@ -99,7 +123,7 @@ class Lockstep:
     return ids, action
 
   def _unpark(self) -> TimeStep:
-    """The timesteps of all, some of which have waited a while."""
+    """Return the timesteps of all environments, which are all parked."""
     rows = [self._parked[i] for i in range(self._n)]
     self._parked.clear()
     return jax.tree.map(lambda *xs: np.stack(xs), *rows)

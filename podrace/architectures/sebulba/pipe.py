@@ -10,52 +10,53 @@ import jax
 import numpy as np
 
 from podrace.envs.host.episodes import Totals
+from podrace.errors import RunError
 from podrace.types import TimeStep, Trajectory
 
 Lag = Literal['0', '1', 'async']
-POLL = 0.1  # seconds between looks at whether a wait has lost its sense
+POLL = 0.1  # seconds between calls of `cancelled` during a wait
 
 
-class ActorFailed(Exception):
+class ActorFailed(RunError):
   """An actor thread ended with an exception; the message has its traceback."""
 
 
 class Closed(Exception):
-  """The run is over: what an actor thread's waits end with."""
+  """The run is over. It ends the waits of actor threads."""
 
 
 class Snapshot(NamedTuple):
-  """A thread between two unrolls, where its environments can give their state."""
+  """The state of a thread between two unrolls."""
 
   agent_state: Any  # [N, ...]
-  timestep: TimeStep  # [N, ...] what is to be answered next
+  timestep: TimeStep  # [N, ...] to be answered next
   env_state: Any
   episodes: dict[str, Any]  # EpisodeCounter.state()
 
 
 class Unroll(NamedTuple):
-  """One thread's trajectory, on its way."""
+  """One thread's trajectory, on its way to the learner."""
 
   parts: tuple[Trajectory, ...]  # on this process's learner devices
-  versions: np.ndarray  # [N] of the parameters that acted, in the first step of each environment
+  versions: np.ndarray  # [N] of the parameters in the first step of each environment
   thread: int
   totals: Totals  # episodes that ended in it
   snapshot: Snapshot | None
-  seconds: dict[str, float]  # where the thread's time went
+  seconds: dict[str, float]  # of the thread, by activity
   restarts: int  # of environments, while it was made
-  dropped: int  # steps that were lost with them
-  serial: np.ndarray  # [N] which of its unrolls this is, of each environment; lost ones count
+  dropped: int  # steps that these restarts lost
+  serial: np.ndarray  # [N] number of the unroll, counted for each environment, with lost unrolls
 
   @property
   def version(self) -> int:
-    """The oldest."""
+    """The oldest version of the parameters in this unroll."""
     return int(self.versions.min())
 
 
 class Pipe:
-  """Unrolls one way, versions of parameters the other way, and the end of the run both ways.
+  """A queue of unrolls to the learner, and the versions of parameters for actors.
 
-  For each unroll a thread calls `reserve`, `params` and `put`, in that order.
+  For each unroll a thread calls `reserve`, `params` and `put`, in that order. `close` ends all waits.
   """
 
   def __init__(
@@ -63,19 +64,19 @@ class Pipe:
   ) -> None:
     self._lag, self._max_lag, self._threads, self._ordered = lag, max_lag, threads, ordered
     self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
-    # With up to c queued unrolls and one under way, and the oldest learned from first, each
-    # is learned from at most c + 1 updates after its parameters were the newest.
+    # With up to c queued unrolls and one under way, and the oldest used first, each unroll is used
+    # at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
     self._changed = threading.Condition()
     self._unrolls: list[Unroll] = []  # in the order of their arrival
     self._params: dict[int, dict[jax.Device, Any]] = {}  # version -> on each actor device
-    self._first: int | None = None  # version; what would be older is acted with it
+    self._first: int | None = None  # the oldest version to act with
     self._reserved: set[int] = set()  # threads
     self._acting: dict[int, int] = {}  # thread -> version of its unroll under way
     self._closed = False
 
   def publish(self, version: int, params: dict[jax.Device, Any]) -> None:
-    """Makes a version the newest; the one before is kept."""
+    """Publish the newest version. The version before is kept."""
     with self._changed:
       self._first = version if self._first is None else self._first
       self._params[version] = params
@@ -84,10 +85,10 @@ class Pipe:
       self._changed.notify_all()
 
   def reserve(self, thread: int) -> int:
-    """Waits for a place for a thread's next unroll: the oldest version that may be put there.
+    """Wait for a place for a thread's next unroll; returns the oldest version that may be put there.
 
-    A thread in lockstep has places of its own. Threads whose environments come in any order share
-    those of one batch, which the update under way is followed by.
+    A thread in lockstep has its own places. Threads with environments in any order share the places
+    of one batch, the next after the update under way.
 
     Raises:
       Closed: if the run ends before.
@@ -101,24 +102,24 @@ class Pipe:
     raise Closed
 
   def _has_place(self, thread: int) -> bool:
-    if self._lag != 'async':  # parameters are waited for instead
+    if self._lag != 'async':  # `params` waits instead
       return True
     if self._ordered:
       return sum(u.thread == thread for u in self._unrolls) <= self._capacity
     return len(self._unrolls) + len(self._reserved) < self._threads
 
   def release(self, thread: int) -> None:
-    """Gives the place back."""
+    """Give the place back."""
     with self._changed:
       self._reserved.discard(thread)
       self._changed.notify_all()
 
   def params(self, thread: int, number: int, device: jax.Device) -> tuple[int, Any]:
-    """(version, parameters) for a thread's `number`-th unroll; waits for them.
+    """Wait for the parameters of a thread's `number`-th unroll; returns (version, parameters).
 
     Raises:
       Closed: if the run ends before.
-      LookupError: if that version is gone; another one would be another lag.
+      LookupError: if that version is gone. Another version would be another lag.
     """
     with self._changed:
       while not self._closed:
@@ -137,22 +138,22 @@ class Pipe:
     raise Closed
 
   def put(self, unroll: Unroll) -> None:
-    """Hands over an unroll, in the place that is reserved."""
+    """Put an unroll into the reserved place."""
     with self._changed:
       self._unrolls.append(unroll)
       self._reserved.discard(unroll.thread)
       self._acting.pop(unroll.thread, None)
       self._changed.notify_all()
 
-  def take(self, update: int, give_up: Callable[[], bool]) -> list[Unroll] | None:
-    """One batch for the learner at version `update`; None if `give_up` says so before.
+  def take(self, update: int, cancelled: Callable[[], bool]) -> list[Unroll] | None:
+    """Take one batch for the learner at version `update`; None if `cancelled()` becomes true.
 
-    As many unrolls as there are threads: the next one of each, in the threads' order; 'async', if
-    replay doesn't need them in turn, the oldest that there are.
+    A batch has as many unrolls as there are threads: the next unroll of each, in the order of
+    threads. With 'async', unless replay needs them in turn, it has the oldest unrolls.
     """
     with self._changed:
       while True:
-        stop = give_up()
+        stop = cancelled()
         if (batch := self._ready(update)) is not None:
           break
         if stop:
@@ -172,16 +173,18 @@ class Pipe:
     if not self._ordered:
       return self._unrolls[: self._threads]
     batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
-    too_old = update - self._max_lag  # for any later update; it must be learned from now
+    too_old = update - self._max_lag  # for any later update, so it must be used now
     if any(version <= too_old for version in self._acting.values()):
       return None
     return batch
 
   @property
   def closed(self) -> bool:
+    """Whether the run is over."""
     return self._closed
 
   def close(self) -> None:
+    """End all waits with `Closed`."""
     with self._changed:
       self._closed = True
       self._changed.notify_all()

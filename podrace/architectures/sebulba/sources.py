@@ -1,92 +1,106 @@
-"""Where the learner's next batch comes from, in a run whose actors are threads of this process."""
+"""Sources of the learner's batches from actor threads of this process."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from podrace import tables
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import Part, SavedReplay
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
+from podrace.architectures.sebulba.saved_replay import SavedHostReplay
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
-from podrace.errors import CheckpointError, ReplayFailed, UsageError
 from podrace.replay.host import Draw, HostReplay
 from podrace.replay.layout import Layout
-from podrace.system.files import make_folder, sync, write_json
-from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
-PART = 'record.json'  # how to restore one process's replay, of several
-GiveUp = Callable[[], bool]
+Cancelled = Callable[[], bool]
 
 
 class Source(Protocol):
-  """The learner's end of what is between acting and learning."""
+  """The source of the learner's batches."""
 
   @property
   def snapshots(self) -> tuple[Snapshot, ...]:
-    """In shapes and shardings, what the actors save of themselves; () if they can't."""
+    """The actors' snapshots in shapes and shardings; () if actors cannot be saved."""
+    ...
+
+  @property
+  def parts(self) -> Mapping[str, Part]:
+    """State on the host, as `Architecture.parts`."""
+    ...
+
+  @property
+  def saved_replay(self) -> SavedReplay | None:
+    """As `Architecture.saved_replay`."""
     ...
 
   def open(self) -> None:
-    """Does what takes long and needs no state: compiles, connects."""
+    """Compile and connect: everything that takes long and needs no state."""
     ...
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
-    """Begins at `state`; `statistics` is what `statistics()` gave when it was saved."""
+  def start(self, state: State, key: Array) -> None:
+    """Begin at `state`."""
     ...
 
-  def take(self, update: int, give_up: GiveUp) -> Batch | None:
-    """What to learn from next, in the update-th update; None if `give_up` says so before.
+  def take(self, update: int, cancelled: Cancelled) -> Batch | None:
+    """Return the next batch, in the update-th update; None if `cancelled()` becomes true.
 
     Raises:
-      ActorFailed, ReplayFailed: if nothing will come; each time that it is called from then on.
+      ActorFailed, ReplayFailed: if no batch will come, in each call from then on.
     """
     ...
 
   def learned(self, batch: Batch, priority: Any) -> None:
-    """A batch was learned from; its new priorities may still be being computed."""
+    """Take new priorities after a batch was used. They may still be being computed."""
     ...
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
-    """The episodes that ended since the last reading, and metrics."""
+    """Return the episodes that ended since the last reading, and metrics."""
     ...
 
-  def statistics(self) -> dict[str, Any]:
-    """What `read` would say, for a checkpoint."""
+  def finish(self, state: State) -> None:
+    """Tell the processes that take part in the run that it is complete."""
     ...
 
-  def save(self, path: Path) -> Extra | None: ...
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None: ...
-  def finished(self, state: State) -> None: ...
-  def close(self) -> None: ...
+  def close(self) -> None:
+    """Stop acting, and close connections."""
+    ...
 
 
 class ActorSource:
-  """The unrolls of actor threads, as trajectories over the learner's mesh."""
+  """A `Source` of the unrolls of actor threads, as trajectories over the learner's mesh."""
+
+  saved_replay = None
 
   def __init__(self, acting: ActingProgram, mesh: Mesh) -> None:
     self.acting, self.snapshots = acting, acting.snapshots
+    self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
     self._mesh = mesh
     self._statistics = Statistics()
     self._actors: Actors | None = None
 
   def open(self) -> None:
+    """Compile the actors' programs."""
     self.acting.warm_up()
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
-    first = jax.process_index() == 0  # what was saved is the sum over all processes
-    self._statistics = Statistics(**statistics) if first else Statistics()
+  def _save_statistics(self) -> dict[str, Any]:
+    return dataclasses.asdict(self._statistics.over_processes())
+
+  def _restore_statistics(self, saved: dict[str, Any]) -> None:
+    if jax.process_index() == 0:  # they are the sum over all processes
+      self._statistics = Statistics(**saved)
+
+  def start(self, state: State, key: Array) -> None:
+    """Start the actor threads."""
     update = int(jax.device_get(state.update))
     versions = {update: state.train.params}
     if self.acting.lag == '1' and update > 0:
@@ -94,29 +108,30 @@ class ActorSource:
     self._actors = Actors(self.acting, versions, state.key, key, state.actors)
 
   def publish(self, update: int, params: Any) -> None:
-    """Has the actors act with the parameters after so many updates."""
+    """Give the actors the parameters after `update` updates."""
     assert self._actors, 'publish before start'
-    if self.acting.lag == 'async':  # until it is computed, actors go on with the one before
+    if self.acting.lag == 'async':  # until then, actors go on with the version before
       jax.block_until_ready(params)
     self._actors.publish(update, params)
 
-  def unrolls(self, update: int, give_up: GiveUp) -> list[Unroll] | None:
-    """Those of the update-th update, of this process; None if `give_up` says so before."""
+  def unrolls(self, update: int, cancelled: Cancelled) -> list[Unroll] | None:
+    """Return this process's unrolls of the update; None if `cancelled()` becomes true."""
     assert self._actors, 'take before start'
-    found = self._actors.take(update, give_up)
-    for unroll in found or ():
+    unrolls = self._actors.take(update, cancelled)
+    for unroll in unrolls or ():
       self._statistics.add(unroll, update)
-    return found
+    return unrolls
 
-  def take(self, update: int, give_up: GiveUp) -> Batch | None:
-    unrolls = self.unrolls(update, give_up)
+  def take(self, update: int, cancelled: Cancelled) -> Batch | None:
+    """Return the next trajectories."""
+    unrolls = self.unrolls(update, cancelled)
     if unrolls is None:
       return None
     return Batch(self._join(unrolls), snapshots=snapshots_of(unrolls))
 
   def _join(self, unrolls: list[Unroll]) -> tuple[Trajectory, ...]:
-    """Each unroll's parts, which are on the learner devices, as arrays over the mesh."""
-    if self._mesh.size == 1:  # they are that already
+    """Join each unroll's parts, which are on the learner devices, to arrays over the mesh."""
+    if self._mesh.size == 1:
       return tuple(u.parts[0] for u in unrolls)
     local = [d for d in self._mesh.devices.flat if d.process_index == jax.process_index()]
     model = model_size(self._mesh)
@@ -135,69 +150,64 @@ class ActorSource:
     return tuple(map_batch(one, *u.parts) for u in unrolls)
 
   def learned(self, batch: Batch, priority: Any) -> None:
-    pass
+    """Do nothing: trajectories have no priorities."""
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
-    found, self._statistics = self._statistics.over_processes(), Statistics()
+    """Return the episodes that ended since the last reading, and metrics."""
+    statistics, self._statistics = self._statistics.over_processes(), Statistics()
     metrics = self.acting.env_metrics
-    return Totals(**found.episodes), found.metrics() | (metrics() if metrics else {})
+    return Totals(**statistics.episodes), statistics.metrics() | (metrics() if metrics else {})
 
   def shares_by_thread(self) -> list[dict[str, float]]:
-    """Where the time of each actor thread went since the log was last read."""
+    """Return each actor thread's shares of time since the log was last read."""
     return [self._statistics.shares(i) for i in range(self.acting.local_threads)]
 
-  def statistics(self) -> dict[str, Any]:
-    return dataclasses.asdict(self._statistics.over_processes())
-
-  def save(self, path: Path) -> Extra | None:
-    return None
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    pass
-
-  def finished(self, state: State) -> None:
+  def finish(self, state: State) -> None:
+    """Tell remote environments that the run is complete."""
     if self.acting.spec.finished:
       self.acting.spec.finished()
 
   def close(self) -> None:
+    """End the actor threads."""
     if self._actors:
       self._actors.close()
 
 
-def _part(path: Path) -> Path:
-  """Where this process saves its replay, within the directory of all."""
-  return path if jax.process_count() == 1 else path / str(jax.process_index())
-
-
 def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
-  """Of those threads that can be saved."""
+  """Return the snapshots of the threads that can be saved."""
   return tuple(u.snapshot for u in unrolls if u.snapshot is not None)
 
 
 class HostReplaySource:
-  """Samples of replay on the host, which remembers the unrolls of actor threads."""
+  """A `Source` of samples from replay on the host, which holds the unrolls of actor threads."""
 
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
+    self.parts = actors.parts
+    self.saved_replay = SavedHostReplay(self.replay, bool(self.snapshots))
     self._draws: Iterator[Draw] = iter(())
-    self._due = self._taken = 0  # batches of the update at hand
+    self._due = self._taken = 0  # batches of the update under way
     self._ends: tuple[Snapshot, ...] = ()
 
   def open(self) -> None:
+    """Compile the actors' programs."""
     self._actors.open()
 
-  def start(self, state: State, key: Array, statistics: dict[str, Any]) -> None:
+  def start(self, state: State, key: Array) -> None:
+    """Start replay and the actor threads."""
     self.replay.start()
-    self._actors.start(state, key, statistics)
+    self._actors.start(state, key)
 
   def publish(self, update: int, params: Any) -> None:
+    """Give the actors the parameters after `update` updates."""
     self._actors.publish(update, params)
 
-  def take(self, update: int, give_up: GiveUp) -> Batch | None:
+  def take(self, update: int, cancelled: Cancelled) -> Batch | None:
+    """Add the next unrolls to replay, and return one sample of the update after the other."""
     self.replay.check()
     if self._taken == self._due:
-      unrolls = self._actors.unrolls(update, give_up)
+      unrolls = self._actors.unrolls(update, cancelled)
       if unrolls is None:
         return None
       for unroll in unrolls:
@@ -212,55 +222,19 @@ class HostReplaySource:
     return Batch(draw.data, draw.key, i, self._taken == self._due, self._ends)
 
   def learned(self, batch: Batch, priority: Any) -> None:
+    """Update the priorities of a batch."""
     self.replay.update(batch.key, priority)
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
+    """Return the episodes that ended since the last reading, and metrics."""
     episodes, metrics = self._actors.read()
     return episodes, metrics | self.replay.metrics()
 
-  def statistics(self) -> dict[str, Any]:
-    return self._actors.statistics()
-
-  def save(self, path: Path) -> Extra | None:
-    part = _part(path)
-    try:
-      write = self.replay.save(part, bool(self.snapshots))
-    except ReplayFailed as e:
-      raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
-
-    def extra() -> dict[str, Any]:
-      try:
-        if part != path:
-          make_folder(path.parent)
-        record = write()
-        if part != path:
-          write_json(part / PART, record)
-          sync(path.parent.parent)  # the first one made the parent, too
-        return {**record, 'processes': jax.process_count()}
-      except (tables.CheckpointError, OSError) as e:
-        raise CheckpointError(f'replay could not be saved to {path}: {e}') from e
-
-    return extra
-
-  def restore(self, path: Path, record: dict[str, Any] | None) -> None:
-    if record is None:
-      raise CheckpointError(f'checkpoint {path.name} is of a run with replay on the device')
-    if (were := record.get('processes', 1)) != jax.process_count():
-      raise UsageError(
-        f'the checkpoint at step {path.name} has the replay of {were} process(es), each its own part, and this run '
-        f'has {jax.process_count()}: start {were}, or begin another run with --init-from'
-      )
-    part = _part(path)
-    if part != path and (record := read_json(part / PART)) is None:
-      raise CheckpointError(f'{part / PART} is not there')
-    try:
-      self.replay.restore(part, record)
-    except tables.CheckpointError as e:
-      raise CheckpointError(str(e)) from e
-
-  def finished(self, state: State) -> None:
-    self._actors.finished(state)
+  def finish(self, state: State) -> None:
+    """Tell remote environments that the run is complete."""
+    self._actors.finish(state)
 
   def close(self) -> None:
+    """End the actor threads and replay."""
     self._actors.close()
     self.replay.close()

@@ -1,4 +1,4 @@
-"""What happened on the host since the log was last read."""
+"""Statistics of the actors since the log was last read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from podrace.topology import everyones
 
 @dataclasses.dataclass
 class Statistics:
-  """Sums, of values that JSON has, over the unrolls that were learned from."""
+  """Sums over the unrolls that the learner has used, as values that JSON has."""
 
   episodes: dict[str, Any] = dataclasses.field(default_factory=lambda: dataclasses.asdict(Totals()))
   unrolls: int = 0
@@ -22,31 +22,32 @@ class Statistics:
   lag_max: int = 0
   restarts: int = 0
   dropped: int = 0
-  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by 'WHAT THREAD'
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by 'ACTIVITY THREAD'
 
   def add(self, unroll: Unroll, update: int) -> None:
+    """Add an unroll that is used in the update-th update."""
     self.episodes = dataclasses.asdict(Totals(**self.episodes) + unroll.totals)
     self.unrolls += 1
     self.lag_sum += update - float(unroll.versions.mean())
     self.lag_max = max(self.lag_max, update - unroll.version)
     self.restarts += unroll.restarts
     self.dropped += unroll.dropped
-    for what, seconds in unroll.seconds.items():
-      key = f'{what} {unroll.thread}'
+    for activity, seconds in unroll.seconds.items():
+      key = f'{activity} {unroll.thread}'
       self.seconds[key] = self.seconds.get(key, 0.0) + seconds
 
   def shares(self, thread: int | None = None) -> dict[str, float]:
-    """Where the time of an actor thread went, or of all; as the log names it."""
-    found: dict[str, float] = {}
+    """Return the shares of time by activity, of one actor thread or of all, as the log names them."""
+    sums: dict[str, float] = {}
     for key, seconds in sorted(self.seconds.items()):
-      what, _, of = key.partition(' ')
-      if thread is None or of == str(thread):
-        found[f'actor_{what}'] = found.get(f'actor_{what}', 0.0) + seconds
-    whole = sum(found.values()) or 1.0
-    return {k: round(x / whole, 4) for k, x in found.items()}
+      activity, _, index = key.partition(' ')
+      if thread is None or index == str(thread):
+        sums[f'actor_{activity}'] = sums.get(f'actor_{activity}', 0.0) + seconds
+    whole = sum(sums.values()) or 1.0
+    return {k: round(x / whole, 4) for k, x in sums.items()}
 
   def metrics(self) -> dict[str, float]:
-    """For the log."""
+    """Return metrics for the log."""
     return {
       'policy_lag_mean': self.lag_sum / max(self.unrolls, 1),
       'policy_lag_max': self.lag_max,
@@ -56,13 +57,13 @@ class Statistics:
     }
 
   def over_processes(self) -> Statistics:
-    """The sum over all processes, which must all ask at the same time."""
+    """Return the sum over all processes, which must all call this together."""
     if jax.process_count() == 1:
       return self
     whole = [self.unrolls, self.lag_sum, self.restarts, self.dropped]
     every = everyones([*self.episodes.values(), *whole, self.lag_max])
-    sums, most = every.sum(0), int(every[:, -1].max())
+    sums, lag_max = every.sum(0), int(every[:, -1].max())
     unrolls, restarts, dropped = (int(x) for x in sums[[-5, -3, -2]])
     totals = Totals(int(sums[0]), float(sums[1]), float(sums[2]), int(sums[3]))
     episodes = dataclasses.asdict(totals)
-    return Statistics(episodes, unrolls, float(sums[-4]), most, restarts, dropped, self.seconds)
+    return Statistics(episodes, unrolls, float(sums[-4]), lag_max, restarts, dropped, self.seconds)

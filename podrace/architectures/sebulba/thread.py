@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -13,27 +13,33 @@ from podrace.architectures.sebulba.any_order import AnyOrder
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.lockstep import Lockstep
 from podrace.architectures.sebulba.pipe import ActorFailed, Closed, Pipe, Snapshot
-from podrace.architectures.sebulba.unrolls import Shipping
+from podrace.architectures.sebulba.unrolls import UnrollCounters
 from podrace.envs.host.answer_timer import AnswerTimer
 from podrace.envs.host.checker import Checker
 from podrace.envs.host.timesteps import everyone
 from podrace.errors import HostError, RunError, UsageError
 from podrace.system.threads import Worker
-from podrace.types import Array, Arrival, HostEnvironment
+from podrace.topology import host_device
+from podrace.types import Array, Arrival, HostEnvironment, TimeStep
 
 if TYPE_CHECKING:
   from podrace.architectures.sebulba.acting import ActingProgram
 
 
 class ActorThread:
-  """Receives timesteps, has the actor answer them, and sends the actions, until the run is over.
+  """Receives timesteps, answers them with the actor's actions, and repeats until the run ends.
 
   Args:
-    acting: what the threads do.
-    index: of this one, of this process.
-    unroll_key: the key of its n-th unroll.
-    number: of the unroll that it begins with.
-    snapshot: where it is, if it goes on.
+    acting: the settings and programs of the threads.
+    index: of this thread, counted in this process.
+    device: on which it acts.
+    pool: its environments. The thread closes it.
+    unroll_key: from the number of an unroll to its PRNG key.
+    number: of the first unroll.
+    snapshot: the state that the thread continues from; None if it begins anew.
+
+  Owner: `Actors`, which calls `close`.
+  Ends when: the pipe is closed, or an exception is raised, which `check` raises again.
   """
 
   def __init__(
@@ -49,30 +55,33 @@ class ActorThread:
   ) -> None:
     self.index, self.device, self.pool, self._pipe = index, device, pool, pipe
     self._snapshot = snapshot
-    self._ids, self._length = everyone(pool.num_envs), acting.unroll_length
-    self._check = Checker(acting.spec, pool.num_envs, acting.agent)
-    self._timer = AnswerTimer(pool.num_envs)
+    n, length, destinations = pool.num_envs, acting.unroll_length, acting.destinations
+    self._ids, self._length = everyone(n), length
+    self._check = Checker(acting.spec, n, acting.agent)
+    self._timer = AnswerTimer(n)
     self._inference = Inference(acting, index, device, unroll_key, number)
-    self._shipping = Shipping(acting, index, device, pool, pipe, number)
+    self._counters = UnrollCounters(index, n, number)
+    channel = self._inference, pipe, self._counters, destinations
     self.actor: Lockstep | AnyOrder
     if acting.ordered:
-      self.actor = Lockstep(acting.spec.name, index, self._length, self._inference, self._shipping)
+      take_snapshot = self._take_snapshot if acting.saves_actors else None
+      self.actor = Lockstep(acting.spec.name, index, n, length, *channel, take_snapshot)
     else:
-      columns, first = pool.num_envs * acting.columns, acting.first_env(index)
-      self.actor = AnyOrder(index, first, self._length, columns, self._inference, self._shipping)
+      columns, first_env = n * acting.columns, acting.first_env(index)
+      self.actor = AnyOrder(index, first_env, n, length, columns, *channel)
     self.worker: Worker | None = None
 
   def start(self) -> None:
-    """Begins to act."""
+    """Begin to act."""
     self.worker = Worker(f'actor-{self.index}', self._main, at_end=self.pool.close)
 
   def close(self, timeout: float) -> None:
-    """Waits for its end; a pool that is stuck is killed."""
+    """Wait for the thread's end. A pool that is stuck is killed."""
     if self.worker is not None and not self.worker.wait(timeout):
       self.pool.kill()
 
   def check(self) -> None:
-    """Raises ActorFailed if it has failed; where the message is for the user it has no traceback."""
+    """Raise ActorFailed if the thread failed. Errors for the user have no traceback."""
     if self.worker is not None and self.worker.failed:
       raise ActorFailed(self.worker.message(HostError, RunError, UsageError))
 
@@ -89,7 +98,7 @@ class ActorThread:
       ids, action = self.actor.answer(arrival.env_id, arrival.timestep)
       if len(ids):
         action = np.asarray(action)
-        self._shipping.watch('inference')
+        self._counters.watch('inference')
         self._check.action(action)
         with self._timer:
           self._timer.ask(ids)
@@ -97,21 +106,26 @@ class ActorThread:
       arrival = self._receive()
 
   def _begin(self) -> Arrival:
-    """The first arrival: of fresh environments, or what a snapshot was about to answer."""
+    """Return the first arrival: of reset environments, or the timestep of a snapshot."""
     if self._snapshot is None:
       with self._timer:
         self._timer.ask(self._ids)
         self.pool.reset()
       return self._receive()
-    s, n, episodes = self._snapshot, self.pool.num_envs, self._shipping.episodes
-    self.pool.restore(s.env_state, self._shipping.number * self._length)  # type: ignore[attr-defined]
+    s, n, episodes = self._snapshot, self.pool.num_envs, self._counters.episodes
+    self.pool.restore(s.env_state, self._counters.number * self._length)  # type: ignore[attr-defined]
     episodes.restore(s.episodes)
     timestep = jax.tree.map(np.asarray, s.timestep)
     return Arrival(self._ids, timestep, np.zeros(n, np.float32), np.zeros(n, bool), episodes.run_id)
 
+  def _take_snapshot(self, agent_state: Any, timestep: TimeStep) -> Snapshot:
+    env_state = self.pool.state  # type: ignore[attr-defined]
+    episodes = jax.device_put(self._counters.episodes.state(), host_device())
+    return Snapshot(agent_state, jax.device_put(timestep, self.device), env_state, episodes)
+
   @property
   def silence(self) -> float:
-    """Seconds that the oldest answer of an environment is due."""
+    """Seconds since the oldest unanswered request to an environment."""
     return self._timer.silence
 
   def _receive(self) -> Arrival:
@@ -121,9 +135,9 @@ class ActorThread:
       arrival = self.pool.recv()
     self._timer.answered(arrival.env_id)
     self._check(arrival)
-    restarts = self._shipping.episodes.add(arrival)
+    restarts = self._counters.episodes.add(arrival)
     if np.count_nonzero(restarts):
-      self._shipping.restarts += int(restarts.sum())
-      self.actor.restarted(arrival.env_id[restarts > 0])
-    self._shipping.watch('env')
+      self._counters.restarts += int(restarts.sum())
+      self.actor.restart(arrival.env_id[restarts > 0])
+    self._counters.watch('env')
     return arrival

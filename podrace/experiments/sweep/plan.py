@@ -13,8 +13,8 @@ from typing import IO, Any
 from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
-from podrace.run.directory import reason
 from podrace.run.metrics import Line
+from podrace.run.run_end import summarize_failure
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
@@ -237,7 +237,7 @@ def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
     _check_trials(study, sweep)
   except Exception as e:  # Optuna expects its own lines, and fails in many ways at other ones
     raise UsageError(
-      f'{journal} is not the log of this sweep: {reason(e)}; remove it to begin anew'
+      f'{journal} is not the log of this sweep: {summarize_failure(e)}; remove it to begin anew'
     ) from e
   begun = study.get_trials(states=[TrialState.RUNNING])
   asked: dict[Path, Any] = {}

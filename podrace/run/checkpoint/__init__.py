@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from podrace.architectures.protocol import Extra
+from podrace.architectures.protocol import WriteExtra
 from podrace.errors import CheckpointError, UsageError
 from podrace.run.checkpoint.arrays import (
   PART,
@@ -33,7 +33,7 @@ from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
 
 FOREVER = 10**9  # seconds
-CLOSE_SECONDS = 10.0  # that closing waits for what is being written with a checkpoint
+CLOSE_SECONDS = 10.0  # that closing waits for the folder that belongs to a checkpoint
 INDEX = ('manifest.ocdbt', 'd')  # the names that make up the index of an item
 ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
 DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
@@ -45,16 +45,21 @@ Trees = dict[str, Any]  # by item
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-  """What was read back."""
+  """A checkpoint that was read."""
 
   step: int
   params: Any
-  rest: Any  # None where only the parameters were asked for
+  rest: Any  # None if only the parameters were read
   meta: dict[str, Any]
 
 
 class Checkpoints:
-  """The checkpoints of one run directory, by step; the last `keep` are kept."""
+  """The checkpoints of one run directory, by step. The last `keep` are kept.
+
+  Owner: calls `close`.
+  Ends when: closed. Its background threads write until then.
+  Raises: CheckpointError, from the method after the failure of a background write.
+  """
 
   def __init__(self, directory: Path, keep: int = 3, writes: bool = True) -> None:
     pass_warnings_on()
@@ -69,20 +74,20 @@ class Checkpoints:
         files.remove(draft)
     self._plain = PlainPath(self._directory)
     self._manager = self._new_manager(keep, writes)
-    self._writing: Worker | None = (
-      None  # writes a checkpoint's extra directory, and then the checkpoint
-    )
-    self._expected: Callable[[], None] = lambda: None  # reads back the checkpoint that is written
+    # Writes the folder that belongs to a checkpoint, and then begins the checkpoint.
+    self._writing: Worker | None = None
+    self._expected: Callable[[], None] = lambda: None  # reads a checkpoint back
     self._closed = False
-    self._newest = -1  # the step of the last one that was to be saved
+    self._newest = -1  # the step of the last call of `save`
     if writes:
       self.tidy()
 
   def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
     async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
     if jax.process_count() == 1:
-      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits only for its own
-      # threads, so it needs no timeout. Synchronous directory creation avoids waits without a configurable timeout.
+      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits only
+      # for its own threads, so it needs no timeout. Synchronous directory creation avoids waits
+      # without a configurable timeout.
       async_options = dataclasses.replace(
         async_options, timeout_secs=FOREVER, create_directories_asynchronously=False
       )
@@ -98,45 +103,47 @@ class Checkpoints:
     )
 
   def steps(self) -> list[int]:
-    """The steps for which there is one, newest first."""
+    """Return the steps of all checkpoints, newest first."""
     return sorted(self._manager.all_steps(), reverse=True)
 
   def extra(self, step: int) -> Path:
-    """The directory of what belongs to the checkpoint at `step` and isn't arrays on devices.
+    """Return the folder for state outside of devices that belongs to the checkpoint at `step`.
 
-    It is whole before the checkpoint is; it is removed after that, and if there comes to be none.
+    It is complete before the checkpoint is, and removed after the checkpoint.
     """
     return self._directory.parent / 'replay' / str(step)
 
   def tidy(self) -> None:
-    """Removes extra directories of no checkpoint, there or being written.
+    """Remove extra folders without a checkpoint that is on disk or being written.
 
-    Orbax forgets the oldest checkpoint as soon as the next is begun, and removes it when that is whole: until
-    then it is the one that a killed run goes on from, so what counts is its directory. Of several processes the
-    first one does it, and the others may be ahead of it by the newest.
+    Orbax forgets the oldest checkpoint as soon as the next begins, and removes it when that is
+    complete. Until then a killed run continues from it, so its directory decides. Only the first
+    process removes folders, and other processes may be one checkpoint ahead.
     """
     if jax.process_index() > 0:
       return
     there = {int(p.name) for p in self._directory.glob('[0-9]*') if is_step(p.name)}
     steps = there.union(self._manager.all_steps())
     for folder in self.extra(0).parent.glob('[0-9]*'):
-      name = folder.name  # with zeros before the number it is a replay service's, kept there
+      name = folder.name  # with leading zeros it is a replay service's
       if is_step(name) and name == str(int(name)) and int(name) not in steps | {self._newest}:
         files.remove(folder)
     for partial in self.extra(0).parent.glob('.*.partial'):
       files.remove(partial)
 
   def save(
-    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: Extra | None = None
+    self, step: int, params: Any, rest: Any, meta: dict[str, Any], extra: WriteExtra | None = None
   ) -> None:
-    """Takes a copy and returns; writing goes on in the background.
+    """Take a copy and return. Writing goes on in the background.
 
-    With `extra`, that is called there first, and the checkpoint begun when it has returned: no
-    checkpoint is without what belongs to it. What it returns becomes `extra` of the checkpoint's meta.
-    Of several processes it is called here: they begin a checkpoint together, which is for the thread that learns.
+    Args:
+      extra: writes the folder that belongs to the checkpoint. It is called in the background before
+        the checkpoint begins, so no checkpoint lacks its folder. Its result becomes `extra` of the
+        meta. In a run of more than one process it is called here, because the learner threads begin
+        a checkpoint together.
 
     Raises:
-      CheckpointError: if this, or the one before it, could not be written.
+      CheckpointError: if this checkpoint, or the one before it, could not be written.
     """
     self._join()
     self.check()
@@ -189,9 +196,10 @@ class Checkpoints:
   def _read_back(
     self, step: int, meta: dict[str, Any], arrays: dict[str, Arrays], prints: dict[str, int]
   ) -> None:
-    """Read all that was written of a checkpoint, and compare checksums.
+    """Read a written checkpoint back, and compare checksums.
 
-    The thread that writes calls it, before the checkpoint gets its name and before an older one is removed.
+    The thread that writes calls it, before the checkpoint gets its name and before an older one is
+    removed.
 
     Raises:
       CheckpointError: if anything is missing or differs. Then there is no such checkpoint.
@@ -215,7 +223,7 @@ class Checkpoints:
       raise
 
   def _join(self, timeout: float | None = None) -> None:
-    """Waits for what is written of a checkpoint's extra directory; what failed there is raised once."""
+    """Wait for the folder that belongs to a checkpoint; raises a failure there once."""
     if self._writing is None:
       return
     try:
@@ -228,12 +236,12 @@ class Checkpoints:
     self._writing = None
 
   def check(self) -> None:
-    """Raises CheckpointError if a save in the background has failed."""
+    """Raise CheckpointError if a save in the background has failed."""
     with self._failing():
       self._manager.check_for_errors()
 
   def wait(self) -> None:
-    """Returns when all is written; raises CheckpointError if that failed."""
+    """Wait until everything is written; raises CheckpointError if that failed."""
     self._join()
     with self._failing():
       self._wait_for_writing()
@@ -241,11 +249,11 @@ class Checkpoints:
     self.tidy()
 
   def meta(self, step: int) -> dict[str, Any]:
-    """What was saved with the checkpoint at `step`.
+    """Return the meta of the checkpoint at `step`.
 
     Raises:
-      CheckpointError: if it can't be read.
-      UsageError: if it is whole, but of an older podrace.
+      CheckpointError: if it cannot be read, or if its checksum is wrong.
+      UsageError: if an older podrace made it, which this one cannot continue.
     """
     try:
       meta = _read_meta(self._directory / str(step))
@@ -255,8 +263,8 @@ class Checkpoints:
       raise self._wrong(step)
     if 'fingerprints' not in meta:
       raise UsageError(
-        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on with it; '
-        'this one needs another --run-dir'
+        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on with '
+        'it; this one needs another --run-dir'
       )
     return meta
 
@@ -268,16 +276,22 @@ class Checkpoints:
   def _wrong(self, step: int) -> CheckpointError:
     return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
 
-  def restore(self, step: int, params: Any, rest: Any = None) -> Restored:
-    """Reads the checkpoint at `step` into trees of the given shapes and shardings.
+  def restore(
+    self, step: int, params: Any, rest: Any = None, meta: dict[str, Any] | None = None
+  ) -> Restored:
+    """Read the checkpoint at `step` into trees of the given shapes and shardings.
 
-    Without `rest` the parameters alone. What is read is compared with its checksum. A checkpoint of an older podrace
-    may lack the index over the arrays; then a temporary index is made.
+    All arrays are compared with their checksums. A checkpoint of an older podrace may lack the index
+    over the arrays. Then a temporary index is made.
+
+    Args:
+      rest: the state without its parameters; None to read the parameters alone.
+      meta: the result of `meta(step)`, if it was read before.
 
     Raises:
-      CheckpointError: if it is damaged, or of other shapes.
+      CheckpointError: if the checkpoint is damaged, or of other shapes.
     """
-    meta = self.meta(step)
+    meta = self.meta(step) if meta is None else meta
     wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
     try:
       read = self._read(step, wanted, meta, self._plain.path)
@@ -288,14 +302,14 @@ class Checkpoints:
       except Exception:
         raise e from None
       log.warning(
-        'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they were read from its '
-        'folders %s*',
+        'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they '
+        'were read from its folders %s*',
         *(step, self._directory, PART),
       )
     return Restored(step, read['params'], read.get('rest'), meta)
 
   def _read(self, step: int, wanted: Trees, meta: dict[str, Any], directory: Path) -> Trees:
-    """The trees of a checkpoint below `directory`, by item."""
+    """Return the trees of a checkpoint below `directory`, by item."""
     read = {}
     for name, tree in wanted.items():
       try:
@@ -307,7 +321,7 @@ class Checkpoints:
     return read
 
   def set_aside(self, step: int) -> Path:
-    """Moves a damaged checkpoint out of the way, to `damaged/`; nothing is deleted."""
+    """Move a damaged checkpoint to the folder `damaged`; deletes nothing."""
     self._manager.wait_until_finished()
     source = self._directory / str(step)
     folder = files.make_folder(self._directory.parent / 'damaged')
@@ -323,9 +337,9 @@ class Checkpoints:
     return target
 
   def close(self) -> None:
-    """Ends the background threads; a checkpoint that is not begun by then will not be."""
+    """End the background threads. A checkpoint that has not begun is not made."""
     self._closed = True
-    with contextlib.suppress(CheckpointError):  # as `wait` raised, if somebody asked
+    with contextlib.suppress(CheckpointError):  # `wait` raises it
       self._join(CLOSE_SECONDS)
     with contextlib.suppress(Exception):  # likewise
       self._manager.close()
@@ -335,15 +349,16 @@ class Checkpoints:
 
 @contextlib.contextmanager
 def merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
-  """Lead to a checkpoint of an older podrace whose arrays are indexed anew; nothing is written to `directory`.
+  """Index the arrays of an older podrace's checkpoint anew, without writing to `directory`.
 
-  With one of MISREAD in the directory's path orbax left out the index over the folders `ocdbt.process_*`, and a
-  backslash led the folders to another directory.
+  With one of MISREAD in the directory's path, orbax left out the index over the folders
+  `ocdbt.process_*`, and a backslash led the folders to another directory.
 
-  Yields: a directory with the checkpoint `step` of links, which ends with the context.
+  Yields:
+    A directory with the checkpoint `step` as links, which is removed with the context.
 
   Raises:
-    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or can't be read.
+    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or unreadable.
   """
   source = directory / str(step)
   if all((source / item / INDEX[0]).exists() for item in items):
@@ -376,7 +391,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
 
 
 def _signed(meta: dict[str, Any]) -> dict[str, Any]:
-  """`meta` with a hash of all else that is in it."""
+  """Return `meta` with a hash over its other entries."""
   rest = {k: v for k, v in meta.items() if k != 'sha256'}
   text = json.dumps(rest, sort_keys=True)
   return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}

@@ -1,7 +1,8 @@
 """The arrays of a checkpoint: checksums, and reading back from disk without JAX or asyncio.
 
-Orbax writes each tree to a folder of its own: `_METADATA` lists the arrays, and an OCDBT store holds them in zarr format.
-Each process writes a store `ocdbt.process_N`. The store of the folder itself is an index over these.
+Orbax writes each tree to a folder of its own: `_METADATA` lists the arrays, and an OCDBT store holds
+them in zarr format. Each process writes a store `ocdbt.process_N`. The store of the folder itself is
+an index over these stores.
 """
 
 from __future__ import annotations
@@ -35,20 +36,20 @@ Arrays = list[tuple[str, tuple[int, ...], np.dtype]]  # name, shape, dtype
 
 
 def fingerprint(tree: Any) -> int:
-  """A checksum (u32) of every bit of a tree, computed where the arrays are.
+  """Return a checksum (u32) over every bit of a tree, computed on the devices of its arrays.
 
-  The sum over all elements, as integers, each times an odd number made from its place.
+  It is the sum over all elements, as integers, each times an odd number made from its place.
   """
   return _each_device_set(tree, copy=False)[1]
 
 
 def snapshot(tree: Any) -> tuple[Any, int]:
-  """A copy, so that the tree itself can be donated while that is being written; its fingerprint."""
+  """Return a copy of a tree and its fingerprint, so that the tree can be donated during writing."""
   return _each_device_set(tree, copy=True)
 
 
 def _each_device_set(tree: Any, copy: bool) -> tuple[Any, int]:
-  """One program for all leaves that are on the same devices."""
+  """Run one program for all leaves on the same devices; returns the tree and its fingerprint."""
   leaves, structure = jax.tree.flatten(tree)
   groups: dict[Any, list[int]] = {}
   for i, leaf in enumerate(leaves):
@@ -80,7 +81,7 @@ def _copy_and_sum(
 
 
 def _host_sum(x: np.ndarray, i: int) -> int:
-  """The part of leaf `i` in `fingerprint`, computed by NumPy."""
+  """Return the part of leaf `i` in `fingerprint`, computed by NumPy."""
   bits, total = np.ascontiguousarray(x).reshape(-1).view(f'u{x.dtype.itemsize}'), 0
   for start in range(0, bits.size, PIECE):
     piece = bits[start : start + PIECE].astype(np.uint32)
@@ -90,7 +91,7 @@ def _host_sum(x: np.ndarray, i: int) -> int:
 
 
 def described(tree: Any) -> Arrays:
-  """The name, shape and dtype under which orbax stores each leaf; of a random key its numbers."""
+  """Return the name, shape and dtype under which orbax stores each leaf; PRNG keys as numbers."""
   leaves: Arrays = []
   for path, leaf in jax.tree_util.tree_leaves_with_path((tree,)):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -118,7 +119,10 @@ class Stored:
     self._store = open_store(folder, ts.Context())
 
   def read(self, tree: Any) -> Any:
-    """Read arrays of the shapes, dtypes and shardings in `tree`; each process reads the parts of its devices."""
+    """Read arrays of the shapes, dtypes and shardings in `tree`.
+
+    Each process reads the parts of its devices.
+    """
     leaves, structure = jax.tree.flatten(tree)
     arrays = self._open(described(tree))
     reads = [_begin_reads(x.sharding, array) for x, array in zip(leaves, arrays, strict=True)]
@@ -143,7 +147,8 @@ class Stored:
     names = {name for name, _, _ in expected}
     if differing := sorted(names ^ self._names):
       raise ValueError(
-        f'_METADATA lists {len(self._names)} arrays, expected {len(names)}; {differing[0]} is extra or missing'
+        f'_METADATA lists {len(self._names)} arrays, expected {len(names)}; {differing[0]} is extra '
+        'or missing'
       )
     spec = {'driver': self._driver}
     arrays = []

@@ -18,11 +18,11 @@ log = logging.getLogger('podrace.run.checkpoint')
 class PlainPath:
   """A path to a directory that does not contain its name: `/proc/self/fd/N`.
 
-  Orbax finds files by patterns that begin with the directory, and tensorstore reads a backslash as a separator. So a
-  run directory `hidden=[64,64]` or `a\\b` would be misread. A system without /proc/self/fd has no such path; there a
-  directory with one of these characters is refused.
+  Orbax finds files by patterns that begin with the directory, and tensorstore reads a backslash as a
+  separator. So a run directory `hidden=[64,64]` or `a\\b` would be misread. A system without
+  /proc/self/fd has no such path. There a directory with one of these characters is refused.
 
-  Owner: the object that passes the path on. It calls `close` when no library reads or writes there any more.
+  Owner: the object that passes the path on. It calls `close` when no library uses it any more.
   Ends when: it is closed or collected.
 
   Raises:
@@ -43,8 +43,8 @@ class PlainPath:
       if wrong := sorted(set(MISREAD).intersection(str(directory))):
         self.close()
         raise UsageError(
-          f'{directory}: on this system no checkpoint can be written or read below a path with {" ".join(wrong)}; '
-          'use another --run-dir'
+          f'{directory}: on this system no checkpoint can be written or read below a path with '
+          f'{" ".join(wrong)}; use another --run-dir'
         )
     PlainPath._open.add(self)
 
@@ -55,12 +55,13 @@ class PlainPath:
     os.close(descriptor)
 
   def close(self) -> None:
+    """Close the directory's descriptor."""
     PlainPath._open.discard(self)  # another file may have its number from now on
     self._closer()
 
   @classmethod
   def named(cls, text: str) -> str:
-    """The text with the directories' own names in place of the paths of open objects."""
+    """Return `text` with the directories' own names in place of the paths of open objects."""
     for plain in list(cls._open):
       text = text.replace(f'{plain.path}/', f'{plain._directory}/')
     return text

@@ -68,7 +68,7 @@ def test_the_meta_gradient_of_disco_against_differences() -> None:
 def slow_entropies(kind: Any, rule: Any, member: Member, key: Any) -> dict[str, list[float]]:
   """Entropies of y, and of the chosen z, of each agent's newest parameters on what it learned from, in NumPy."""
   agent = kind.agent
-  acted, update = jax.jit(kind._acted), jax.jit(kind.update)
+  acted, update = jax.jit(kind._act), jax.jit(kind.update)
   found: dict[str, list[float]] = {}
   for one in jax.random.split(jax.random.split(key)[0], kind.updates):
     window = acted(member, jax.random.split(one)[0])[1]
@@ -190,7 +190,7 @@ def test_a_batch_has_the_newest_unrolls_and_windows_of_the_past() -> None:
   length, envs = kind.unroll_length, kind.num_envs
 
   unroll = jax.jit(kind._unroll)
-  remember = jax.jit(kind._remembered)
+  remember = jax.jit(kind._remember)
 
   def unrolled(at: float) -> Trajectory:
     _, t = unroll(member.train.params, member.actor, jax.random.key(0))
@@ -254,6 +254,6 @@ def test_values_are_learned_and_advantages_scaled() -> None:
   np.testing.assert_allclose(function.values(state.params, stream)[:2, 0], expected, rtol=0.05)
   weights = 0.01 * 0.99 ** np.arange(150)[::-1]
   size = np.sqrt((weights * sizes).sum() / weights.sum())
-  np.testing.assert_allclose(function.scaled(state, jnp.ones((1, 1)))[0, 0], 1 / size, rtol=1e-3)
+  np.testing.assert_allclose(function.scale(state, jnp.ones((1, 1)))[0, 0], 1 / size, rtol=1e-3)
   with pytest.raises(ValueError, match='has no memory'):
     ValueFunction(ActorCritic(core='gru'))

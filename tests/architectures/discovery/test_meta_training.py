@@ -147,7 +147,7 @@ def test_a_line_of_metrics() -> None:
   state = run(begun(program), np.int32(2))
   episodes = sum(int(np.sum(m.actor.episodes.finished)) for m in state.groups)
   summary, state = program.read_log(state)
-  line = summary.described(program.presented(jax.device_get(summary)), seeds=1)
+  line = summary.summarize(program.present(jax.device_get(summary)))
   # 8 agents, 3 environments, 2 meta-steps of 3 unrolls of 4 steps; episodes take 2 and one to begin
   assert line['episodes'] == episodes == 8 * 3 * 2 * 3 * 4 // 3
   assert line['gradient_steps'] == 4 and np.isfinite(line['loss'])

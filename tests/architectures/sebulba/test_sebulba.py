@@ -120,7 +120,7 @@ class Running:
     self.program = program
     self.driver = driver or compiled(program)
     self.state = program.init(keys(seed))
-    self.driver.start(self.state, keys(seed), {})
+    self.driver.start(self.state, keys(seed))
 
   @property
   def actors(self) -> Any:
@@ -459,10 +459,10 @@ class Moves:
 
   def device_put(self, x: Any, device: Any = None) -> Any:
     y = self._put(x, device)
-    _, _, caller = sys._getframe(1).f_code.co_qualname.partition('.')
-    if caller.startswith('_ship'):
+    caller = sys._getframe(1).f_code.co_qualname
+    if caller.startswith('move_parts'):
       self.shipped += jax.tree.leaves((x, y))
-    if caller.startswith('publish'):
+    if caller.startswith('Actors.publish'):
       self.published += jax.tree.leaves((x, y))
     return y
 

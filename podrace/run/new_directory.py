@@ -1,0 +1,79 @@
+"""New run directories: their names, and their removal if the run did not begin."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from podrace.errors import Stopped, UsageError
+from podrace.run.directory import saved_steps
+from podrace.run.run_end import END
+from podrace.system.files import create_folder, make_user_folder
+
+
+def name_run(preset: str | None, env: str) -> str:
+  """Return the name of a new run: a preset, or an environment without its options."""
+  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
+
+
+def choose_run_dir(name: str) -> Path:
+  """Return a path for a new run: runs/NAME-DATE-TIME."""
+  now = datetime.datetime.now().strftime('%Y%m%d-%H%M%S')
+  path = Path('runs') / f'{name}-{now}'
+  n = 1
+  while path.exists():
+    n += 1
+    path = Path('runs') / f'{name}-{now}-{n}'
+  return path
+
+
+@contextlib.contextmanager
+def reserve_run_dir(name: str) -> Iterator[Path]:
+  """Make a new run's directory, so that no other run takes it; remove it if it stays empty."""
+  with contextlib.ExitStack() as stack:
+    runs = Path('runs')
+    try:
+      if not runs.exists():
+        make_user_folder(runs)
+        stack.callback(_remove_empty, runs)
+      while True:
+        path = choose_run_dir(name)
+        with contextlib.suppress(FileExistsError):  # another run was quicker
+          create_folder(path)
+          break
+    except OSError as e:
+      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+    stack.callback(_remove_empty, path)
+    try:
+      yield path
+    except Stopped as e:
+      e.kept = not _remove_unbegun(path)
+      raise
+
+
+@contextlib.contextmanager
+def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
+  """Yield the directory `given`, or a new one that is named after a preset or an environment."""
+  if given is not None:
+    yield Path(given)
+    return
+  with reserve_run_dir(name.replace(':', '-').replace('/', '-')) as path:
+    yield path
+
+
+def _remove_unbegun(path: Path) -> bool:
+  """Remove the files of a run that was stopped before its first step; returns whether it was."""
+  unbegun = {'config.json', END, 'lock', 'checkpoints'}
+  with contextlib.suppress(OSError):
+    if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
+      shutil.rmtree(path)
+      return True
+  return False
+
+
+def _remove_empty(path: Path) -> None:
+  with contextlib.suppress(OSError):  # it isn't
+    path.rmdir()
