@@ -13,7 +13,12 @@ import re
 import socket as sockets
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors
@@ -26,7 +31,6 @@ SECONDS = 2.0  # that a connection may take
 READERS = 32  # connections at most, fewer where few files may be open; then the oldest goes
 REQUEST_BYTES = 2**14  # of a request, at most
 PAUSE = 0.2  # seconds until new connections are accepted again, where files ran out
-FORMAT = 'text/plain; version=0.0.4; charset=utf-8'
 
 
 def checked(where: str, insecure: bool) -> str:
@@ -53,18 +57,36 @@ def checked(where: str, insecure: bool) -> str:
 
 
 def exposition(line: Line, at: float) -> bytes:
-  """A line of metrics, written `at` that time; lists have a sample for each seed. What has no value is left out."""
-  found: dict[str, list[str]] = {}
+  """Render a line of metrics in Prometheus' text format.
+
+  A list becomes one sample per seed. Metrics without a number are left out. If two names map to
+  one, the first is kept.
+
+  Args:
+    at: time of the line, in seconds since the epoch.
+  """
+  families: dict[str, GaugeMetricFamily] = {}
   for name, value in {**line, 'written_timestamp_seconds': at}.items():
     metric = 'podrace_' + re.sub(r'[^a-zA-Z0-9_]', '_', name)
-    if isinstance(value, list):
-      samples = [(f'{metric}{{seed="{i}"}}', x) for i, x in enumerate(value)]
-    else:
-      samples = [(metric, value)]
-    rows = [f'{sample} {float(x)!r}' for sample, x in samples if isinstance(x, int | float)]
-    if rows:
-      found.setdefault(metric, [f'# TYPE {metric} gauge', *rows])
-  return ''.join(f'{row}\n' for rows in found.values() for row in rows).encode()
+    is_list = isinstance(value, list)
+    family = GaugeMetricFamily(metric, '', labels=['seed'] if is_list else [])
+    for i, x in enumerate(value if is_list else [value]):
+      if isinstance(x, int | float):
+        family.add_metric([str(i)] if is_list else [], x)
+    if family.samples:
+      families.setdefault(metric, family)
+  return generate_latest(_Families(families.values()))
+
+
+class _Families(Collector):
+  """The metric families of one line."""
+
+  def __init__(self, families: Iterable[Metric]) -> None:
+    self._families = families
+
+  def collect(self) -> Iterable[Metric]:
+    """Return the families."""
+    return self._families
 
 
 class _Answer(http.server.BaseHTTPRequestHandler):
@@ -82,7 +104,7 @@ class _Answer(http.server.BaseHTTPRequestHandler):
       self.send_error(404, 'the metrics are at /metrics')
       return
     self.send_response(200)
-    self.send_header('Content-Type', FORMAT)
+    self.send_header('Content-Type', CONTENT_TYPE_PLAIN_0_0_4)
     self.send_header('Content-Length', str(len(self._text)))
     self.end_headers()
     self.wfile.write(self._text)

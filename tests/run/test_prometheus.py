@@ -30,8 +30,10 @@ def samples(text: str) -> dict[str, float]:
   typed: list[str] = []
   assert text.endswith('\n') or not text
   for row in text.splitlines():
-    if row.startswith('#'):
+    if row.startswith('# TYPE '):
       typed.append(row.removeprefix('# TYPE ').removesuffix(' gauge'))
+      continue
+    if row.startswith('# HELP '):
       continue
     sample = SAMPLE.fullmatch(row)
     assert sample and sample[1] == typed[-1], row
@@ -85,7 +87,7 @@ def get(endpoint: Endpoint, path: str = '/metrics') -> tuple[int, str]:
   answer = connection.getresponse()
   found = answer.status, answer.read().decode()
   if answer.status == 200:
-    assert answer.getheader('Content-Type') == prometheus.FORMAT
+    assert answer.getheader('Content-Type') == 'text/plain; version=0.0.4; charset=utf-8'
   connection.close()
   return found
 
