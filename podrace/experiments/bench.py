@@ -54,24 +54,10 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   acting = acting_of(driver)
   say('compiling')
   driver.compile()
-  keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
-  state = driver.init(jax.random.clone(keys))
-  rates: dict[str, float] = {}
-  say('measuring the environments')
-  rates['environment'] = environment_rate(acting, state, keys, seconds)
-  say('measuring inference')
-  rates['inference'] = inference_rate(acting, state, seconds)
-  say('measuring the learner')
-  rates['learner'] = learner_rate(driver, state, seconds)
-  say('measuring the run')
-  state = driver.init(jax.random.clone(keys))
-  rates['combined'], shares, by_thread = combined_rate(driver, state, keys, seconds)
-  stages = [rates[k] for k in ('environment', 'inference', 'learner')]
-  rates['parallel'] = 1 / sum(1 / r for r in stages)
+  rates, shares, by_thread = _measure(config, driver, seconds, say)
   more: dict[str, float] = {}
-  if not set(acting.devices) & set(driver.mesh.devices.flat):
-    more['combined_over_minimum'] = round(rates['combined'] / min(stages), 3)
-    rates['minimum'] = min(stages)
+  if 'minimum' in rates:
+    more['combined_over_minimum'] = round(rates['combined'] / rates['minimum'], 3)
   return {
     'env': config.env,
     'num_envs': config.num_envs,
@@ -87,6 +73,30 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     'actor_time_by_thread': by_thread,
     'bytes': memory(driver),
   }
+
+
+def _measure(
+  config: Config, driver: SebulbaDriver, seconds: float, say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, float], list[dict[str, float]]]:
+  """Return the rates by stage, and the shares of the actor threads' time, of all and of each."""
+  acting = acting_of(driver)
+  keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
+  state = driver.init(jax.random.clone(keys))
+  rates: dict[str, float] = {}
+  say('measuring the environments')
+  rates['environment'] = environment_rate(acting, state, keys, seconds)
+  say('measuring inference')
+  rates['inference'] = inference_rate(acting, state, seconds)
+  say('measuring the learner')
+  rates['learner'] = learner_rate(driver, state, seconds)
+  stages = list(rates.values())
+  say('measuring the run')
+  state = driver.init(jax.random.clone(keys))
+  rates['combined'], shares, by_thread = combined_rate(driver, state, keys, seconds)
+  rates['parallel'] = 1 / sum(1 / r for r in stages)
+  if not set(acting.devices) & set(driver.mesh.devices.flat):
+    rates['minimum'] = min(stages)
+  return rates, shares, by_thread
 
 
 def advice(program: ActingProgram, rates: dict[str, float]) -> str:

@@ -179,6 +179,3 @@ def remove(path: Path) -> None:
     raise UsageError(f'{path} has folders nested too deep: delete it with rm -r') from None
   except OSError as e:
     raise UsageError(f'{path} cannot be deleted: {e.filename}: {e.strerror}') from e
-
-
-# --- for the run itself -------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import channels_first, is_pixels
-from podrace.policy import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step, onnx
+from podrace.policy import onnx
+from podrace.policy.load import CONFIG, GRAPH, PARAMS, POLICY, PROGRAM, VERSION, Policy, numpy_step
 from podrace.run.directory import load_config
 from podrace.run.evaluate import evaluable, newest_params
 from podrace.settings.agents import agent_name

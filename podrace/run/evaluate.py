@@ -137,14 +137,7 @@ def evaluate(
     UsageError: if there is no run or no checkpoint, the run names other modules, or `env` has other spaces.
     RunError: if an environment fails, or does not end its episode.
   """
-  for name, value, least, most in (
-    ('--episodes', episodes, 1, 2**31 - 1),
-    ('--max-steps', max_steps, 1, 2**31 - 1),
-    ('--seed', seed, 0, 2**32 - 1),
-  ):
-    if not least <= value <= most:
-      bound = f'at least {least}' if value < least else f'at most {most}'
-      raise UsageError(f'{name} must be {bound}, not {value}')
+  _check_numbers(episodes, max_steps, seed)
   config = change(load_config(run_dir, allow_code))
   agent, made = evaluable(config)
   if env:
@@ -164,6 +157,18 @@ def evaluate(
   if skipped:
     result['damaged_checkpoints_skipped'] = skipped
   return result
+
+
+def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
+  """Raise UsageError for a number out of bounds."""
+  for name, value, least, most in (
+    ('--episodes', episodes, 1, 2**31 - 1),
+    ('--max-steps', max_steps, 1, 2**31 - 1),
+    ('--seed', seed, 0, 2**32 - 1),
+  ):
+    if not least <= value <= most:
+      bound = f'at least {least}' if value < least else f'at most {most}'
+      raise UsageError(f'{name} must be {bound}, not {value}')
 
 
 def evaluable(config: Config) -> tuple[Any, Any]:

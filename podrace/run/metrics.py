@@ -22,7 +22,6 @@ SHOWN_NAMES, SHOWN_VALUES = (
   1000,
   2**24,
 )  # of one that is shown: names, and numbers of all lines together
-SETTINGS, SETTING_NAME = 10_000, 1000  # settings of a configuration, and characters of a name
 
 log = logging.getLogger('podrace.run.metrics')
 
@@ -146,6 +145,3 @@ def _is_shown(x: Any) -> bool:
   if isinstance(x, list):
     return all(v is None or is_number(v) for v in x)
   return is_number(x)
-
-
-# --- progress -----------------------------------------------------------------------------------

@@ -12,10 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UsageError, unknown
-from podrace.run.metrics import SETTING_NAME, SETTINGS, Line, Sink, read
+from podrace.run.metrics import Line, Sink, read
 from podrace.system.files import WANDB, make_folder, open_new
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.importing import why_not
+
+SETTINGS = 10_000  # largest number of settings of a configuration
+SETTING_NAME = 1000  # largest number of characters of a setting's name
 
 
 class TensorBoard:

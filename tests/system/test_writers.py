@@ -37,7 +37,7 @@ ALLOWED = {
   'system/files/reading.py: zipfile.ZipFile(file)': 'it only reads',
   'run/metrics.py: SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)': 'the directory has just been checked; nobody can guess the name of the file',
   'run/metrics.py: wandb.init(...)': 'a directory of its own, with links of its own',
-  'experiments/sweep/plan.py: JournalFileBackend(str(journal), lock)': 'the file has just been checked',
+  'experiments/sweep/proposals.py: JournalFileBackend(str(journal), lock)': 'the file has just been checked',
   "run/video/film.py: av.open(str(mp4.absolute()), 'w')": 'in a new directory with a name that nobody can guess',
   'run/video/film.py: first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)': 'in a new directory with a name that nobody can guess',
   'experiments/plot.py: figure.savefig(content, dpi=150, format=out.suffix[1:])': 'memory',

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.sweep import processes, settings
+from podrace.experiments.sweep.proposals import OptunaStudy, check_optuna
 from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
-from podrace.run.directory import reason
-from podrace.run.metrics import Line
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
@@ -24,9 +22,8 @@ from podrace.settings.record import (
   unrecorded_options,
   with_unrecorded,
 )
-from podrace.system.files import check_folder, make_user_folder, open_append, open_lock, write_whole
+from podrace.system.files import check_folder, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
-from podrace.system.importing import why_not
 
 Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each
 
@@ -67,9 +64,9 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
   """
   sweep = continued(sweep)
   if sweep.method == 'tpe':
-    _check_optuna()
+    check_optuna()
     begin(sweep)
-    found = _proposed(sweep, say)
+    found = _train_proposed(sweep, say)
   else:
     seed = sweep.config.seed
     tried = (
@@ -169,146 +166,19 @@ def _in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]
   commands = ((p, processes.arguments(sweep.given, s)) for p, s in paths.items())
 
   def ended(path: Path, code: int) -> None:
-    found.append(_trial(path, paths[path], code))
+    found.append(processes.result_of(path, paths[path], code))
 
   processes.carry_out(commands, sweep.jobs, ended, say=say)
   return found
 
 
-def _trial(path: Path, setting: Setting, code: int) -> dict[str, Any]:
-  summary = processes.summary_of(path) or {}
-  score = summary.get('episode_return')
-  returns = summary.get('episode_return_by_seed') or [score]
-  state = 'finished' if summary else 'pruned' if code == 0 else f'failed, exit code {code}'
-  return {'settings': setting, 'score': score, 'scores': returns, 'state': state, 'run': str(path)}
-
-
-# --- Optuna ---------------------------------------------------------------------------------------
-
-
-def _check_optuna() -> None:
-  try:
-    import optuna  # noqa: F401
-  except Exception as e:
-    raise UsageError(why_not('--method tpe', 'sweep', e)) from e
-
-
-class JournalLock:
-  """Optuna's lock of its journal. Optuna's own is a link, and a stale link to nothing is waited for without end."""
-
-  def __init__(self, journal: Path) -> None:
-    self._path = journal.with_name(f'{journal.name}.flock')
-    self._file: IO[str] | None = None
-
-  def acquire(self) -> bool:
-    """Wait until no other process has the journal."""
-    self._file = open_lock(self._path)
-    fcntl.flock(self._file, fcntl.LOCK_EX)
-    return True
-
-  def release(self) -> None:
-    """Let other processes have the journal."""
-    if self._file is not None:
-      self._file.close()
-
-
-def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
-  """Settings that Optuna proposes, each from what came of those before."""
-  import optuna
-  from optuna.storages import JournalStorage
-  from optuna.storages.journal import JournalFileBackend
-  from optuna.trial import TrialState
-
-  optuna.logging.set_verbosity(optuna.logging.WARNING)
-  journal = sweep.folder / 'study.log'
-  lock: Any = JournalLock(journal)
-  open_append(journal).close()  # Optuna opens it by its path, again and again
-  try:
-    study = optuna.create_study(
-      storage=JournalStorage(JournalFileBackend(str(journal), lock)),
-      study_name='sweep',
-      direction='maximize',
-      sampler=optuna.samplers.TPESampler(seed=sweep.config.seed),
-      pruner=optuna.pruners.SuccessiveHalvingPruner()
-      if sweep.prune
-      else optuna.pruners.NopPruner(),
-      load_if_exists=True,
-    )
-    _check_trials(study, sweep)
-  except Exception as e:  # Optuna expects its own lines, and fails in many ways at other ones
-    raise UsageError(
-      f'{journal} is not the log of this sweep: {reason(e)}; remove it to begin anew'
-    ) from e
-  begun = study.get_trials(states=[TrialState.RUNNING])
-  asked: dict[Path, Any] = {}
-  found: Trials = []
-
-  def setting_of(trial: Any) -> Setting:
-    return {name: _suggested(trial, name, space) for name, space in sweep.spaces.items()}
-
-  def commands() -> Iterator[tuple[Path, list[str]]]:
-    for frozen in begun:  # a sweep that died was in the middle of them
-      yield prepared(optuna.trial.Trial(study, frozen._trial_id))
-    while len(study.get_trials()) < sweep.trials:
-      yield prepared(study.ask())
-
-  def prepared(trial: Any) -> tuple[Path, list[str]]:
-    path = sweep.folder / f'{trial.number:04d}'
-    asked[path] = trial
-    return path, processes.arguments(sweep.given, setting_of(trial))
-
-  def line(path: Path, line: Line) -> bool:
-    if line.get('episode_return') is None or not sweep.prune:
-      return False
-    asked[path].report(line['episode_return'], line['step'])
-    return bool(asked[path].should_prune())
-
-  def ended(path: Path, code: int) -> None:
-    trial = _trial(path, asked[path].params, code)
-    state = {'finished': TrialState.COMPLETE, 'pruned': TrialState.PRUNED}.get(
-      trial['state'], TrialState.FAIL
-    )
-    if trial['score'] is None and state is TrialState.COMPLETE:
-      state = TrialState.FAIL
-    study.tell(asked[path], trial['score'] if state is TrialState.COMPLETE else None, state)
-
+def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
+  """Train settings that Optuna proposes."""
+  study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  processes.carry_out(commands(), sweep.jobs, ended, line, say)
-  for frozen in study.get_trials():
-    path = sweep.folder / f'{frozen.number:04d}'
-    code = 0 if frozen.state is TrialState.PRUNED else 1
-    found.append(_trial(path, dict(frozen.params), code))
-  return found
-
-
-def _check_trials(study: Any, sweep: Sweep) -> None:
-  """Check trials of a log that another user may have written: their settings become arguments of `podrace train`.
-
-  Raises:
-    ValueError: for a setting that is not of this sweep, a value that is not in its space, or a score that is no number.
-  """
-  trials = study.get_trials(deepcopy=False)
-  if len(trials) > sweep.trials:
-    raise ValueError(f'it has {len(trials)} trials, expected at most {sweep.trials}')
-  for trial in trials:
-    for name, value in trial.params.items():
-      space = sweep.spaces.get(name)
-      if space is None:
-        raise ValueError(f'trial {trial.number} has {name:.99}, which the sweep does not vary')
-      if not space.has(value):
-        raise ValueError(f'trial {trial.number} has {name} {value!r:.99}, expected {space}')
-    scores = trial.intermediate_values
-    for score in (*(trial.values or ()), *scores, *scores.values()):
-      if not isinstance(score, int | float):
-        raise ValueError(f'trial {trial.number} has the score {score!r:.99}, expected a number')
-
-
-def _suggested(trial: Any, name: str, space: Choices | Range) -> Any:
-  if isinstance(space, Choices):
-    return trial.suggest_categorical(name, [settings.value_of(v) for v in space.values])
-  if space.whole:
-    return trial.suggest_int(name, int(space.low), int(space.high), log=space.log)
-  return trial.suggest_float(name, space.low, space.high, log=space.log)
+  commands = ((path, processes.arguments(sweep.given, s)) for path, s in study.settings())
+  processes.carry_out(commands, sweep.jobs, study.finish, study.report, say)
+  return study.results()
 
 
 # --- the picture ----------------------------------------------------------------------------------

@@ -80,6 +80,17 @@ def summary_of(run_dir: Path) -> dict[str, Any] | None:
   return None
 
 
+def result_of(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
+  """Return the result of a trial: its setting, score, scores by seed, state and run."""
+  summary = summary_of(run_dir) or {}
+  score = summary.get('episode_return')
+  scores = summary.get('episode_return_by_seed') or [score]
+  state = 'finished' if summary else 'pruned' if code == 0 else f'failed, exit code {code}'
+  return {
+    'settings': setting, 'score': score, 'scores': scores, 'state': state, 'run': str(run_dir),
+  }  # fmt: skip
+
+
 def _stop(trials: list[Trial]) -> None:
   for trial in trials:
     trial.stop()
@@ -126,13 +137,20 @@ def carry_out(
           going.append(Trial(command, path))
       if not going and orphan is None:
         return
-      for trial in list(going):
-        code = trial.code
-        ends = [line(trial.run_dir, each) for each in trial.new_lines()]
-        if any(ends) and code is None:
-          trial.stop()
-          code = 0
-        if code is not None:
-          going.remove(trial)
-          ended(trial.run_dir, code)
+      _look_at(going, ended, line)
       time.sleep(POLL)
+
+
+def _look_at(
+  going: list[Trial], ended: Callable[[Path, int], None], line: Callable[[Path, Line], bool]
+) -> None:
+  """Hand on new lines, stop trials that are to end, and remove trials that have ended."""
+  for trial in list(going):
+    code = trial.code
+    ends = [line(trial.run_dir, each) for each in trial.new_lines()]
+    if any(ends) and code is None:
+      trial.stop()
+      code = 0
+    if code is not None:
+      going.remove(trial)
+      ended(trial.run_dir, code)
