@@ -100,18 +100,18 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
   base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
   config = parse(base, args)
   driver = build_sebulba(config)
-  program = bench.acting_of(driver)
+  program = bench.acting_program(driver)
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
   state = driver.init(jax.random.clone(keys))
   found = dict(
-    environment=watched(lambda: bench.environment_rate(program, state, keys, seconds), seconds),
-    inference=watched(lambda: bench.inference_rate(program, state, seconds), seconds),
-    learner=watched(lambda: bench.learner_rate(driver, state, seconds), seconds),
+    environment=watched(lambda: bench.measure_environments(program, state, keys, seconds), seconds),
+    inference=watched(lambda: bench.measure_inference(program, state, seconds), seconds),
+    learner=watched(lambda: bench.measure_learner(driver, state, seconds), seconds),
   )
   state = driver.init(jax.random.clone(keys))
   found['combined'] = watched(
-    lambda: bench.combined_rate(driver, state, keys, seconds / 2)[0], seconds
+    lambda: bench.measure_combined(driver, state, keys, seconds / 2)[0], seconds
   )
   return found
 

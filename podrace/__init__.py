@@ -31,9 +31,9 @@ def __getattr__(name: str) -> Any:
 
 
 def _load_opponent(run_dir: Path, game: str) -> Any:
-  from podrace.run.opponents import from_run
+  from podrace.run.opponents import load_opponent
 
-  return from_run(run_dir, game)
+  return load_opponent(run_dir, game)
 
 
 OPPONENT_LOADERS[:] = [_load_opponent]

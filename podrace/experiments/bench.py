@@ -51,7 +51,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     print_text(what, file=sys.stderr, flush=True)
 
   driver = build_sebulba(config)
-  acting = acting_of(driver)
+  acting = acting_program(driver)
   say('compiling')
   driver.compile()
   rates, shares, by_thread = _measure(config, driver, seconds, say)
@@ -68,10 +68,10 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
     'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
     **more,
-    'advice': advice(acting, rates),
+    'advice': advise(acting, rates),
     'actor_time': shares,
     'actor_time_by_thread': by_thread,
-    'bytes': memory(driver),
+    'bytes': count_bytes(driver),
   }
 
 
@@ -79,27 +79,27 @@ def _measure(
   config: Config, driver: SebulbaDriver, seconds: float, say: Callable[[str], None]
 ) -> tuple[dict[str, float], dict[str, float], list[dict[str, float]]]:
   """Return the rates by stage, and the shares of the actor threads' time, of all and of each."""
-  acting = acting_of(driver)
+  acting = acting_program(driver)
   keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
   state = driver.init(jax.random.clone(keys))
   rates: dict[str, float] = {}
   say('measuring the environments')
-  rates['environment'] = environment_rate(acting, state, keys, seconds)
+  rates['environment'] = measure_environments(acting, state, keys, seconds)
   say('measuring inference')
-  rates['inference'] = inference_rate(acting, state, seconds)
+  rates['inference'] = measure_inference(acting, state, seconds)
   say('measuring the learner')
-  rates['learner'] = learner_rate(driver, state, seconds)
+  rates['learner'] = measure_learner(driver, state, seconds)
   stages = list(rates.values())
   say('measuring the run')
   state = driver.init(jax.random.clone(keys))
-  rates['combined'], shares, by_thread = combined_rate(driver, state, keys, seconds)
+  rates['combined'], shares, by_thread = measure_combined(driver, state, keys, seconds)
   rates['parallel'] = 1 / sum(1 / r for r in stages)
   if not set(acting.devices) & set(driver.mesh.devices.flat):
     rates['minimum'] = min(stages)
   return rates, shares, by_thread
 
 
-def advice(program: ActingProgram, rates: dict[str, float]) -> str:
+def advise(program: ActingProgram, rates: dict[str, float]) -> str:
   """What another setting may do better; '' if nothing is known of it."""
   on_cpu = all(d.platform == 'cpu' for d in program.devices)
   if on_cpu and program.local_threads > 1 and rates['combined'] < rates['parallel']:
@@ -111,37 +111,37 @@ def advice(program: ActingProgram, rates: dict[str, float]) -> str:
   return ''
 
 
-def memory(driver: SebulbaDriver) -> dict[str, int]:
+def count_bytes(driver: SebulbaDriver) -> dict[str, int]:
   """Bytes on a device: of each actor thread's unroll, and on each learner device.
 
   The latter are what is learned, the parameters before with lag 1, a batch, and replay.
   """
   s, batch = driver.shapes, driver.learning.batch
-  replay = _bytes(s.memory) // data_size(driver.mesh)
-  actor = sum(_bytes(t) for t in batch) // acting_of(driver).total_threads
+  replay = _count_bytes(s.memory) // data_size(driver.mesh)
+  actor = sum(_count_bytes(t) for t in batch) // acting_program(driver).total_threads
   return {
-    'parameters': _bytes(s.train.params),
+    'parameters': _count_bytes(s.train.params),
     'actor_thread': actor,
     'replay': replay,
-    'learner_device': _own_bytes((s.train, s.previous))
-    + _bytes(batch) // data_size(driver.mesh)
+    'learner_device': _count_shard_bytes((s.train, s.previous))
+    + _count_bytes(batch) // data_size(driver.mesh)
     + replay,
   }
 
 
-def _own_bytes(tree: Any) -> int:
+def _count_shard_bytes(tree: Any) -> int:
   """Of a device's part."""
   parts = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
   )
-  return _bytes(parts)
+  return _count_bytes(parts)
 
 
-def _bytes(tree: Any) -> int:
+def _count_bytes(tree: Any) -> int:
   return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def together(
+def measure_threads(
   work: list[Callable[[], int]],
   seconds: float,
   context: Callable[[int], Any] = lambda i: contextlib.nullcontext(),
@@ -183,7 +183,7 @@ def together(
   return sum(counts) / (time.perf_counter() - start)
 
 
-def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
+def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
   """All pools at once, with the same random actions again and again; with masks, new ones that these allow."""
   actor_key = jax.random.split(keys[0], 3)[1]
   pools = Actors(program, {0: state.train.params}, state.key, actor_key, start=False).pools
@@ -203,7 +203,7 @@ def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: flo
       action, observation = actions[arrival.env_id], arrival.timestep.observation
       masked = isinstance(observation, dict) and 'action_mask' in observation
       if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        action = allowed(space, observation['action_mask'], rng)
+        action = sample_allowed(space, observation['action_mask'], rng)
       pool.send(arrival.env_id, action)
       return len(arrival.env_id)
 
@@ -213,7 +213,7 @@ def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: flo
     for pool in pools:
       stack.callback(pool.close)
     try:
-      return together([stepping(pool) for pool in pools], seconds)
+      return measure_threads([stepping(pool) for pool in pools], seconds)
     except RunError:  # a thread is in its pool still
       stack.pop_all()
       for pool in pools:
@@ -221,7 +221,7 @@ def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: flo
       raise
 
 
-def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
   """Random actions [n] or [n, choices] i32 of those that the mask [n, ...] has as not 0."""
   mask = np.reshape(mask, (len(mask), -1)) != 0
   chance = np.where(mask, 1 + rng.random(mask.shape), 0)
@@ -231,7 +231,7 @@ def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarra
   return np.stack([x.argmax(1) for x in parts], axis=1).astype(np.int32)
 
 
-def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
+def measure_inference(program: ActingProgram, state: Any, seconds: float) -> float:
   """What each actor thread does for a step, but for the environments."""
   n, length = program.envs_per_thread, program.unroll_length
   size = n if program.ordered else program.batch_size
@@ -262,58 +262,58 @@ def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
 
     return call
 
-  return together(
+  return measure_threads(
     [acting(i) for i in range(program.local_threads)],
     seconds,
     lambda i: jax.default_device(program.device_of(i)),
   )
 
 
-def acting_of(driver: SebulbaDriver) -> ActingProgram:
+def acting_program(driver: SebulbaDriver) -> ActingProgram:
   """The acting half of a run whose learner takes its actors' unrolls."""
   assert isinstance(driver.source, ActorSource)
   return driver.source.acting
 
 
-def zeros(driver: SebulbaDriver) -> Batch:
+def make_zero_batch(driver: SebulbaDriver) -> Batch:
   """A batch for the learner."""
   shapes = driver.learning.batch
   place = lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
   return Batch(jax.tree.map(place, shapes))
 
 
-def filled(driver: SebulbaDriver, state: Any) -> Any:
+def fill_replay(driver: SebulbaDriver, state: Any) -> Any:
   """The state of which the next update learns: those before only fill replay, with zeros."""
   if driver.windows is None:
     return state
-  batch = zeros(driver)
+  batch = make_zero_batch(driver)
   for _ in range(driver.windows.schedule.ready):
     state, _ = driver.learning.learn(state, batch)
   return jax.block_until_ready(state)
 
 
 def steps_per_update(driver: SebulbaDriver) -> int:
-  acting = acting_of(driver)
+  acting = acting_program(driver)
   return acting.num_envs * acting.unroll_length
 
 
-def learner_rate(driver: SebulbaDriver, state: Any, seconds: float) -> float:
+def measure_learner(driver: SebulbaDriver, state: Any, seconds: float) -> float:
   """The same batch of zeros again and again."""
-  batch = zeros(driver)
-  held = [filled(driver, state)]
+  batch = make_zero_batch(driver)
+  held = [fill_replay(driver, state)]
 
   def call() -> int:
     held[0] = jax.block_until_ready(driver.learning.learn(held[0], batch)[0])
     return steps_per_update(driver)
 
-  return together([call], seconds)
+  return measure_threads([call], seconds)
 
 
-def combined_rate(
+def measure_combined(
   driver: SebulbaDriver, state: Any, keys: Any, seconds: float
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
   """The run itself; and the shares of the actor threads' time, of all and of each."""
-  state = filled(driver, state)
+  state = fill_replay(driver, state)
   driver.start(state, keys, {})
   try:
     state, _ = driver.advance(state, 3, lambda: False)

@@ -31,7 +31,7 @@ GRID = 200  # points of a group's curve
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class RunCurve:
   """A metric of one seed of one run."""
 
   x: Floats  # [L] rising
@@ -40,11 +40,11 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
+class CurveGroup:
   """The curves of runs whose configurations differ in their seeds alone."""
 
   config: dict[str, Any]  # flat: agent.network.hidden -> value
-  curves: list[Curve]
+  curves: list[RunCurve]
 
   @property
   def env(self) -> str:
@@ -54,13 +54,13 @@ class Group:
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[str]]:
+def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], list[str]]:
   """Groups of curves, in the order of their first runs; and what is wrong with the runs that have none.
 
   Args:
     metric: a key of metrics.jsonl. `episode_return` of a run of several seeds is a curve for each.
   """
-  groups: dict[str, Group] = {}
+  groups: dict[str, CurveGroup] = {}
   wrong: list[str] = []
   for path in paths:
     try:
@@ -69,11 +69,11 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[st
       wrong.append(str(e))
       continue
     key = json.dumps(config, sort_keys=True)
-    groups.setdefault(key, Group(config, [])).curves.extend(curves)
+    groups.setdefault(key, CurveGroup(config, [])).curves.extend(curves)
   return list(groups.values()), wrong
 
 
-def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
+def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]]:
   try:
     record = read_run_record(path)
   except UnreadableFile as e:
@@ -81,7 +81,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   if record is None:
     raise UsageError(f'{path}: config.json cannot be read: it is not there')
   try:
-    config = {k: v for k, v in sinks.flat(record).items() if k not in NOT_OF_GROUP}
+    config = {k: v for k, v in sinks.flatten_config(record).items() if k not in NOT_OF_GROUP}
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
@@ -107,7 +107,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   for column in y.T:
     known = np.isfinite(column)
     if known.any():
-      found.append(Curve(at[known], column[known], path))
+      found.append(RunCurve(at[known], column[known], path))
   if not found:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
@@ -149,7 +149,7 @@ def iqm(x: Floats, axis: int = -1) -> Floats:
 CENTERS: dict[str, Callable[..., Floats]] = {'mean': mean, 'median': median, 'iqm': iqm}
 
 
-def interval(
+def bootstrap_interval(
   scores: Sequence[Floats],
   center: Callable[..., Floats],
   level: float = 0.95,
@@ -178,7 +178,7 @@ class Band:
   count: Floats  # [P] curves
 
 
-def band(curves: Sequence[Curve], center: str = 'mean', level: float = 0.95) -> Band:
+def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0.95) -> Band:
   """The curves together, at common positions; each counts as far as it goes, and between its points on a line."""
   start = max(min(c.x[0] for c in curves), 0.0)
   grid = np.linspace(start, max(c.x[-1] for c in curves), GRID)
@@ -202,12 +202,12 @@ def band(curves: Sequence[Curve], center: str = 'mean', level: float = 0.95) -> 
   return Band(grid[kept], *(row[kept] for row in found))
 
 
-def final(curve: Curve, part: float = 0.1) -> float:
+def final_mean(curve: RunCurve, part: float = 0.1) -> float:
   """The mean over the last tenth of a curve."""
   return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
 
 
-def profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
+def performance_profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
   """The performance profile [thresholds]: the share of runs above each, tasks alike (paper, section 4.3)."""
   each = [np.mean(s[:, None] > thresholds[None], axis=0) for s in scores]
   return np.mean(each, axis=0)

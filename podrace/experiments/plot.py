@@ -13,8 +13,8 @@ import numpy as np
 
 from podrace.errors import UsageError
 from podrace.experiments import curves
-from podrace.experiments.curves import Band, Group
-from podrace.experiments.labels import cut, labels
+from podrace.experiments.curves import Band, CurveGroup
+from podrace.experiments.labels import make_labels, truncate
 from podrace.system.files import write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import printable
@@ -44,13 +44,13 @@ def check_out(path: Path) -> None:
     raise UsageError(why_not('a picture', 'plot', e)) from e
 
 
-def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Path) -> None:
+def draw(groups: Sequence[CurveGroup], metric: str, x: curves.X, center: str, out: Path) -> None:
   """Curves over x: a panel for each environment, a line for each group, with its 95% interval."""
-  by_env: dict[str, list[Group]] = {}
+  by_env: dict[str, list[CurveGroup]] = {}
   for group in groups:
     by_env.setdefault(group.env, []).append(group)
-  names = dict(zip(map(id, groups), labels(groups), strict=True))
-  styles = {label: style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
+  names = dict(zip(map(id, groups), make_labels(groups), strict=True))
+  styles = {label: line_style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
   at_ends = all(_fit_at_ends([names[id(g)] for g in those]) for those in by_env.values())
   columns = min(len(by_env), 3)
   rows = -(-len(by_env) // columns)
@@ -61,21 +61,23 @@ def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Pa
     ends = []
     for group in those:
       label = names[id(group)]
-      found = curves.band(group.curves, center)
+      found = curves.make_band(group.curves, center)
       axis.plot(found.x, found.center, linewidth=1.6, **styles[label])
       axis.fill_between(
         found.x, found.low, found.high, color=styles[label]['color'], alpha=0.18, linewidth=0
       )
-      text = _text(f'{label} (n={len(group.curves)})')
+      text = _escape(f'{label} (n={len(group.curves)})')
       ends.append((found, text, styles[label]['color']))
     if at_ends:
       _label_ends(axis, ends)
     else:
       _legend_below(axis, axis.lines, [text for _, text, _ in ends])
-    axis.set_title(_text(textwrap.fill(cut(printable(env, lines=False), TITLE), 52)), fontsize=10)
+    axis.set_title(
+      _escape(textwrap.fill(truncate(printable(env, lines=False), TITLE), 52)), fontsize=10
+    )
     axis.set_xlabel(X_LABELS[x], fontsize=9)
-    axis.set_ylabel(_text(NAMES.get(metric, metric)), fontsize=9)
-    _plain(axis)
+    axis.set_ylabel(_escape(NAMES.get(metric, metric)), fontsize=9)
+    _clean_axis(axis)
   what = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
   several = any(len(g.curves) > 1 for g in groups)
   note = (
@@ -114,11 +116,11 @@ def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Pat
       axis.set_xscale('log')
     axis.set_xlabel(name, fontsize=9)
     axis.set_ylabel('episode return', fontsize=9)
-    _plain(axis)
+    _clean_axis(axis)
   _save(figure, out, 'a dot: a seed of a setting; ringed: the best setting')
 
 
-def style(i: int) -> dict[str, Any]:
+def line_style(i: int) -> dict[str, Any]:
   """Colour and dash of the i-th line; no two of 28 are alike."""
   return dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)])
 
@@ -163,7 +165,7 @@ def draw_aggregate(
     scores: of each algorithm, [runs] for each task, in the same order of tasks.
     unit: of the scores, in words.
   """
-  found = {name: summarised(tasks) for name, tasks in scores.items()}
+  found = {name: summarize_tasks(tasks) for name, tasks in scores.items()}
   order = list(scores)
   outside = max(map(len, order)) > 12 or len(order) > 4
   figure, axes = _figure(
@@ -173,38 +175,45 @@ def draw_aggregate(
     for i, name in enumerate(order):
       value, (low, high) = found[name][what], found[name][f'{what}_interval']
       axis.plot(
-        [low, high], [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=style(i)['color']
+        [low, high],
+        [i, i],
+        linewidth=7,
+        alpha=0.35,
+        solid_capstyle='butt',
+        color=line_style(i)['color'],
       )
-      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=style(i)['color'])
-    ticks = [_text(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
+      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=line_style(i)['color'])
+    ticks = [_escape(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
     axis.set_yticks(range(len(order)), ticks, fontsize=8)
     axis.set_ylim(len(order) - 0.3, -0.7)  # the first one at the top
     axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[what], fontsize=10)
     axis.set_xlabel('normalised score', fontsize=9)
-    _plain(axis)
+    _clean_axis(axis)
   every = np.concatenate([x for tasks in scores.values() for x in tasks])
   thresholds = np.linspace(every.min(), every.max(), 200)
   for i, tasks in enumerate(scores.values()):
-    axes[2].plot(thresholds, curves.profile(tasks, thresholds), linewidth=1.6, **style(i))
+    axes[2].plot(
+      thresholds, curves.performance_profile(tasks, thresholds), linewidth=1.6, **line_style(i)
+    )
   axes[2].set_title('performance profile', fontsize=10)
   axes[2].set_xlabel('normalised score', fontsize=9)
   axes[2].set_ylabel('share of runs above', fontsize=9)
   if outside:
-    _legend_below(axes[2], axes[2].lines, list(map(_text, order)))
+    _legend_below(axes[2], axes[2].lines, list(map(_escape, order)))
   else:
-    axes[2].legend(axes[2].lines, list(map(_text, order)), fontsize=7.5, frameon=False)
-  _plain(axes[2])
+    axes[2].legend(axes[2].lines, list(map(_escape, order)), fontsize=7.5, frameon=False)
+  _clean_axis(axes[2])
   _save(figure, out, f'{unit}; bars: 95% stratified bootstrap intervals')
   return found
 
 
-def summarised(tasks: list[np.ndarray]) -> dict[str, Any]:
+def summarize_tasks(tasks: list[np.ndarray]) -> dict[str, Any]:
   """The aggregates of one algorithm's scores, with intervals."""
   scores = np.concatenate(tasks)
   found: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
   for name, center in curves.CENTERS.items():
     found[name] = float(center(scores))
-    found[f'{name}_interval'] = list(curves.interval(tasks, center))
+    found[f'{name}_interval'] = list(curves.bootstrap_interval(tasks, center))
   return found
 
 
@@ -221,7 +230,7 @@ def _figure(
   return figure, axes
 
 
-def _plain(axis: Any) -> None:
+def _clean_axis(axis: Any) -> None:
   from matplotlib.ticker import EngFormatter
 
   axis.set_visible(True)
@@ -234,7 +243,7 @@ def _plain(axis: Any) -> None:
     axis.xaxis.set_major_formatter(EngFormatter(sep=''))
 
 
-def _text(words: str) -> str:
+def _escape(words: str) -> str:
   """Words as they are, for matplotlib: it reads formulas between dollars, and leaves out what begins with _."""
   words = printable(words).replace('$', r'\$')
   return f' {words}' if words.startswith('_') else words

@@ -64,10 +64,10 @@ def find(root: Path) -> list[Path]:
   """
   if not os.path.isdir(root):  # Path.is_dir fails for a long name
     raise UsageError(f'{root} is no directory')
-  return sorted(_found(str(root)))
+  return sorted(_walk(str(root)))
 
 
-def _found(root: str) -> Iterator[Path]:
+def _walk(root: str) -> Iterator[Path]:
   folders = [root]
   while folders:
     folder = folders.pop()
@@ -81,9 +81,9 @@ def _found(root: str) -> Iterator[Path]:
             folders.append(entry.path)
 
 
-def look(path: Path) -> Run:
+def inspect_run(path: Path) -> Run:
   """What a run directory shows now; a damaged one is `BROKEN`, and `why` says how."""
-  age, size = max(0.0, time.time() - _changed(path)), size_of(str(path))
+  age, size = max(0.0, time.time() - _modified_at(path)), size_of(str(path))
   try:
     line, written = last_line(path / 'metrics.jsonl')
     age = max(0.0, time.time() - written) if written else age
@@ -96,7 +96,7 @@ def look(path: Path) -> Run:
   except UnreadableFile as e:
     reason = str(e).removeprefix(f'{path}/')
     return Run(path, BROKEN, reason, age_s=age, size=size)
-  total = steps_of(record)
+  total = planned_steps(record)
   state, why = FINISHED, ''
   if running:
     state = RUNNING
@@ -125,7 +125,7 @@ def look(path: Path) -> Run:
   )
 
 
-def steps_of(record: dict[str, Any]) -> int:
+def planned_steps(record: dict[str, Any]) -> int:
   """The steps that a run has, in whole updates."""
   update = record.get('num_envs', 1) * record.get('unroll_length', 1)
   if record.get(KIND) == 'discover':  # as `Discovery.steps_per_update`
@@ -145,7 +145,7 @@ def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
   return (names[0] if names else where or VARIED), True
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
   with contextlib.suppress(OSError):
     return path.stat().st_mtime
   return time.time()

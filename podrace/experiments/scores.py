@@ -13,8 +13,8 @@ import numpy as np
 
 from podrace.errors import UsageError
 from podrace.experiments import curves, plot
-from podrace.experiments.curves import Group
-from podrace.experiments.labels import labels
+from podrace.experiments.curves import CurveGroup
+from podrace.experiments.labels import make_labels
 
 # Random play's and a professional human's score in each of 57 Atari games, with up to 30 no-ops at the start and at
 # most 108,000 frames: the table of Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo has it.
@@ -51,26 +51,26 @@ ATARI5 = {
 }
 
 
-def atari5(human_normalised: dict[str, float]) -> float:
+def atari5(scores: dict[str, float]) -> float:
   """The median over 57 games that five of them predict; both are human-normalised, with 1 for a human."""
-  logs = [w * np.log10(1 + 100 * max(human_normalised[name], 0.0)) for name, w in ATARI5.items()]
+  logs = [w * np.log10(1 + 100 * max(scores[name], 0.0)) for name, w in ATARI5.items()]
   return float(10 ** sum(logs) - 1) / 100
 
 
-def game(env: str) -> str | None:
+def atari_game(env: str) -> str | None:
   """The Atari game of an environment's name; None if it is none of the 57."""
   library, _, rest = env.partition(':')
   name = rest.partition(',')[0]
   return name if library == 'ale' and name in ATARI else None
 
 
-def human_normalised(name: str, score: Any) -> Any:
+def normalize_human(name: str, score: Any) -> Any:
   """0 as random play, 1 as a human."""
   low, high = ATARI[name]
   return (score - low) / (high - low)
 
 
-def aggregate(groups: Sequence[Group], normalise: str, out: Path) -> dict[str, Any]:
+def aggregate(groups: Sequence[CurveGroup], normalise: str, out: Path) -> dict[str, Any]:
   """Draws the aggregates of configurations over tasks; returns the numbers.
 
   Raises:
@@ -80,10 +80,10 @@ def aggregate(groups: Sequence[Group], normalise: str, out: Path) -> dict[str, A
   without_env = [
     dataclasses.replace(g, config={k: v for k, v in g.config.items() if k != 'env'}) for g in groups
   ]
-  names = labels(without_env)
+  names = make_labels(without_env)
   found: dict[str, dict[str, np.ndarray]] = {}
   for g, name in zip(groups, names, strict=True):
-    of_group = np.array([curves.final(c) for c in g.curves])
+    of_group = np.array([curves.final_mean(c) for c in g.curves])
     before = found.setdefault(name, {}).get(g.env, np.array([]))
     found[name][g.env] = np.concatenate([before, of_group])
   for name, tasks in found.items():
@@ -91,33 +91,33 @@ def aggregate(groups: Sequence[Group], normalise: str, out: Path) -> dict[str, A
       raise UsageError(
         f'--aggregate: {name} has no run in {", ".join(lacks)}; all need the same tasks'
       )
-  unit, scaled = _normalised(found, envs, normalise)
+  unit, scaled = _normalize(found, envs, normalise)
   numbers = plot.draw_aggregate(scaled, unit, out)
   pairs = [
     {'better': a, 'than': b, 'probability': curves.probability_of_improvement(scaled[a], scaled[b])}
     for a, b in itertools.permutations(scaled, 2)
   ]
-  games = [game(e) for e in envs]
+  games = [atari_game(e) for e in envs]
   if set(ATARI5) <= set(games):
     for name, tasks in found.items():
       means = {
-        g: human_normalised(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
+        g: normalize_human(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
       }
       numbers[name]['atari5'] = atari5(means)
   return {'normalised': unit, 'tasks': envs, 'groups': numbers, 'probability_of_improvement': pairs}
 
 
-def _normalised(
+def _normalize(
   found: dict[str, dict[str, np.ndarray]], envs: list[str], normalise: str
 ) -> tuple[str, dict[str, list[np.ndarray]]]:
   """The unit, and of each configuration the scores [runs] of each task."""
   if normalise not in ('', 'human', 'minmax'):
     raise UsageError(f'--normalise is human or minmax, not {normalise!r}')
-  other = [e for e in envs if game(e) is None]
+  other = [e for e in envs if atari_game(e) is None]
   if normalise == 'human' and other:
     raise UsageError(f'--normalise human: no human score is known of {", ".join(other)}')
   if normalise == 'human' or (not normalise and not other):
-    scales = {e: ATARI[str(game(e))] for e in envs}
+    scales = {e: ATARI[str(atari_game(e))] for e in envs}
     unit = 'human-normalised: random play is 0, a human 1'
   else:
     every = {e: np.concatenate([tasks[e] for tasks in found.values()]) for e in envs}

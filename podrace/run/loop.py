@@ -34,7 +34,7 @@ from podrace.run.directory import (
   read_summary,
   saved_steps,
 )
-from podrace.run.evaluate import evaluated
+from podrace.run.evaluate import bind_eval_env
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.sinks import check_sinks
@@ -103,7 +103,7 @@ def train(
       check_start(config)
     program = build(config, server, addresses, Path(run_dir))
     if config.eval_env and jax.process_index() == 0:
-      evaluated(config)
+      bind_eval_env(config)
     warn_if_too_short(config, program, warn)
     return program, server
 
@@ -161,7 +161,7 @@ def carry_out(
       'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
     )
   leader = jax.process_index() == 0
-  terminal = progress.progress(config.total_updates * config.steps_per_update, config.seeds)
+  terminal = progress.make_progress(config.total_updates * config.steps_per_update, config.seeds)
   warn = terminal.say if leader else _nothing
   say = _nothing if quiet else warn
   with _as_run_errors(run_dir), contextlib.ExitStack() as stack:

@@ -10,7 +10,7 @@ import jax
 from podrace import hooks
 from podrace.errors import UsageError
 from podrace.run.directory import load_config
-from podrace.run.evaluate import evaluable, newest_params
+from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import changes, option, to_json
@@ -29,10 +29,10 @@ def check_start(config: Config) -> Any:
       f'--init-from {source} has {theirs.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
     )
   _check_units(source, theirs, config)
-  params = newest_params(theirs, evaluable(theirs)[0], source)[1]
+  params = restore_newest_params(theirs, bind_agent_and_env(theirs)[0], source)[1]
   if theirs.seeds == 1:
     params = jax.tree.map(lambda x: x[None], params)
-  expected = jax.eval_shape(evaluable(config)[0].init, jax.random.key(0)).params
+  expected = jax.eval_shape(bind_agent_and_env(config)[0].init, jax.random.key(0)).params
   _check(source, jax.tree.map(lambda x: x[0], params), expected)
   return params
 

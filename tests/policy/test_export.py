@@ -30,7 +30,7 @@ from podrace.envs.spaces import over
 from podrace.errors import PolicyError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, load_policy
-from podrace.policy.export import write
+from podrace.policy.export import write_policy
 from podrace.run.loop import train
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
@@ -119,7 +119,7 @@ def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
     return jnp.abs(y) + 0.1 if '.var' in jax.tree_util.keystr(path) else y
 
   params = jax.tree_util.tree_map_with_path(varied, params)
-  write(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  write_policy(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
   return agent, env, params
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.proposals import OptunaStudy, check_optuna
-from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
+from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
@@ -43,7 +43,7 @@ class Sweep:
   jobs: int
   separate: bool  # a process each
 
-  def described(self) -> dict[str, Any]:
+  def record(self) -> dict[str, Any]:
     """What must be the same when it goes on."""
     spaces = {name: dataclasses.asdict(space) for name, space in self.spaces.items()}
     for space in spaces.values():
@@ -55,33 +55,33 @@ class Sweep:
     }  # fmt: skip
 
 
-def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
+def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
   """Trains all settings that are not trained yet; what came of them, best first.
 
   Raises:
     UsageError: if the settings can't be right, or the directory holds another sweep.
     RunError: if no setting could be trained.
   """
-  sweep = continued(sweep)
+  sweep = complete_from_record(sweep)
   if sweep.method == 'tpe':
     check_optuna()
-    begin(sweep)
+    record_sweep(sweep)
     found = _train_proposed(sweep, say)
   else:
     seed = sweep.config.seed
     tried = (
-      settings.grid(sweep.spaces)
+      settings.make_grid(sweep.spaces)
       if sweep.method == 'grid'
-      else settings.random(sweep.spaces, sweep.trials, seed)
+      else settings.draw_random(sweep.spaces, sweep.trials, seed)
     )
-    found = _all(sweep, tried, say)
+    found = _train_all(sweep, tried, say)
   found.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
   if found[0]['score'] is None:
     raise RunError(f'no setting could be trained: see output.txt in {found[0]["run"]}')
   results = sweep.folder / 'results.json'
   write_whole(results, json.dumps(found, indent=2) + '\n')
   best = found[0]
-  command = ['podrace', *processes.arguments(sweep.given, best['settings'])]
+  command = ['podrace', *processes.make_arguments(sweep.given, best['settings'])]
   if sweep.method == 'pbt':
     command = ['podrace', 'export', best['run'], 'policy', '--member', str(best['member'])]
   return {
@@ -89,16 +89,16 @@ def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def continued(sweep: Sweep) -> Sweep:
+def complete_from_record(sweep: Sweep) -> Sweep:
   """Return the sweep with fields that the record of its directory lacks as it began."""
-  record = (_recorded(sweep) or {}).get('config')
+  record = (_read_record(sweep) or {}).get('config')
   if not isinstance(record, dict):
     return sweep
   given = [*sweep.given, *unrecorded_options(sweep.config, record)]
   return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), given=given)
 
 
-def _recorded(sweep: Sweep) -> dict[str, Any] | None:
+def _read_record(sweep: Sweep) -> dict[str, Any] | None:
   """What the sweep's directory records; None if there is nothing yet."""
   path = sweep.folder / 'sweep.json'
   check_folder(sweep.folder, '--dir')
@@ -108,9 +108,9 @@ def _recorded(sweep: Sweep) -> dict[str, Any] | None:
     raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
 
 
-def begin(sweep: Sweep) -> None:
+def record_sweep(sweep: Sweep) -> None:
   """Records the sweep, or finds that it is the one that is there."""
-  before, now = _recorded(sweep), sweep.described()
+  before, now = _read_record(sweep), sweep.record()
   if before is not None:
     if isinstance(record := before.get('config'), dict):
       before['config'] = completed(record, user_code.named(now['config']))
@@ -123,7 +123,7 @@ def begin(sweep: Sweep) -> None:
   write_whole(sweep.folder / 'sweep.json', json.dumps(now, indent=2) + '\n')
 
 
-def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
+def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   """Trains settings that are known from the beginning."""
   from podrace.experiments.sweep import together
 
@@ -133,10 +133,10 @@ def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Tria
       raise UsageError(f'--method pbt is one program, and these settings cannot be: {why}')
     if len(tried) < 2 or sweep.config.seeds > 1:
       raise UsageError('--method pbt needs at least 2 --trials, each of one seed')
-  begin(sweep)
+  record_sweep(sweep)
   if why:
     say(f'a process for each of {len(tried)} settings: {why}')
-    return _in_processes(sweep, tried, say)
+    return _train_in_processes(sweep, tried, say)
   say(f'{len(tried)} settings in one program')
   config, population = sweep.config, None
   if sweep.method == 'pbt':
@@ -160,15 +160,15 @@ def _mean(returns: list[float | None]) -> float | None:
   return sum(known) / len(known) if known else None
 
 
-def _in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
+def _train_in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
   found: Trials = []
-  commands = ((p, processes.arguments(sweep.given, s)) for p, s in paths.items())
+  commands = ((p, processes.make_arguments(sweep.given, s)) for p, s in paths.items())
 
   def ended(path: Path, code: int) -> None:
-    found.append(processes.result_of(path, paths[path], code))
+    found.append(processes.make_result(path, paths[path], code))
 
-  processes.carry_out(commands, sweep.jobs, ended, say=say)
+  processes.run_trials(commands, sweep.jobs, ended, say=say)
   return found
 
 
@@ -176,8 +176,8 @@ def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   """Train settings that Optuna proposes."""
   study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  commands = ((path, processes.arguments(sweep.given, s)) for path, s in study.settings())
-  processes.carry_out(commands, sweep.jobs, study.finish, study.report, say)
+  commands = ((path, processes.make_arguments(sweep.given, s)) for path, s in study.settings())
+  processes.run_trials(commands, sweep.jobs, study.finish, study.report, say)
   return study.results()
 
 
@@ -197,10 +197,10 @@ def _draw(sweep: Sweep, found: Trials) -> str | None:
   return str(out)
 
 
-def _is_log(space: Choices | Range) -> bool:
+def _is_log(space: ChoiceSpace | RangeSpace) -> bool:
   """Whether the values of a space span a factor of 20 and more, above 0."""
-  if isinstance(space, Range):
+  if isinstance(space, RangeSpace):
     return space.log
-  values = [settings.value_of(v) for v in space.values]
+  values = [settings.parse_value(v) for v in space.values]
   numbers = [v for v in values if isinstance(v, int | float)]
   return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 20 * min(numbers)

@@ -67,22 +67,22 @@ class Trial:
       self._process.wait()
 
 
-def arguments(given: list[str], setting: Setting) -> list[str]:
+def make_arguments(given: list[str], setting: Setting) -> list[str]:
   """The command of a setting: the sweep's own options, and the varied ones."""
   varied = [x for name, value in setting.items() for x in (f'--{name}', *str(value).split())]
   return ['train', *given, *varied]
 
 
-def summary_of(run_dir: Path) -> dict[str, Any] | None:
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
   """What summary.json holds; None if the run is not finished, or has to write it again."""
   with contextlib.suppress(UnreadableFile):
     return read_object(run_dir / 'summary.json', SUMMARY)
   return None
 
 
-def result_of(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
+def make_result(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
   """Return the result of a trial: its setting, score, scores by seed, state and run."""
-  summary = summary_of(run_dir) or {}
+  summary = read_summary(run_dir) or {}
   score = summary.get('episode_return')
   scores = summary.get('episode_return_by_seed') or [score]
   state = 'finished' if summary else 'pruned' if code == 0 else f'failed, exit code {code}'
@@ -91,12 +91,12 @@ def result_of(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
   }  # fmt: skip
 
 
-def _stop(trials: list[Trial]) -> None:
+def _stop_trials(trials: list[Trial]) -> None:
   for trial in trials:
     trial.stop()
 
 
-def carry_out(
+def run_trials(
   trials: Iterable[tuple[Path, list[str]]],
   jobs: int,
   ended: Callable[[Path, int], None],
@@ -119,7 +119,7 @@ def carry_out(
   waiting = iter(trials)
   orphan: tuple[Path, list[str]] | None = None
   with Stop() as stop, contextlib.ExitStack() as stack:
-    stack.callback(_stop, going)
+    stack.callback(_stop_trials, going)
     while True:
       if stop.signum:
         raise Stopped(stop.signum)
@@ -131,17 +131,17 @@ def carry_out(
           orphan = found
           break
         orphan = None
-        if summary_of(path) is not None:
+        if read_summary(path) is not None:
           ended(path, 0)
         else:
           going.append(Trial(command, path))
       if not going and orphan is None:
         return
-      _look_at(going, ended, line)
+      _update_trials(going, ended, line)
       time.sleep(POLL)
 
 
-def _look_at(
+def _update_trials(
   going: list[Trial], ended: Callable[[Path, int], None], line: Callable[[Path, Line], bool]
 ) -> None:
   """Hand on new lines, stop trials that are to end, and remove trials that have ended."""

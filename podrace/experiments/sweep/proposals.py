@@ -9,7 +9,7 @@ from typing import IO, Any
 
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings
-from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
+from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
 from podrace.run.directory import reason
 from podrace.run.metrics import Line
 from podrace.system.files import open_append, open_lock
@@ -120,7 +120,7 @@ class OptunaStudy:
     """Record the end of a trial, with its exit code."""
     from optuna.trial import TrialState
 
-    result = processes.result_of(path, self._trials[path].params, code)
+    result = processes.make_result(path, self._trials[path].params, code)
     states = {'finished': TrialState.COMPLETE, 'pruned': TrialState.PRUNED}
     state = states.get(result['state'], TrialState.FAIL)
     if result['score'] is None and state is TrialState.COMPLETE:
@@ -133,7 +133,7 @@ class OptunaStudy:
     from optuna.trial import TrialState
 
     return [
-      processes.result_of(
+      processes.make_result(
         self._path(trial.number), dict(trial.params), 0 if trial.state is TrialState.PRUNED else 1
       )
       for trial in self._study.get_trials()
@@ -162,9 +162,9 @@ class OptunaStudy:
           raise ValueError(f'trial {trial.number} has the score {score!r:.99}, expected a number')
 
 
-def _suggest(trial: Any, name: str, space: Choices | Range) -> Any:
-  if isinstance(space, Choices):
-    return trial.suggest_categorical(name, [settings.value_of(v) for v in space.values])
+def _suggest(trial: Any, name: str, space: ChoiceSpace | RangeSpace) -> Any:
+  if isinstance(space, ChoiceSpace):
+    return trial.suggest_categorical(name, [settings.parse_value(v) for v in space.values])
   if space.whole:
     return trial.suggest_int(name, int(space.low), int(space.high), log=space.log)
   return trial.suggest_float(name, space.low, space.high, log=space.log)

@@ -17,21 +17,21 @@ Setting = dict[str, Any]  # of each varied field, by its option without dashes
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class ChoiceSpace:
   """These values, as the command line has them."""
 
   values: tuple[str, ...]
 
   def has(self, value: object) -> bool:
     """Whether a value, as `value_of` reads it, is one of these."""
-    return any(type(value) is type(x) and value == x for x in map(value_of, self.values))
+    return any(type(value) is type(x) and value == x for x in map(parse_value, self.values))
 
   def __str__(self) -> str:
     return f'one of {", ".join(self.values)}'
 
 
 @dataclasses.dataclass(frozen=True)
-class Range:
+class RangeSpace:
   """All numbers between two, both of them among these."""
 
   low: float
@@ -57,7 +57,7 @@ class Range:
     return round(value) if self.whole else value
 
 
-Space = Choices | Range
+Space = ChoiceSpace | RangeSpace
 Spaces = dict[str, Space]
 
 
@@ -79,11 +79,13 @@ def parse(texts: Sequence[str]) -> Spaces:
       raise UsageError(f'--vary {name} is given twice; give all its values at once')
     if name in ('seed', 'seeds', 'run-dir', 'total-steps'):
       raise UsageError(f'--vary {name}: a sweep compares settings with the same one; give --{name}')
-    found[name] = _range(text, values) if '..' in values else Choices(tuple(values.split(',')))
+    found[name] = (
+      _parse_range(text, values) if '..' in values else ChoiceSpace(tuple(values.split(',')))
+    )
   return found
 
 
-def _range(text: str, values: str) -> Range:
+def _parse_range(text: str, values: str) -> RangeSpace:
   log = values.startswith('log:')
   low, _, high = values.removeprefix('log:').partition('..')
   try:
@@ -94,10 +96,10 @@ def _range(text: str, values: str) -> Range:
     more = ' of more than 0' if log else ''
     raise UsageError(f'--vary {text}: expected two numbers{more}, the lower one first')
   whole = all(whole_number(x).lstrip('-').isdigit() and '.' not in x for x in (low, high))
-  return Range(a, b, log, whole)
+  return RangeSpace(a, b, log, whole)
 
 
-def value_of(text: str) -> Any:
+def parse_value(text: str) -> Any:
   """A choice as a number, if it is one."""
   text = whole_number(text)
   for kind in (int, float):
@@ -108,44 +110,46 @@ def value_of(text: str) -> Any:
   return text
 
 
-def samples(spaces: Spaces) -> list[list[str]]:
+def sample_options(spaces: Spaces) -> list[list[str]]:
   """Options of `podrace train` that have each value of each field at least once, and of numbers the least and the most."""
-  columns = [[[f'--{name}', *v.split()] for v in _extremes(s)] for name, s in spaces.items()]
+  columns = [[[f'--{name}', *v.split()] for v in _extreme_values(s)] for name, s in spaces.items()]
   most = max(map(len, columns))
   return [[x for column in columns for x in column[i % len(column)]] for i in range(most)]
 
 
-def _extremes(space: Space) -> Sequence[str]:
-  if isinstance(space, Range):
+def _extreme_values(space: Space) -> Sequence[str]:
+  if isinstance(space, RangeSpace):
     return str(space.at(0.0)), str(space.at(1.0))
-  numbers = [value_of(v) for v in space.values]
+  numbers = [parse_value(v) for v in space.values]
   if not all(isinstance(x, int | float) for x in numbers):
     return space.values
-  return min(space.values, key=value_of), max(space.values, key=value_of)
+  return min(space.values, key=parse_value), max(space.values, key=parse_value)
 
 
-def grid(spaces: Spaces) -> list[Setting]:
+def make_grid(spaces: Spaces) -> list[Setting]:
   """All combinations of choices.
 
   Raises:
     UsageError: if there is a range, which has no end of values.
   """
   for name, space in spaces.items():
-    if isinstance(space, Range):
+    if isinstance(space, RangeSpace):
       raise UsageError(
         f'--vary {name} is a range, of which there is no grid: name the values, or take --method random'
       )
-  values = [[value_of(v) for v in s.values] for s in spaces.values() if isinstance(s, Choices)]
+  values = [
+    [parse_value(v) for v in s.values] for s in spaces.values() if isinstance(s, ChoiceSpace)
+  ]
   return [dict(zip(spaces, row, strict=True)) for row in itertools.product(*values)]
 
 
-def random(spaces: Spaces, trials: int, seed: int) -> list[Setting]:
+def draw_random(spaces: Spaces, trials: int, seed: int) -> list[Setting]:
   """So many settings, drawn independently."""
   rng = np.random.default_rng(seed)
 
   def draw(space: Space) -> Any:
-    if isinstance(space, Range):
+    if isinstance(space, RangeSpace):
       return space.at(float(rng.random()))
-    return value_of(space.values[rng.integers(len(space.values))])
+    return parse_value(space.values[rng.integers(len(space.values))])
 
   return [{name: draw(space) for name, space in spaces.items()} for _ in range(trials)]

@@ -13,7 +13,7 @@ from podrace import envs
 from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
-from podrace.experiments.sweep.settings import Range, Setting, Spaces
+from podrace.experiments.sweep.settings import RangeSpace, Setting, Spaces
 from podrace.run import loop
 from podrace.run.build import build
 from podrace.run.metrics import Line
@@ -30,15 +30,15 @@ def why_not(config: Config, settings: list[Setting]) -> str:
   if config.architecture != 'anakin':
     return f'{config.env} runs under {config.architecture}'
   for name in settings[0]:
-    path = path_of(name)
-    if not name.startswith('agent.') or not isinstance(_value(config.agent, path), float):
+    path = field_path(name)
+    if not name.startswith('agent.') or not isinstance(_get_value(config.agent, path), float):
       return f'{name} is no number with a fraction of the agent'
   try:
-    _act_without(config, [path_of(name) for name in settings[0]])
-  except _Read:
+    _act_without(config, [field_path(name) for name in settings[0]])
+  except _FieldRead:
     return f'acting reads {" or ".join(settings[0])}'
   try:
-    build(varied(config, settings[:2]))
+    build(vary(config, settings[:2]))
   except (jax.errors.ConcretizationTypeError, TypeError, UsageError) as e:
     return (
       f'the agent needs {" or ".join(settings[0])} when it is compiled ({str(e).splitlines()[0]})'
@@ -46,15 +46,15 @@ def why_not(config: Config, settings: list[Setting]) -> str:
   return ''
 
 
-class _Read(Exception):
+class _FieldRead(Exception):
   """Something was read that must not be."""
 
 
-class _Unread:
+class _Guard:
   """Stands for a value; whatever is done with it raises _Read."""
 
   def _fail(self, *args: Any) -> Any:
-    raise _Read
+    raise _FieldRead
 
   __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _fail
   __pow__ = __rpow__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = __jax_array__ = _fail
@@ -70,7 +70,7 @@ def _act_without(config: Config, paths: list[str]) -> None:
   """
   env = envs.make(config.env)
   agent = bind_run(config, env)
-  unread = with_values(agent, dict.fromkeys(paths, _Unread()))
+  unread = with_values(agent, dict.fromkeys(paths, _Guard()))
 
   def act(key: Any) -> Any:
     params, (_, timestep) = agent.init(key).params, batch(env, 2).reset(key)
@@ -80,13 +80,13 @@ def _act_without(config: Config, paths: list[str]) -> None:
     jax.eval_shape(act, jax.random.key(0))
 
 
-def path_of(name: str) -> str:
+def field_path(name: str) -> str:
   """A field of the agent, by its option."""
   path = name.removeprefix('agent.').replace('-', '_')
   return 'lambda_' if path == 'lambda' else path
 
 
-def _value(settings: Any, path: str) -> Any:
+def _get_value(settings: Any, path: str) -> Any:
   for name in path.split('.'):
     if not hasattr(settings, name):
       raise UsageError(f'--vary agent.{path}: {type(settings).__name__} has no field {name}')
@@ -94,16 +94,16 @@ def _value(settings: Any, path: str) -> Any:
   return settings
 
 
-def varied(config: Config, settings: list[Setting]) -> Config:
+def vary(config: Config, settings: list[Setting]) -> Config:
   """A configuration with all settings, each with the seeds of `config`.
 
   Raises:
     UsageError: for a setting that the agent refuses.
   """
-  paths = tuple(map(path_of, settings[0]))
+  paths = tuple(map(field_path, settings[0]))
   for setting in settings:  # by the agent's own checks
     try:
-      _replaced(config.agent, {path_of(n): float(v) for n, v in setting.items()})
+      _replace(config.agent, {field_path(n): float(v) for n, v in setting.items()})
     except (ValueError, TypeError) as e:
       raise UsageError(f'--vary {setting}: {e}') from e
   values = tuple(float(v) for setting in settings for v in setting.values())
@@ -111,10 +111,10 @@ def varied(config: Config, settings: list[Setting]) -> Config:
   return dataclasses.replace(config, agent=agent, seeds=config.seeds * len(settings))
 
 
-def _replaced(settings: Any, values: dict[str, float]) -> Any:
+def _replace(settings: Any, values: dict[str, float]) -> Any:
   for path, value in values.items():
     name, _, rest = path.partition('.')
-    inner = _replaced(getattr(settings, name), {rest: value}) if rest else value
+    inner = _replace(getattr(settings, name), {rest: value}) if rest else value
     settings = dataclasses.replace(settings, **{name: inner})
   return settings
 
@@ -124,7 +124,7 @@ def train(
 ) -> list[list[float | None]]:
   """Trains all, or goes on; the returns of each setting's seeds."""
   callbacks = [] if population is None else [population]
-  made = varied(config, settings)
+  made = vary(config, settings)
   summary = loop.train(made, run_dir, quiet=quiet, callbacks=callbacks)
   returns = summary.get('episode_return_by_seed') or [summary['episode_return']]
   each = config.seeds
@@ -140,7 +140,7 @@ class Population:
   """
 
   def __init__(self, spaces: Spaces, seed: int) -> None:
-    self._spaces = {path_of(name): space for name, space in spaces.items()}
+    self._spaces = {field_path(name): space for name, space in spaces.items()}
     self._seed = seed
     self.history: list[dict[str, Any]] = []  # of each change: step, from, to, values
 
@@ -166,7 +166,7 @@ class Population:
     values = {name: np.array(x) for name, x in train.rest.values.items()}
     for name, space in self._spaces.items():
       changed = values[name][worst] * rng.choice(FACTORS, count)
-      if isinstance(space, Range):
+      if isinstance(space, RangeSpace):
         changed = np.clip(changed, space.low, space.high)
       values[name][worst] = changed
     self.history.append({
