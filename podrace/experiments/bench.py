@@ -1,4 +1,4 @@
-"""How fast Sebulba's stages are: each alone with the sizes of the run, and all together."""
+"""Speeds of Sebulba's stages: each alone with the sizes of the run, and all together."""
 
 from __future__ import annotations
 
@@ -26,17 +26,25 @@ from podrace.system.process import cores
 from podrace.system.threads import Worker
 from podrace.topology import data_size, on_host
 
-PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
+PATIENCE = 300.0  # seconds within which a stage must begin, its workers' start included, or end
 
 
 def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
-  """Steps/s of the environments, of inference, of the learner, and of the whole.
+  """Measure steps/s of the environments, of inference, of the learner, and of the whole run.
 
   Environments: all threads' pools at once, with random actions. Inference: all threads at once,
-  with the last observation again and again. The learner: the same batch again and again. Each runs
-  for about `seconds` after it is compiled; replay has its `min_size` of zeros before, so that every
-  update learns as it will in a run. `parallel` is the rate of all three in turns on the same
-  cores, `minimum`, where actors and learners have devices of their own, that of the slowest.
+  with one repeated observation. Learner: one repeated batch, after replay is filled with `min_size`
+  zeros, so that each update learns as in a run. Each stage runs for about `seconds` after
+  compilation.
+
+  Args:
+    config: configuration of a Sebulba run.
+    seconds: duration of each measurement.
+
+  Returns:
+    Rates, shares of the actors' time, and bytes. `parallel` is the rate of the three stages in
+    turns on the same cores. `minimum`, present if actors and learners have separate devices, is the
+    rate of the slowest.
 
   Raises:
     RunError: if the environments do not answer.
@@ -100,7 +108,7 @@ def _measure(
 
 
 def advise(program: ActingProgram, rates: dict[str, float]) -> str:
-  """What another setting may do better; '' if nothing is known of it."""
+  """Return advice about a faster setting, or ''."""
   on_cpu = all(d.platform == 'cpu' for d in program.devices)
   if on_cpu and program.local_threads > 1 and rates['combined'] < rates['parallel']:
     return (
@@ -112,9 +120,9 @@ def advise(program: ActingProgram, rates: dict[str, float]) -> str:
 
 
 def count_bytes(driver: SebulbaDriver) -> dict[str, int]:
-  """Bytes on a device: of each actor thread's unroll, and on each learner device.
+  """Count bytes of each actor thread's unroll, and of each learner device.
 
-  The latter are what is learned, the parameters before with lag 1, a batch, and replay.
+  A learner device holds the learned parameters, the previous ones with lag 1, a batch, and replay.
   """
   s, batch = driver.shapes, driver.learning.batch
   replay = _count_bytes(s.memory) // data_size(driver.mesh)
@@ -130,7 +138,7 @@ def count_bytes(driver: SebulbaDriver) -> dict[str, int]:
 
 
 def _count_shard_bytes(tree: Any) -> int:
-  """Of a device's part."""
+  """Count the bytes of one device's shard."""
   parts = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
   )
@@ -146,12 +154,15 @@ def measure_threads(
   seconds: float,
   context: Callable[[int], Any] = lambda i: contextlib.nullcontext(),
 ) -> float:
-  """Steps/s of functions that make some steps a call, each called in a thread, all at once.
+  """Return the total steps/s of functions that run in one thread each, all at once.
 
-  The i-th thread is in `context(i)`.
+  Args:
+    work: functions that make some steps a call and return their number.
+    seconds: duration of the measurement.
+    context: context manager that thread i enters.
 
   Raises:
-    RunError: if one of them does not come back; its thread is left to itself.
+    RunError: if a function does not return. Its thread is abandoned.
   """
   counts = [0] * len(work)
   ready = threading.Barrier(len(work) + 1)
@@ -159,7 +170,7 @@ def measure_threads(
   def target(i: int) -> None:
     try:
       with context(i):
-        work[i]()  # whatever happens only the first time
+        work[i]()  # compilation and other first-time work
         ready.wait(PATIENCE)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -184,7 +195,10 @@ def measure_threads(
 
 
 def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
-  """All pools at once, with the same random actions again and again; with masks, new ones that these allow."""
+  """Return steps/s of all pools at once, with repeated random actions.
+
+  With action masks, the actions are drawn anew.
+  """
   actor_key = jax.random.split(keys[0], 3)[1]
   pools = Actors(program, {0: state.train.params}, state.key, actor_key, start=False).pools
 
@@ -214,7 +228,7 @@ def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds:
       stack.callback(pool.close)
     try:
       return measure_threads([stepping(pool) for pool in pools], seconds)
-    except RunError:  # a thread is in its pool still
+    except RunError:  # a thread may still be in its pool
       stack.pop_all()
       for pool in pools:
         pool.kill()
@@ -222,7 +236,7 @@ def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds:
 
 
 def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Random actions [n] or [n, choices] i32 of those that the mask [n, ...] has as not 0."""
+  """Sample actions [n] or [n, choices] i32 where the mask [n, ...] is not 0."""
   mask = np.reshape(mask, (len(mask), -1)) != 0
   chance = np.where(mask, 1 + rng.random(mask.shape), 0)
   if not isinstance(space, spaces.MultiDiscrete):
@@ -232,7 +246,7 @@ def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np
 
 
 def measure_inference(program: ActingProgram, state: Any, seconds: float) -> float:
-  """What each actor thread does for a step, but for the environments."""
+  """Return steps/s of all actor threads' steps, without environments."""
   n, length = program.envs_per_thread, program.unroll_length
   size = n if program.ordered else program.batch_size
   step = program.programs.step if program.ordered else program.programs.step_some
@@ -243,19 +257,19 @@ def measure_inference(program: ActingProgram, state: Any, seconds: float) -> flo
     device = program.device_of(local)
     params = jax.device_put(jax.tree.map(on_host, state.train.params), device)
     env_id = jax.device_put(np.zeros(n, np.int32), device)
-    with jax.default_device(device):  # as in a run: else it compiles anew
+    with jax.default_device(device):  # as in a run; otherwise it compiles again
       carry = program.programs.begin(params, env_id, program.example, jax.random.key(0))
-      held: dict[str, Any] = {
+      loop_state: dict[str, Any] = {
         'carry': carry, 'keys': program.programs.keys(jax.random.key(1)), 't': 0,
       }  # fmt: skip
 
     def call() -> int:
-      t = held['t'] % length
-      held['t'] += 1
-      more = (t, t) if program.ordered else (t, ids, t, ids)  # what `Acting` has each be given
+      t = loop_state['t'] % length
+      loop_state['t'] += 1
+      more = (t, t) if program.ordered else (t, ids, t, ids)  # the arguments that `Acting` passes
       numbers = pack(example, *more)
-      held['carry'], action = step(
-        params, held['carry'], held['keys'], numbers, example.observation
+      loop_state['carry'], action = step(
+        params, loop_state['carry'], loop_state['keys'], numbers, example.observation
       )
       np.asarray(jax.tree.leaves(action)[0])
       return size
@@ -270,20 +284,20 @@ def measure_inference(program: ActingProgram, state: Any, seconds: float) -> flo
 
 
 def acting_program(driver: SebulbaDriver) -> ActingProgram:
-  """The acting half of a run whose learner takes its actors' unrolls."""
+  """Return the acting half of a run whose learner takes its actors' unrolls."""
   assert isinstance(driver.source, ActorSource)
   return driver.source.acting
 
 
 def make_zero_batch(driver: SebulbaDriver) -> Batch:
-  """A batch for the learner."""
+  """Return a batch of zeros for the learner."""
   shapes = driver.learning.batch
   place = lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
   return Batch(jax.tree.map(place, shapes))
 
 
 def fill_replay(driver: SebulbaDriver, state: Any) -> Any:
-  """The state of which the next update learns: those before only fill replay, with zeros."""
+  """Return a state whose next update learns: earlier updates only fill replay with zeros."""
   if driver.windows is None:
     return state
   batch = make_zero_batch(driver)
@@ -293,12 +307,13 @@ def fill_replay(driver: SebulbaDriver, state: Any) -> Any:
 
 
 def steps_per_update(driver: SebulbaDriver) -> int:
+  """Return the environment steps of one update."""
   acting = acting_program(driver)
   return acting.num_envs * acting.unroll_length
 
 
 def measure_learner(driver: SebulbaDriver, state: Any, seconds: float) -> float:
-  """The same batch of zeros again and again."""
+  """Return steps/s of the learner with one repeated batch of zeros."""
   batch = make_zero_batch(driver)
   held = [fill_replay(driver, state)]
 
@@ -312,7 +327,7 @@ def measure_learner(driver: SebulbaDriver, state: Any, seconds: float) -> float:
 def measure_combined(
   driver: SebulbaDriver, state: Any, keys: Any, seconds: float
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
-  """The run itself; and the shares of the actor threads' time, of all and of each."""
+  """Return steps/s of the run, and the shares of the actor threads' time, of all and of each."""
   state = fill_replay(driver, state)
   driver.start(state, keys, {})
   try:
@@ -320,12 +335,12 @@ def measure_combined(
     _, state = driver.read_log(state)
     start, updates = time.perf_counter(), 0
     while time.perf_counter() < start + 2 * seconds:
-      state, made = driver.advance(state, 10, lambda: False)  # many a call, as in a run
+      state, made = driver.advance(state, 10, lambda: False)  # many calls, as in a run
       updates += made
     rate = updates * steps_per_update(driver) / (time.perf_counter() - start)
     assert isinstance(driver.source, ActorSource)
     by_thread = driver.source.shares_by_thread()
-    found, _ = driver.read_log(state)
+    summary, _ = driver.read_log(state)
   finally:
     driver.close()
-  return rate, {k: v for k, v in found['host'].items() if k.startswith('actor_')}, by_thread
+  return rate, {k: v for k, v in summary['host'].items() if k.startswith('actor_')}, by_thread

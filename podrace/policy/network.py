@@ -3,8 +3,6 @@
 Importing this imports neither jax nor another module of podrace.
 """
 
-# ruff: noqa: D102 - `Operations` describes the methods of `Numpy`
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ The graph takes the arrays of an observation [B, ...] and the core's state, and 
 and the next state, for any batch B. The state at the beginning of an episode is zeros.
 """
 
-# ruff: noqa: D102 - `podrace.policy.network.Operations` describes the operations
-
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A sweep from its beginning, or from where it was, to its table, its picture and the best command."""
+"""A sweep: its record, its trials, and its table, picture and best command."""
 
 from __future__ import annotations
 
@@ -25,81 +25,98 @@ from podrace.settings.record import (
 from podrace.system.files import check_folder, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
 
-Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each
+Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each trial
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-  """What a sweep is."""
+  """Settings of a sweep."""
 
   folder: Path
   config: Config
-  given: list[str]  # arguments of `podrace train`
+  options: list[str]  # arguments of `podrace train`
   spaces: Spaces
   method: str
   trials: int
   every: int  # steps between changes of a population
   prune: bool
   jobs: int
-  separate: bool  # a process each
+  separate: bool  # one process for each trial
 
   def record(self) -> dict[str, Any]:
-    """What must be the same when it goes on."""
+    """Return the record that must stay the same when the sweep is resumed."""
     spaces = {name: dataclasses.asdict(space) for name, space in self.spaces.items()}
     for space in spaces.values():
       if 'values' in space:
         space['values'] = list(space['values'])
     return {
-      'config': to_json(self.config), 'vary': spaces, 'method': self.method, 'trials': self.trials, 'every': self.every,
-      'prune': self.prune, 'processes': self.separate,
-    }  # fmt: skip
+      'config': to_json(self.config),
+      'vary': spaces,
+      'method': self.method,
+      'trials': self.trials,
+      'every': self.every,
+      'prune': self.prune,
+      'processes': self.separate,
+    }
 
 
 def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
-  """Trains all settings that are not trained yet; what came of them, best first.
+  """Train all settings that are not trained yet, and return the results, best first.
+
+  Args:
+    sweep: settings of the sweep.
+    say: receives progress messages.
 
   Raises:
-    UsageError: if the settings can't be right, or the directory holds another sweep.
+    UsageError: if the settings are wrong, or the directory holds another sweep.
     RunError: if no setting could be trained.
   """
   sweep = complete_from_record(sweep)
   if sweep.method == 'tpe':
     check_optuna()
     record_sweep(sweep)
-    found = _train_proposed(sweep, say)
+    results = _train_proposed(sweep, say)
   else:
     seed = sweep.config.seed
-    tried = (
+    settings_list = (
       settings.make_grid(sweep.spaces)
       if sweep.method == 'grid'
       else settings.draw_random(sweep.spaces, sweep.trials, seed)
     )
-    found = _train_all(sweep, tried, say)
-  found.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
-  if found[0]['score'] is None:
-    raise RunError(f'no setting could be trained: see output.txt in {found[0]["run"]}')
-  results = sweep.folder / 'results.json'
-  write_whole(results, json.dumps(found, indent=2) + '\n')
-  best = found[0]
-  command = ['podrace', *processes.make_arguments(sweep.given, best['settings'])]
+    results = _train_all(sweep, settings_list, say)
+  results.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
+  if results[0]['score'] is None:
+    raise RunError(f'no setting could be trained: see output.txt in {results[0]["run"]}')
+  results_path = sweep.folder / 'results.json'
+  write_whole(results_path, json.dumps(results, indent=2) + '\n')
+  best = results[0]
+  command = ['podrace', *processes.make_arguments(sweep.options, best['settings'])]
   if sweep.method == 'pbt':
     command = ['podrace', 'export', best['run'], 'policy', '--member', str(best['member'])]
   return {
-    'best': best, 'command': shlex.join(command), 'results': str(results), 'plot': _draw(sweep, found), 'trials': found,
-  }  # fmt: skip
+    'best': best,
+    'command': shlex.join(command),
+    'results': str(results_path),
+    'plot': _draw(sweep, results),
+    'trials': results,
+  }
 
 
 def complete_from_record(sweep: Sweep) -> Sweep:
-  """Return the sweep with fields that the record of its directory lacks as it began."""
+  """Return the sweep with fields that its older record lacks at their values of then."""
   record = (_read_record(sweep) or {}).get('config')
   if not isinstance(record, dict):
     return sweep
-  given = [*sweep.given, *unrecorded_options(sweep.config, record)]
-  return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), given=given)
+  options = [*sweep.options, *unrecorded_options(sweep.config, record)]
+  return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), options=options)
 
 
 def _read_record(sweep: Sweep) -> dict[str, Any] | None:
-  """What the sweep's directory records; None if there is nothing yet."""
+  """Return the record in the sweep's directory, or None.
+
+  Raises:
+    UsageError: if it is damaged.
+  """
   path = sweep.folder / 'sweep.json'
   check_folder(sweep.folder, '--dir')
   try:
@@ -109,7 +126,11 @@ def _read_record(sweep: Sweep) -> dict[str, Any] | None:
 
 
 def record_sweep(sweep: Sweep) -> None:
-  """Records the sweep, or finds that it is the one that is there."""
+  """Record the sweep, or check that its directory holds the same one.
+
+  Raises:
+    UsageError: if the directory holds another sweep.
+  """
   before, now = _read_record(sweep), sweep.record()
   if before is not None:
     if isinstance(record := before.get('config'), dict):
@@ -124,7 +145,7 @@ def record_sweep(sweep: Sweep) -> None:
 
 
 def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
-  """Trains settings that are known from the beginning."""
+  """Train settings that are known from the beginning."""
   from podrace.experiments.sweep import together
 
   why = '--processes' if sweep.separate else together.why_not(sweep.config, tried)
@@ -150,7 +171,10 @@ def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -
     tried = [{n: last[p][i] for n, p in names.items()} for i in range(len(tried))]
     write_whole(sweep.folder / 'population.json', json.dumps(population.history) + '\n')
   return [
-    {'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir), 'member': i * len(r)}
+    {
+      'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir),
+      'member': i * len(r),
+    }
     for i, (s, r) in enumerate(zip(tried, returns, strict=True))
   ]  # fmt: skip
 
@@ -162,21 +186,21 @@ def _mean(returns: list[float | None]) -> float | None:
 
 def _train_in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
-  found: Trials = []
-  commands = ((p, processes.make_arguments(sweep.given, s)) for p, s in paths.items())
+  results: Trials = []
+  commands = ((p, processes.make_arguments(sweep.options, s)) for p, s in paths.items())
 
-  def ended(path: Path, code: int) -> None:
-    found.append(processes.make_result(path, paths[path], code))
+  def record_end(path: Path, code: int) -> None:
+    results.append(processes.make_result(path, paths[path], code))
 
-  processes.run_trials(commands, sweep.jobs, ended, say=say)
-  return found
+  processes.run_trials(commands, sweep.jobs, record_end, say=say)
+  return results
 
 
 def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   """Train settings that Optuna proposes."""
   study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  commands = ((path, processes.make_arguments(sweep.given, s)) for path, s in study.settings())
+  commands = ((path, processes.make_arguments(sweep.options, s)) for path, s in study.settings())
   processes.run_trials(commands, sweep.jobs, study.finish, study.report, say)
   return study.results()
 
@@ -184,8 +208,8 @@ def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def _draw(sweep: Sweep, found: Trials) -> str | None:
-  """The returns by each varied field, as a picture; None without matplotlib."""
+def _draw(sweep: Sweep, trials: Trials) -> str | None:
+  """Draw the returns by each varied field. Return None without matplotlib."""
   from podrace.experiments import plot
 
   try:
@@ -193,12 +217,12 @@ def _draw(sweep: Sweep, found: Trials) -> str | None:
   except ImportError:
     return None
   out = sweep.folder / 'sweep.png'
-  plot.draw_sweep(found, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
+  plot.draw_sweep(trials, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
   return str(out)
 
 
 def _is_log(space: ChoiceSpace | RangeSpace) -> bool:
-  """Whether the values of a space span a factor of 20 and more, above 0."""
+  """Return whether the values of a space are above 0 and span at least a factor of 20."""
   if isinstance(space, RangeSpace):
     return space.log
   values = [settings.parse_value(v) for v in space.values]

@@ -84,7 +84,7 @@ class OptunaStudy:
         load_if_exists=True,
       )
       self._check_trials()
-    except Exception as e:  # Optuna expects its own lines, and fails in many ways at other ones
+    except Exception as e:  # Optuna fails in many ways at lines that are not its own
       raise UsageError(
         f'{journal} is not the log of this sweep: {reason(e)}; remove it to begin anew'
       ) from e
