@@ -34,12 +34,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
 
   Environments: all threads' pools at once, with random actions. Inference: all threads at once,
   with one repeated observation. Learner: one repeated batch, after replay is filled with `min_size`
-  zeros, so that each update learns as in a run. Each stage runs for about `seconds` after
-  compilation.
-
-  Args:
-    config: configuration of a Sebulba run.
-    seconds: duration of each measurement.
+  zeros, so that each update learns as in a run. Each runs for about `seconds` after compilation.
 
   Returns:
     Rates, shares of the actors' time, and bytes. `parallel` is the rate of the three stages in
@@ -284,7 +279,7 @@ def measure_inference(program: ActingProgram, state: Any, seconds: float) -> flo
 
 
 def acting_program(driver: SebulbaDriver) -> ActingProgram:
-  """Return the acting half of a run whose learner takes its actors' unrolls."""
+  """Return the acting half of a run that learns from its actors' unrolls."""
   assert isinstance(driver.source, ActorSource)
   return driver.source.acting
 
@@ -297,7 +292,7 @@ def make_zero_batch(driver: SebulbaDriver) -> Batch:
 
 
 def fill_replay(driver: SebulbaDriver, state: Any) -> Any:
-  """Return a state whose next update learns: earlier updates only fill replay with zeros."""
+  """Return a state in which the next update learns. Earlier updates only fill replay."""
   if driver.windows is None:
     return state
   batch = make_zero_batch(driver)

@@ -41,7 +41,7 @@ class RunCurve:
 
 @dataclasses.dataclass(frozen=True)
 class CurveGroup:
-  """The curves of runs whose configurations differ only in NOT_OF_GROUP."""
+  """Curves of runs with one configuration, apart from NOT_OF_GROUP."""
 
   config: dict[str, Any]  # flat: path of each setting, such as agent.network.hidden, to its value
   curves: list[RunCurve]

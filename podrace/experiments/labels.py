@@ -76,7 +76,7 @@ def find_differences(groups: Sequence[CurveGroup]) -> tuple[list[str], list[str]
   return needed, [p for p in paths if separates[p] and p not in needed]
 
 
-def truncate(text: str, length: int) -> str:
+def shorten(text: str, length: int) -> str:
   """Cut text to at most `length` characters, with an ellipsis for the rest."""
   return text if len(text) <= length else text[: length - 1] + '…'
 
@@ -92,13 +92,13 @@ def _make_label(
   """Return the label of a group among groups `alike` of its agent and environment."""
   settings = [s for p in (*needed, *further) if (s := _format_setting(g, p, alike))]
   few = sum(p in g.config for p in needed)
-  begin = [] if is_only and settings else [truncate(agent, CAP)]
+  begin = [] if is_only and settings else [shorten(agent, CAP)]
   if len(every := ', '.join([*begin, *settings])) <= CAP:
     return every
   for n in range(few, 0, -1):  # as many whole settings as fit
     if len(text := ', '.join([*begin, *settings[:n], '…'])) <= CAP:
       return text
-  return truncate(', '.join([*begin, *settings]), CAP)
+  return shorten(', '.join([*begin, *settings]), CAP)
 
 
 def _format_setting(g: CurveGroup, path: str, groups: Sequence[CurveGroup]) -> str:
@@ -137,4 +137,4 @@ def number_duplicates(configs: Sequence[dict[str, Any]], texts: Sequence[str]) -
 
 
 def _append_number(text: str, n: int) -> str:
-  return f'{truncate(text, CAP - len(f" #{n}"))} #{n}'
+  return f'{shorten(text, CAP - len(f" #{n}"))} #{n}'

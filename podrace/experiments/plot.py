@@ -14,7 +14,7 @@ import numpy as np
 from podrace.errors import UsageError
 from podrace.experiments import curves
 from podrace.experiments.curves import Band, CurveGroup
-from podrace.experiments.labels import make_labels, truncate
+from podrace.experiments.labels import make_labels, shorten
 from podrace.system.files import write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import printable
@@ -77,7 +77,7 @@ def draw(groups: Sequence[CurveGroup], metric: str, x: curves.X, center: str, ou
     else:
       _legend_below(axis, axis.lines, [text for _, text, _ in ends])
     axis.set_title(
-      _escape(textwrap.fill(truncate(printable(env, lines=False), TITLE), 52)), fontsize=10
+      _escape(textwrap.fill(shorten(printable(env, lines=False), TITLE), 52)), fontsize=10
     )
     axis.set_xlabel(X_LABELS[x], fontsize=9)
     axis.set_ylabel(_escape(NAMES.get(metric, metric)), fontsize=9)

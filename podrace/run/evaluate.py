@@ -135,8 +135,7 @@ def evaluate(
     run_dir: directory of the run.
     episodes: number of episodes for each way of acting.
     seed: seed of the environments and actions.
-    acting: ways of acting, a subset of ACTING. Results of all but the first are prefixed, as in
-      sampled_episode_return_mean.
+    acting: subset of ACTING. Results of all but the first are named like sampled_episodes.
     max_steps: longest episode.
     allow_code: modules of the user that the run may import, as in `load_config`.
     change: function that changes the recorded configuration.
@@ -144,12 +143,10 @@ def evaluate(
     say: receives progress messages, because compilation may take minutes.
 
   Returns:
-    Mean, standard deviation and number of returns, the step, and damaged checkpoints that were
-    skipped.
+    Statistics of the returns, the step, and damaged checkpoints that were skipped.
 
   Raises:
-    UsageError: if there is no run or no checkpoint, the run names modules that are not allowed, or
-      `env` has other spaces.
+    UsageError: if there is no checkpoint, or a module or `env` is refused.
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
@@ -160,8 +157,8 @@ def evaluate(
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
   step, params, skipped = restore_newest_params(config, agent, run_dir)
-  ways = ' and '.join(acting)
-  say(f'step {step:,}, {env or config.env}: compiling, then {episodes:,} episodes, {ways} ...')
+  plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
+  say(f'step {step:,}, {env or config.env}: {plan}')
   result: dict[str, Any] = {}
   for way in acting:
     actor = greedily(agent) if way == GREEDY else agent
@@ -169,9 +166,7 @@ def evaluate(
     prefix = '' if way == acting[0] else f'{way}_'
     result |= {f'{prefix}{name}': x for name, x in summarize_returns(by_seed).items()}
   result['step'] = step
-  if skipped:
-    result['damaged_checkpoints_skipped'] = skipped
-  return result
+  return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
 
 
 def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:

@@ -43,8 +43,7 @@ def make_host_evaluator(
   """Return a function that evaluates parameters in host environments.
 
   The function takes parameters and a seed, and returns the returns [episodes] of whole games, with
-  unclipped rewards. It raises RunError if an episode takes more than `max_steps`, or an environment
-  fails.
+  unclipped rewards. It raises RunError if an episode is too long, or an environment fails.
 
   Args:
     agent: bound agent.
