@@ -50,8 +50,8 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
       f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
     )
 
-  def say(what: str) -> None:
-    print_text(what, file=sys.stderr, flush=True)
+  def say(text: str) -> None:
+    print_text(text, file=sys.stderr, flush=True)
 
   driver = build_sebulba(config)
   acting = acting_program(driver)

@@ -64,15 +64,15 @@ def find_differences(groups: Sequence[CurveGroup]) -> tuple[list[str], list[str]
   separates = {
     p: {i for i, (a, b) in enumerate(pairs) if values[id(a)][p] != values[id(b)][p]} for p in paths
   }
-  left = set(range(len(pairs)))
+  remaining = set(range(len(pairs)))
   needed: list[str] = []
-  while left:
+  while remaining:
     # of equally good paths, the first by name
-    best = max(paths, key=lambda p: len(separates[p] & left))
-    if not separates[best] & left:
+    best = max(paths, key=lambda p: len(separates[p] & remaining))
+    if not separates[best] & remaining:
       break  # the remaining groups are equal
     needed.append(best)
-    left -= separates[best]
+    remaining -= separates[best]
   return needed, [p for p in paths if separates[p] and p not in needed]
 
 
@@ -93,8 +93,8 @@ def _make_label(
   settings = [s for p in (*needed, *further) if (s := _format_setting(g, p, alike))]
   few = sum(p in g.config for p in needed)
   begin = [] if is_only and settings else [shorten(agent, CAP)]
-  if len(every := ', '.join([*begin, *settings])) <= CAP:
-    return every
+  if len(full := ', '.join([*begin, *settings])) <= CAP:
+    return full
   for n in range(few, 0, -1):  # as many whole settings as fit
     if len(text := ', '.join([*begin, *settings[:n], '…'])) <= CAP:
       return text

@@ -195,8 +195,8 @@ def draw_aggregate(
     axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
     axis.set_xlabel('normalised score', fontsize=9)
     _clean_axis(axis)
-  every = np.concatenate([x for tasks in scores.values() for x in tasks])
-  thresholds = np.linspace(every.min(), every.max(), 200)
+  all_scores = np.concatenate([x for tasks in scores.values() for x in tasks])
+  thresholds = np.linspace(all_scores.min(), all_scores.max(), 200)
   for i, tasks in enumerate(scores.values()):
     axes[2].plot(
       thresholds, curves.performance_profile(tasks, thresholds), linewidth=1.6, **line_style(i)

@@ -44,7 +44,7 @@ from podrace.system.process import undone_by_signals
 from podrace.types import FIRST, MID, TimeStep
 from podrace.version import __version__
 
-OURS = (ActorCritic, QNetwork, Actor)  # networks that podrace.policy has in NumPy
+NUMPY_NETWORKS = (ActorCritic, QNetwork, Actor)  # networks that podrace.policy has in NumPy
 SAMPLES = 256  # observations in which a user's agent is compared with its network
 PLATFORMS = ('cpu', 'cuda', 'tpu')
 
@@ -267,7 +267,7 @@ def _acting_network(agent: Any) -> Any:
 def _describe_network(agent: Any, space: Any) -> dict[str, Any] | None:
   """Describe the network for the NumPy runtime, or return None if that cannot run it."""
   network = _acting_network(agent)
-  if type(network) not in OURS or network.image_torso == 'transformer':
+  if type(network) not in NUMPY_NETWORKS or network.image_torso == 'transformer':
     return None
   actor = isinstance(network, Actor)
   q = isinstance(network, QNetwork)
@@ -336,17 +336,17 @@ def _export_program(agent: Any, env: Any, params: Any, state: Any) -> bytes:
 
   (b,) = jax.export.symbolic_shape('b')
 
-  def shaped(x: Any) -> Any:
+  def batched(x: Any) -> Any:
     return jax.ShapeDtypeStruct((b, *x.shape[1:]), x.dtype)
 
-  def of_space(space: Any) -> Any:
+  def batched_space(space: Any) -> Any:
     return jax.ShapeDtypeStruct((b, *space.shape), _dtype(space))
 
   specs = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in name_params(params).items()}
   program = jax.export.export(jax.jit(act), platforms=PLATFORMS)(
     specs,
-    [shaped(x) for x in jax.tree.leaves(state)],
-    over(of_space, env.observation_space),
+    [batched(x) for x in jax.tree.leaves(state)],
+    over(batched_space, env.observation_space),
     jax.ShapeDtypeStruct((b,), jnp.bool_),
   )
   return bytes(program.serialize())

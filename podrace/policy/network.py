@@ -157,11 +157,11 @@ class PolicyNetwork:
     if spec['pixels']:
       x = x / np.float32(255)
     else:
-      x = self._encoded(x, np.asarray(spec.get('log', False), np.float32))
+      x = self._encode(x, np.asarray(spec.get('log', False), np.float32))
       x = x / np.asarray(spec['scale'], np.float32)
     return ops.channels_last(x) if spec.get('channels_first') else x
 
-  def _encoded(self, x: Tensor, log: np.ndarray) -> Tensor:
+  def _encode(self, x: Tensor, log: np.ndarray) -> Tensor:
     """sign(x) * log(1 + |x|) where `log` is 1, x where it is 0."""
     if not np.any(log):
       return x

@@ -63,8 +63,8 @@ def build_graph(about: dict[str, Any], params: Params) -> bytes:
   return bytes(model.SerializeToString(deterministic=True))
 
 
-def _name(what: str, i: int) -> str:
-  return f'{what}_{i}'
+def _name(kind: str, i: int) -> str:
+  return f'{kind}_{i}'
 
 
 class GraphValue:

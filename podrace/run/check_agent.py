@@ -194,9 +194,9 @@ class _AgentCheck:
         refuse(self.agent, 'learn', f'the metric {name!r} {describe(x)}', 'a scalar')
     return result
 
-  def _refuse_unaveraged(self, what: str) -> None:
+  def _refuse_unaveraged(self, part: str) -> None:
     refuse(
-      self.agent, 'learn', f'{what} on each device: a step without `sgd`',
+      self.agent, 'learn', f'{part} on each device: a step without `sgd`',
       'the same on all: podrace.learner.sgd(loss, optimizer, params, opt_state) makes the gradient '
       'step, and averages it over the devices',
     )  # fmt: skip

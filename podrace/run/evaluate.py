@@ -194,21 +194,21 @@ def bind_eval_env(config: Config) -> tuple[Any, Any]:
   Raises:
     UsageError: if the environment has other spaces than the run's own.
   """
-  agent, own = bind_agent_and_env(config)
+  agent, run_env = bind_agent_and_env(config)
   if not config.eval_env:
-    return agent, own
-  return agent, make_matching_env(config, own, config.eval_env, '--eval-env')
+    return agent, run_env
+  return agent, make_matching_env(config, run_env, config.eval_env, '--eval-env')
 
 
-def make_matching_env(config: Config, own: Any, env: str, option: str = '--env') -> Any:
-  """Return environment `env` for an agent that was bound to environment `own`.
+def make_matching_env(config: Config, bound_env: Any, env: str, option: str = '--env') -> Any:
+  """Return environment `env` for an agent that was bound to `bound_env`.
 
   Raises:
     UsageError: if it has other spaces.
   """
   other = _check_env(_make_env(dataclasses.replace(config, env=env)))
   for kind in ('observation', 'action'):
-    own_space, other_space = (getattr(x, f'{kind}_space') for x in (own, other))
+    own_space, other_space = (getattr(x, f'{kind}_space') for x in (bound_env, other))
     if own_space == other_space:
       continue
     has_state = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (own_space, other_space)]

@@ -18,10 +18,7 @@ Line = dict[str, Any]
 
 FILE_BYTES = 2**32  # largest metrics.jsonl of a run that is resumed
 SHOWN_BYTES, SHOWN_LINES = 2**27, 500_000  # largest file for display: read in a few seconds
-SHOWN_NAMES, SHOWN_VALUES = (
-  1000,
-  2**24,
-)
+SHOWN_NAMES, SHOWN_VALUES = 1000, 2**24  # most names, and most numbers, for display
 
 log = logging.getLogger('podrace.run.metrics')
 

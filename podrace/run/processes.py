@@ -37,8 +37,7 @@ class Place(NamedTuple):
   coordinator: str  # HOST:PORT of the first process, or announced:FILE#coordinator
   num_processes: int
   process_id: int
-  local_devices: tuple[int, ...] | None = None
-  # GPUs of this process; None: all of its machine
+  local_devices: tuple[int, ...] | None = None  # GPUs of this process; None: all of its machine
   bind: str = ''  # HOST:PORT at which the first process listens, if its public name differs
 
   @property

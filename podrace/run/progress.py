@@ -150,8 +150,8 @@ def format_progress(step: int, total: int, seeds: int, steps_per_s: float, last:
     steps_per_s: steps per second of all seeds together.
     last: newest line of metrics, or {}.
   """
-  left = (total - step) * seeds / steps_per_s if steps_per_s > 0 else 0
+  remaining = (total - step) * seeds / steps_per_s if steps_per_s > 0 else 0
   text = f'step {step:,} of {total:,} ({step / total:.0%})'
   if last.get('episode_return') is not None:
     text += f'  return {last["episode_return"]:.2f}  length {last["episode_length"]:.1f}'
-  return f'{text}  {steps_per_s:,.0f} steps/s  {format_duration(left)} left'
+  return f'{text}  {steps_per_s:,.0f} steps/s  {format_duration(remaining)} left'

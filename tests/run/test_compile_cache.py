@@ -78,9 +78,12 @@ def test_an_almost_singular_matrix_gives_orthonormal_columns() -> None:
 HANGS = """
 import ctypes, sys
 import jax
-from podrace import anakin, cli, run, stop
+from podrace import cli
+from podrace.architectures import anakin
+from podrace.run import loop
+from podrace.system import signals
 
-stop.SLOW_SECONDS, run.GRACE_SECONDS = 0.2, 0.5
+signals.SLOW_SECONDS, loop.GRACE_SECONDS = 0.2, 0.5
 init = anakin.Anakin._init
 
 def hung(self, keys):
@@ -134,11 +137,11 @@ def test_a_signal_ends_what_hangs_and_a_warning_says_where_it_stands(
 def test_sigterm_is_not_taken_by_jax_between_joining_and_the_run(tmp_path: Path) -> None:
   text = """
 import os, signal, socket
-from podrace import coordinator
+from podrace.run import processes
 with socket.socket() as s:
   s.bind(('127.0.0.1', 0))
   port = s.getsockname()[1]
-coordinator.join_processes(coordinator.Place(f'127.0.0.1:{port}', 1, 0))
+processes.join_processes(processes.Place(f'127.0.0.1:{port}', 1, 0))
 os.kill(os.getpid(), signal.SIGTERM)
 print('it goes on')
 """

@@ -71,10 +71,10 @@ class Trial:
       self._process.wait()
 
 
-def make_arguments(given: list[str], setting: Setting) -> list[str]:
+def make_arguments(options: list[str], setting: Setting) -> list[str]:
   """Return the command of a setting: the sweep's own options, then the varied ones."""
   varied = [x for name, value in setting.items() for x in (f'--{name}', *str(value).split())]
-  return ['train', *given, *varied]
+  return ['train', *options, *varied]
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
