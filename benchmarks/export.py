@@ -32,7 +32,7 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, Policy, load_policy
 from podrace.policy import network as policy_network
 from podrace.policy.export import export
-from podrace.run.evaluate import evaluable, newest_params
+from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 
 ENVS, STEPS = 250, 250  # of a chunk
 OBSERVATIONS = 1_000_000
@@ -75,9 +75,9 @@ def measured(name: str, folder: Path, total: int) -> dict[str, Any]:
   config = podrace.configure(preset, **settings, devices=1)
   result = podrace.train(config, folder / 'run', quiet=True)
   about = export(folder / 'run', folder / 'policy')
-  agent, env = evaluable(config)
+  agent, env = bind_agent_and_env(config)
   agent = innermost(agent)
-  _, params, _ = newest_params(config, agent, folder / 'run')
+  _, params, _ = restore_newest_params(config, agent, folder / 'run')
   policies = {runtime: load_policy(folder / 'policy', runtime) for runtime in RUNTIMES}
   compared = {runtime: Compared(policy) for runtime, policy in policies.items()}
   logits = Logits(about, folder / 'policy')
@@ -198,7 +198,9 @@ class Logits:
       return
     from safetensors.numpy import load_file
 
-    numpy = policy_network.Network(about, load_file(folder / 'params.safetensors'), _NoArgmax())
+    numpy = policy_network.PolicyNetwork(
+      about, load_file(folder / 'params.safetensors'), _NoArgmax()
+    )
     sizes = policy_network.STATES[about['network']['core']] * [about['network']['core_size']]
     self._zeros = [np.zeros((ENVS, n), np.float32) for n in sizes]
     self._steps = {'numpy': lambda x, state: numpy.step([x], state), 'onnx': _onnx_logits(folder)}

@@ -24,7 +24,7 @@ from podrace.envs import make
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel
 from podrace.replay import Buffer
-from podrace.run.evaluate import evaluator
+from podrace.run.evaluate import make_evaluator
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 
@@ -113,7 +113,7 @@ def run(case: str) -> dict[str, Any]:
   for name, env in tests(case, c.env).items():
     for simulations in sorted({0, 16, c.agent.simulations, 64}):
       agent = greedily(dataclasses.replace(trained.agent, simulations=simulations, acts='search'))
-      play = evaluator(agent, make(env), EPISODES)
+      play = make_evaluator(agent, make(env), EPISODES)
       found = [float(play(p, jax.random.key(1)).mean()) for p in trained.params]
       played.setdefault(name, {})[str(simulations)] = found
       print(f'  {name}, {simulations} simulations: {np.round(found, 3)}', flush=True)

@@ -38,7 +38,7 @@ from podrace.architectures.unroll import begin, unroll
 from podrace.envs import make
 from podrace.envs.base import batch
 from podrace.envs.host import base as host
-from podrace.experiments.bench import acting_of
+from podrace.experiments.bench import acting_program
 from podrace.networks import outside_loops
 from podrace.networks.planning import decode
 from podrace.run import build
@@ -175,7 +175,7 @@ def sebulba(agent: Any, spec: Any, num_envs: int, length: int, seconds: float) -
     agent, spec, agent.memory(num_envs, length), topology.split_devices('0', '0'), num_envs, length, threads=1,
   )  # fmt: skip
   keys = jax.random.split(jax.random.key(0), 1)
-  state, acting = driver.init(jax.random.clone(keys)), acting_of(driver)
+  state, acting = driver.init(jax.random.clone(keys)), acting_program(driver)
   (pool,) = Actors(acting, {0: state.train.params}, state.key, jax.random.key(2), start=False).pools
   with contextlib.closing(pool), jax.default_device(acting.device_of(0)):
     seconds_in, calls = stepped(acting, pool, state.train.params, seconds)

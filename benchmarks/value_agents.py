@@ -102,7 +102,7 @@ def work() -> None:
       updates = s['steps'] // s['num_envs']
       seconds = [run.seconds(updates) for _ in range(request['calls'])]
       greedy = dataclasses.replace(bound, greedy=True)
-      returns = evaluate.evaluator(greedy, env, request['episodes'])(
+      returns = evaluate.make_evaluator(greedy, env, request['episodes'])(
         run.state.train.params, jax.random.key(2**20)
       )
       common.answer(seconds=seconds, score=float(returns.mean()))

@@ -166,7 +166,7 @@ def entry() -> None:
 def _in_company() -> bool:
   """Whether this is one of several processes of a run."""
   coordinator = sys.modules.get('podrace.run.processes')
-  return coordinator is not None and coordinator.is_one_of_several()
+  return coordinator is not None and coordinator.has_joined()
 
 
 def _guarded(args: list[str]) -> int:

@@ -149,7 +149,7 @@ def test_a_callback_reports_metrics_and_ends_the_run(tmp_path: Path) -> None:
   result = podrace.train(config, tmp_path / 'run', [Counting(end_at=4)], quiet=True)
   assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, 4]
   assert result.summary['ended'] == 'enough' and result.summary['step'] == 4 * 640
-  seen = runs.look(tmp_path / 'run')
+  seen = runs.inspect_run(tmp_path / 'run')
   assert (seen.state, seen.why) == ('finished', 'enough')
   # Again, it is finished; with a longer run, it goes on.
   again = podrace.train(config, tmp_path / 'run', [Counting(end_at=4)], quiet=True)
@@ -179,10 +179,10 @@ def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
 
   config = podrace.configure('catch', **SMALL)
   podrace.train(config, tmp_path / 'run', [Zero()], quiet=True)
-  from podrace.run.evaluate import evaluable, newest_params
+  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 
-  agent, _ = evaluable(config)
-  _, params, _ = newest_params(config, agent, tmp_path / 'run')
+  agent, _ = bind_agent_and_env(config)
+  _, params, _ = restore_newest_params(config, agent, tmp_path / 'run')
 
   # The checkpoint at the end has what the callback made of the last line.
   assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(params))
@@ -356,7 +356,7 @@ def test_an_evaluation_that_fails_ends_the_run(
   def fail(*args: Any) -> Any:
     raise ValueError('no such game')
 
-  monkeypatch.setattr('podrace.run.periodic_evaluation._evaluator', fail)
+  monkeypatch.setattr('podrace.run.periodic_evaluation._make_evaluator', fail)
   with pytest.raises(RunError, match='no such game'):
     podrace.train(podrace.configure('catch', **EVALUATED), tmp_path / 'run', quiet=True)
 

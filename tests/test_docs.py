@@ -71,7 +71,7 @@ class Begun(Exception):
 DOORS = {  # command -> what it calls when it begins its work
   'train': 'podrace.run.loop.train',
   'discover': 'podrace.run.loop.discover',
-  'sweep': 'podrace.experiments.sweep.plan.carry_out',
+  'sweep': 'podrace.experiments.sweep.plan.run_sweep',
   'bench': 'podrace.experiments.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',

@@ -18,7 +18,7 @@ from children import ROOT
 from podrace.distributed import net
 from podrace.envs.host import base as host
 from podrace.experiments import plot
-from podrace.experiments.sweep import plan
+from podrace.experiments.sweep import proposals
 from podrace.launch.engines import ray
 from podrace.policy import onnx
 from podrace.run import sinks
@@ -42,7 +42,7 @@ PROGRAMS = {
   'remote': 'from podrace.distributed import net; net.require(); from podrace import cli; cli.main(["keys", "new", "keys"])',
   'ray': 'import ray\nfrom ray.util import placement_group, remove_placement_group',
   'plot': 'from pathlib import Path\nfrom podrace.experiments import plot\nplot.check_out(Path("a.png")); plot._figure(1, 1, 4, 3)',
-  'sweep': 'from podrace.experiments.sweep import plan; import optuna; plan._check_optuna(); optuna.create_study()',
+  'sweep': 'from podrace.experiments.sweep import proposals; import optuna; proposals.check_optuna(); optuna.create_study()',
   'onnx': 'from podrace.policy import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
   'video': 'from podrace.run.video import film; film.check_libraries()',
   'tensorboard': 'from podrace.run import metrics; sinks.check_sinks(["tensorboard"])',
@@ -67,7 +67,7 @@ USES: dict[str, Callable[[], Any]] = {
   'remote': net.require,
   'ray': of_ray,
   'plot': lambda: plot.check_out(Path('a.png')),
-  'sweep': plan._check_optuna,
+  'sweep': proposals.check_optuna,
   'onnx': of_onnx,
   'video': film.check_libraries,
   'tensorboard': lambda: sinks.check_sinks(['tensorboard']),

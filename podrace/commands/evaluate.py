@@ -64,6 +64,6 @@ def run(args: list[str]) -> int:
     env=options.text('--env'),
     say=tell,
   )  # fmt: skip
-  tell(evaluate.summarised(result, acting))
+  tell(evaluate.format_result(result, acting))
   print_json(result)
   return 0

@@ -41,8 +41,9 @@ def run(args: list[str]) -> int:
   run_dir, folder = map(Path, options.arguments)
   allowed = options.every('--allow-code')
   user_code.look_here(allowed)
-  from podrace.policy import GRAPH, onnx
+  from podrace.policy import onnx
   from podrace.policy.export import export
+  from podrace.policy.load import GRAPH
 
   about = export(run_dir, folder, options.whole('--member'), allowed)
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')

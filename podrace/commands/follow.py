@@ -78,7 +78,7 @@ def _looks(path: Path, every: float, once: bool) -> Any:
   """What is there, again and again, and for the last time when the run has ended."""
   pause = threading.Event()
   while True:
-    seen = runs.look(path)  # before its lines: what it wrote last is among them
+    seen = runs.inspect_run(path)  # before its lines: what it wrote last is among them
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(UsageError):  # a damaged line: what there is of numbers is shown
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
@@ -101,7 +101,7 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns
   part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
   left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
   words = f' {part:.0%}' + (
-    f', {progress.duration(left)} left' if seen.state == run_end.RUNNING else ''
+    f', {progress.format_duration(left)} left' if seen.state == run_end.RUNNING else ''
   )
   room = max(1, min(WIDTH, columns - len(words)))
   head = [

@@ -45,7 +45,7 @@ def run(args: list[str]) -> int:
   _check('--x', x, X)
   _check('--center', center, CENTERS)
   from podrace.experiments import curves, plot
-  from podrace.experiments.labels import labels
+  from podrace.experiments.labels import make_labels
 
   plot.check_out(out)
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
@@ -69,9 +69,9 @@ def run(args: list[str]) -> int:
         'env': g.env,
         'label': label,
         'curves': len(g.curves),
-        'final': [curves.final(c) for c in g.curves],
+        'final': [curves.final_mean(c) for c in g.curves],
       }
-      for g, label in zip(groups, labels(groups), strict=True)
+      for g, label in zip(groups, make_labels(groups), strict=True)
     ]
   print_json(found)
   return 0

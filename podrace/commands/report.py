@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
   from podrace.experiments import report
 
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
-  found = report.write(paths, out)
+  found = report.write_report(paths, out)
   for text in found['left_out']:
     tell(f'podrace report: left out: {text}')
   print_json(found)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
-from podrace.experiments.runs import Run, find, look
+from podrace.experiments.runs import Run, find, inspect_run
 from podrace.run.run_end import STATES
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text
@@ -42,7 +42,7 @@ def run(args: list[str]) -> int:
   root = Path((options.arguments or ['runs'])[0])
   if not options.arguments and not root.exists():
     raise UsageError('there is no runs/ here: name the directory')
-  found = sorted((look(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
+  found = sorted((inspect_run(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
   if state:
     found = [r for r in found if r.state == state]
   if '--json' in options:

@@ -62,7 +62,7 @@ def run(args: list[str]) -> int:
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
   config = configure.configured(preset, options, 'podrace sweep')
-  for sample in settings.samples(spaces):  # before anything is written
+  for sample in settings.sample_options(spaces):  # before anything is written
     configure.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
   given = [*([preset] if preset else []), *options.arguments]
@@ -73,7 +73,7 @@ def run(args: list[str]) -> int:
     folder, config, given, spaces, method, trials, options.whole('--every'),
     '--prune' in options, options.whole('--jobs'), '--processes' in options,
   )  # fmt: skip
-  found = plan.carry_out(sweep, tell)
+  found = plan.run_sweep(sweep, tell)
   _show(found)
   print_json({**found, 'trials': len(found['trials'])})
   return 0

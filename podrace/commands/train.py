@@ -157,7 +157,7 @@ def _announcement(options: Options, name: str, place: Place | None) -> Announcem
   found = shared.announcement(options, name)
   if found is None or place is None:
     return found
-  if name == 'envs' and place.num_processes > 1 and not place.by_announcement:
+  if name == 'envs' and place.num_processes > 1 and not place.is_announced:
     # All may have the same words, and environments come to each.
     return found.numbered(place.process_id)
   if not _is_first(options, place):
@@ -183,7 +183,7 @@ def metrics_address(options: Options) -> str | None:
     return None
   from podrace.run import prometheus
 
-  return prometheus.checked(options.text('--metrics-listen'), insecure)
+  return prometheus.check_listen_address(options.text('--metrics-listen'), insecure)
 
 
 def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
@@ -201,18 +201,18 @@ def _place(options: Options) -> Place | None:
   given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
   if not given:
     return None
-  from podrace.run.processes import Place, detected_place
+  from podrace.run.processes import Place, detect_place
 
   coordinator = options.text('--coordinator')
   if coordinator == 'auto':
     if given[1:]:
       raise UsageError(f'--coordinator auto finds {" and ".join(given[1:])} itself; leave it out')
-    return detected_place()
+    return detect_place()
   if len(given) < 3:
     raise UsageError('--coordinator, --num-processes and --process-id go together')
   place = Place(coordinator, *(options.whole(name) for name in given[1:]))
   place.check()
-  place = place.chosen()
+  place = place.with_port()
   if place.bind and '--announce' not in options:
     raise UsageError(
       f'--coordinator {coordinator} chooses a port; add --announce FILE, for the others to read it'

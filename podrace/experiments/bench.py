@@ -1,4 +1,4 @@
-"""How fast Sebulba's stages are: each alone with the sizes of the run, and all together."""
+"""Speeds of Sebulba's stages: each alone with the sizes of the run, and all together."""
 
 from __future__ import annotations
 
@@ -27,17 +27,20 @@ from podrace.system.process import cores
 from podrace.system.threads import Worker
 from podrace.topology import data_size, on_host
 
-PATIENCE = 300.0  # seconds that a stage may take to begin, its workers' start included, or to end
+PATIENCE = 300.0  # seconds within which a stage must begin, its workers' start included, or end
 
 
 def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
-  """Steps/s of the environments, of inference, of the learner, and of the whole.
+  """Measure steps/s of the environments, of inference, of the learner, and of the whole run.
 
   Environments: all threads' pools at once, with random actions. Inference: all threads at once,
-  with the last observation again and again. The learner: the same batch again and again. Each runs
-  for about `seconds` after it is compiled; replay has its `min_size` of zeros before, so that every
-  update learns as it will in a run. `parallel` is the rate of all three in turns on the same
-  cores, `minimum`, where actors and learners have devices of their own, that of the slowest.
+  with one repeated observation. Learner: one repeated batch, after replay is filled with `min_size`
+  zeros, so that each update learns as in a run. Each runs for about `seconds` after compilation.
+
+  Returns:
+    Rates, shares of the actors' time, and bytes. `parallel` is the rate of the three stages in
+    turns on the same cores. `minimum`, present if actors and learners have separate devices, is the
+    rate of the slowest.
 
   Raises:
     RunError: if the environments do not answer.
@@ -48,31 +51,17 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
       f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
     )
 
-  def say(what: str) -> None:
-    print_text(what, file=sys.stderr, flush=True)
+  def say(text: str) -> None:
+    print_text(text, file=sys.stderr, flush=True)
 
   driver = build_sebulba(resolve(config))
-  acting = acting_of(driver)
+  acting = acting_program(driver)
   say('compiling')
   driver.compile()
-  keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
-  state = driver.init(jax.random.clone(keys))
-  rates: dict[str, float] = {}
-  say('measuring the environments')
-  rates['environment'] = environment_rate(acting, state, keys, seconds)
-  say('measuring inference')
-  rates['inference'] = inference_rate(acting, state, seconds)
-  say('measuring the learner')
-  rates['learner'] = learner_rate(driver, state, seconds)
-  say('measuring the run')
-  state = driver.init(jax.random.clone(keys))
-  rates['combined'], shares, by_thread = combined_rate(driver, state, keys, seconds)
-  stages = [rates[k] for k in ('environment', 'inference', 'learner')]
-  rates['parallel'] = 1 / sum(1 / r for r in stages)
+  rates, shares, by_thread = _measure(config, driver, seconds, say)
   more: dict[str, float] = {}
-  if not set(acting.devices) & set(driver.mesh.devices.flat):
-    more['combined_over_minimum'] = round(rates['combined'] / min(stages), 3)
-    rates['minimum'] = min(stages)
+  if 'minimum' in rates:
+    more['combined_over_minimum'] = round(rates['combined'] / rates['minimum'], 3)
   return {
     'env': config.env,
     'num_envs': config.num_envs,
@@ -83,15 +72,39 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
     'combined_over_environment': round(rates['combined'] / rates['environment'], 3),
     **more,
-    'advice': advice(acting, rates),
+    'advice': advise(acting, rates),
     'actor_time': shares,
     'actor_time_by_thread': by_thread,
-    'bytes': memory(driver),
+    'bytes': count_bytes(driver),
   }
 
 
-def advice(program: ActingProgram, rates: dict[str, float]) -> str:
-  """What another setting may do better; '' if nothing is known of it."""
+def _measure(
+  config: Config, driver: SebulbaDriver, seconds: float, say: Callable[[str], None]
+) -> tuple[dict[str, float], dict[str, float], list[dict[str, float]]]:
+  """Return the rates by stage, and the shares of the actor threads' time, of all and of each."""
+  acting = acting_program(driver)
+  keys = jax.vmap(jax.random.key)(np.array([config.seed], np.uint32))
+  state = driver.init(jax.random.clone(keys))
+  rates: dict[str, float] = {}
+  say('measuring the environments')
+  rates['environment'] = measure_environments(acting, state, keys, seconds)
+  say('measuring inference')
+  rates['inference'] = measure_inference(acting, state, seconds)
+  say('measuring the learner')
+  rates['learner'] = measure_learner(driver, state, seconds)
+  stages = list(rates.values())
+  say('measuring the run')
+  state = driver.init(jax.random.clone(keys))
+  rates['combined'], shares, by_thread = measure_combined(driver, state, keys, seconds)
+  rates['parallel'] = 1 / sum(1 / r for r in stages)
+  if not set(acting.devices) & set(driver.mesh.devices.flat):
+    rates['minimum'] = min(stages)
+  return rates, shares, by_thread
+
+
+def advise(program: ActingProgram, rates: dict[str, float]) -> str:
+  """Return advice about a faster setting, or ''."""
   on_cpu = all(d.platform == 'cpu' for d in program.devices)
   if on_cpu and program.local_threads > 1 and rates['combined'] < rates['parallel']:
     return (
@@ -102,47 +115,50 @@ def advice(program: ActingProgram, rates: dict[str, float]) -> str:
   return ''
 
 
-def memory(driver: SebulbaDriver) -> dict[str, int]:
-  """Bytes on a device: of each actor thread's unroll, and on each learner device.
+def count_bytes(driver: SebulbaDriver) -> dict[str, int]:
+  """Count bytes of each actor thread's unroll, and of each learner device.
 
-  The latter are what is learned, the parameters before with lag 1, a batch, and replay.
+  A learner device holds the learned parameters, the previous ones with lag 1, a batch, and replay.
   """
   s, batch = driver.shapes, driver.learning.batch
-  replay = _bytes(s.memory) // data_size(driver.mesh)
-  actor = sum(_bytes(t) for t in batch) // acting_of(driver).total_threads
+  replay = _count_bytes(s.memory) // data_size(driver.mesh)
+  actor = sum(_count_bytes(t) for t in batch) // acting_program(driver).total_threads
   return {
-    'parameters': _bytes(s.train.params),
+    'parameters': _count_bytes(s.train.params),
     'actor_thread': actor,
     'replay': replay,
-    'learner_device': _own_bytes((s.train, s.previous))
-    + _bytes(batch) // data_size(driver.mesh)
+    'learner_device': _count_shard_bytes((s.train, s.previous))
+    + _count_bytes(batch) // data_size(driver.mesh)
     + replay,
   }
 
 
-def _own_bytes(tree: Any) -> int:
-  """Of a device's part."""
+def _count_shard_bytes(tree: Any) -> int:
+  """Count the bytes of one device's shard."""
   parts = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype), tree
   )
-  return _bytes(parts)
+  return _count_bytes(parts)
 
 
-def _bytes(tree: Any) -> int:
+def _count_bytes(tree: Any) -> int:
   return sum(int(np.prod(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def together(
+def measure_threads(
   work: list[Callable[[], int]],
   seconds: float,
   context: Callable[[int], Any] = lambda i: contextlib.nullcontext(),
 ) -> float:
-  """Steps/s of functions that make some steps a call, each called in a thread, all at once.
+  """Return the total steps/s of functions that run in one thread each, all at once.
 
-  The i-th thread is in `context(i)`.
+  Args:
+    work: functions that make some steps a call and return their number.
+    seconds: duration of the measurement.
+    context: context manager that thread i enters.
 
   Raises:
-    RunError: if one of them does not come back; its thread is left to itself.
+    RunError: if a function does not return. Its thread is abandoned.
   """
   counts = [0] * len(work)
   ready = threading.Barrier(len(work) + 1)
@@ -150,7 +166,7 @@ def together(
   def target(i: int) -> None:
     try:
       with context(i):
-        work[i]()  # whatever happens only the first time
+        work[i]()  # compilation and other first-time work
         ready.wait(PATIENCE)
         end = time.perf_counter() + seconds
         while time.perf_counter() < end:
@@ -174,8 +190,11 @@ def together(
   return sum(counts) / (time.perf_counter() - start)
 
 
-def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
-  """All pools at once, with the same random actions again and again; with masks, new ones that these allow."""
+def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds: float) -> float:
+  """Return steps/s of all pools at once, with repeated random actions.
+
+  With action masks, the actions are drawn anew.
+  """
   actor_key = jax.random.split(keys[0], 3)[1]
   pools = Actors(program, {0: state.train.params}, state.key, actor_key, start=False).pools
 
@@ -194,7 +213,7 @@ def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: flo
       action, observation = actions[arrival.env_id], arrival.timestep.observation
       masked = isinstance(observation, dict) and 'action_mask' in observation
       if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        action = allowed(space, observation['action_mask'], rng)
+        action = sample_allowed(space, observation['action_mask'], rng)
       pool.send(arrival.env_id, action)
       return len(arrival.env_id)
 
@@ -204,16 +223,16 @@ def environment_rate(program: ActingProgram, state: Any, keys: Any, seconds: flo
     for pool in pools:
       stack.callback(pool.close)
     try:
-      return together([stepping(pool) for pool in pools], seconds)
-    except RunError:  # a thread is in its pool still
+      return measure_threads([stepping(pool) for pool in pools], seconds)
+    except RunError:  # a thread may still be in its pool
       stack.pop_all()
       for pool in pools:
         pool.kill()
       raise
 
 
-def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Random actions [n] or [n, choices] i32 of those that the mask [n, ...] has as not 0."""
+def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+  """Sample actions [n] or [n, choices] i32 where the mask [n, ...] is not 0."""
   mask = np.reshape(mask, (len(mask), -1)) != 0
   chance = np.where(mask, 1 + rng.random(mask.shape), 0)
   if not isinstance(space, spaces.MultiDiscrete):
@@ -222,8 +241,8 @@ def allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarra
   return np.stack([x.argmax(1) for x in parts], axis=1).astype(np.int32)
 
 
-def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
-  """What each actor thread does for a step, but for the environments."""
+def measure_inference(program: ActingProgram, state: Any, seconds: float) -> float:
+  """Return steps/s of all actor threads' steps, without environments."""
   n, length = program.envs_per_thread, program.unroll_length
   size = n if program.ordered else program.batch_size
   step = program.programs.step if program.ordered else program.programs.step_some
@@ -234,89 +253,90 @@ def inference_rate(program: ActingProgram, state: Any, seconds: float) -> float:
     device = program.device_of(local)
     params = jax.device_put(jax.tree.map(on_host, state.train.params), device)
     env_id = jax.device_put(np.zeros(n, np.int32), device)
-    with jax.default_device(device):  # as in a run: else it compiles anew
+    with jax.default_device(device):  # as in a run; otherwise it compiles again
       carry = program.programs.begin(params, env_id, program.example, jax.random.key(0))
-      held: dict[str, Any] = {
+      loop_state: dict[str, Any] = {
         'carry': carry, 'keys': program.programs.keys(jax.random.key(1)), 't': 0,
       }  # fmt: skip
 
     def call() -> int:
-      t = held['t'] % length
-      held['t'] += 1
-      more = (t, t) if program.ordered else (t, ids, t, ids)  # what `Acting` has each be given
+      t = loop_state['t'] % length
+      loop_state['t'] += 1
+      more = (t, t) if program.ordered else (t, ids, t, ids)  # the arguments that `Acting` passes
       numbers = pack(example, *more)
-      held['carry'], action = step(
-        params, held['carry'], held['keys'], numbers, example.observation
+      loop_state['carry'], action = step(
+        params, loop_state['carry'], loop_state['keys'], numbers, example.observation
       )
       np.asarray(jax.tree.leaves(action)[0])
       return size
 
     return call
 
-  return together(
+  return measure_threads(
     [acting(i) for i in range(program.local_threads)],
     seconds,
     lambda i: jax.default_device(program.device_of(i)),
   )
 
 
-def acting_of(driver: SebulbaDriver) -> ActingProgram:
-  """The acting half of a run whose learner takes its actors' unrolls."""
+def acting_program(driver: SebulbaDriver) -> ActingProgram:
+  """Return the acting half of a run that learns from its actors' unrolls."""
   assert isinstance(driver.source, ActorSource)
   return driver.source.acting
 
 
-def zeros(driver: SebulbaDriver) -> Batch:
-  """A batch for the learner."""
+def make_zero_batch(driver: SebulbaDriver) -> Batch:
+  """Return a batch of zeros for the learner."""
   shapes = driver.learning.batch
   place = lambda x: jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding)  # noqa: E731
   return Batch(jax.tree.map(place, shapes))
 
 
-def filled(driver: SebulbaDriver, state: Any) -> Any:
-  """The state of which the next update learns: those before only fill replay, with zeros."""
+def fill_replay(driver: SebulbaDriver, state: Any) -> Any:
+  """Return a state in which the next update learns. Earlier updates only fill replay."""
   if driver.windows is None:
     return state
-  batch = zeros(driver)
+  batch = make_zero_batch(driver)
   for _ in range(driver.windows.schedule.ready):
     state, _ = driver.learning.learn(state, batch)
   return jax.block_until_ready(state)
 
 
 def steps_per_update(driver: SebulbaDriver) -> int:
-  acting = acting_of(driver)
+  """Return the environment steps of one update."""
+  acting = acting_program(driver)
   return acting.num_envs * acting.unroll_length
 
 
-def learner_rate(driver: SebulbaDriver, state: Any, seconds: float) -> float:
-  """The same batch of zeros again and again."""
-  batch = zeros(driver)
-  held = [filled(driver, state)]
+def measure_learner(driver: SebulbaDriver, state: Any, seconds: float) -> float:
+  """Return steps/s of the learner with one repeated batch of zeros."""
+  batch = make_zero_batch(driver)
+  held = [fill_replay(driver, state)]
 
   def call() -> int:
     held[0] = jax.block_until_ready(driver.learning.learn(held[0], batch)[0])
     return steps_per_update(driver)
 
-  return together([call], seconds)
+  return measure_threads([call], seconds)
 
 
-def combined_rate(
+def measure_combined(
   driver: SebulbaDriver, state: Any, keys: Any, seconds: float
 ) -> tuple[float, dict[str, float], list[dict[str, float]]]:
-  """The run itself; and the shares of the actor threads' time, of all and of each."""
-  state = filled(driver, state)
+  """Return steps/s of the run, and the shares of the actor threads' time, of all and of each."""
+  state = fill_replay(driver, state)
   driver.start(state, keys)
   try:
     state, _ = driver.advance(state, 3, lambda: False)
     _, state = driver.read_log(state)
     start, updates = time.perf_counter(), 0
     while time.perf_counter() < start + 2 * seconds:
-      state, made = driver.advance(state, 10, lambda: False)  # many a call, as in a run
+      state, made = driver.advance(state, 10, lambda: False)  # many calls, as in a run
       updates += made
     rate = updates * steps_per_update(driver) / (time.perf_counter() - start)
     assert isinstance(driver.source, ActorSource)
     by_thread = driver.source.shares_by_thread()
-    found, _ = driver.read_log(state)
+    summary, _ = driver.read_log(state)
   finally:
     driver.close()
-  return rate, {k: v for k, v in found['host'].items() if k.startswith('actor_')}, by_thread
+  return rate, {k: v for k, v in summary['host'].items() if k.startswith('actor_')}, by_thread

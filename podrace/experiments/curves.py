@@ -1,7 +1,7 @@
-"""Curves of runs: reading them, grouping them by configuration, and what they are together.
+"""Curves of runs: read them, group them by configuration, and aggregate them.
 
-NumPy only; `podrace.experiments.plot` draws. The statistics are those of Agarwal et al. 2021 (Deep Reinforcement Learning at
-the Edge of the Statistical Precipice, arXiv 2108.13264).
+This uses NumPy only. `podrace.experiments.plot` draws. The statistics are from Agarwal et al. 2021
+(Deep Reinforcement Learning at the Edge of the Statistical Precipice, arXiv 2108.13264).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from podrace.system.files.schema import is_number
 
 Floats = np.ndarray
 X = Literal['steps', 'wall', 'gradient-steps']
-# What may differ between runs of one group.
+# settings in which runs of one group may differ
 NOT_OF_GROUP = (
-  'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes', 'eval_env',
-  'eval_video', 'version',
+  'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes',
+  'eval_env', 'eval_video', 'version',
 )  # fmt: skip
 RESAMPLES = 2000
-GRID = 200  # points of a group's curve
+GRID = 200  # number of points of a group's curve
 
 
 @dataclasses.dataclass(frozen=True)
-class Curve:
+class RunCurve:
   """A metric of one seed of one run."""
 
   x: Floats  # [L] rising
@@ -40,27 +40,33 @@ class Curve:
 
 
 @dataclasses.dataclass(frozen=True)
-class Group:
-  """The curves of runs whose configurations differ in their seeds alone."""
+class CurveGroup:
+  """Curves of runs with one configuration, apart from NOT_OF_GROUP."""
 
-  config: dict[str, Any]  # flat: agent.network.hidden -> value
-  curves: list[Curve]
+  config: dict[str, Any]  # flat: path of each setting, such as agent.network.hidden, to its value
+  curves: list[RunCurve]
 
   @property
   def env(self) -> str:
+    """Name of the environment."""
     return str(self.config.get('env', ''))
 
 
 # --- reading ------------------------------------------------------------------------------------
 
 
-def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[str]]:
-  """Groups of curves, in the order of their first runs; and what is wrong with the runs that have none.
+def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], list[str]]:
+  """Read runs into groups of curves, ordered by their first runs.
 
   Args:
-    metric: a key of metrics.jsonl. `episode_return` of a run of several seeds is a curve for each.
+    paths: run directories.
+    metric: key of metrics.jsonl. `episode_return` of a run with many seeds gives a curve for each.
+    x: quantity of the x axis.
+
+  Returns:
+    The groups, and messages about runs without a curve.
   """
-  groups: dict[str, Group] = {}
+  groups: dict[str, CurveGroup] = {}
   wrong: list[str] = []
   for path in paths:
     try:
@@ -69,11 +75,11 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[Group], list[st
       wrong.append(str(e))
       continue
     key = json.dumps(config, sort_keys=True)
-    groups.setdefault(key, Group(config, [])).curves.extend(curves)
+    groups.setdefault(key, CurveGroup(config, [])).curves.extend(curves)
   return list(groups.values()), wrong
 
 
-def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
+def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]]:
   try:
     record = read_run_record(path)
   except UnreadableFile as e:
@@ -81,7 +87,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   if record is None:
     raise UsageError(f'{path}: config.json cannot be read: it is not there')
   try:
-    config = {k: v for k, v in sinks.flat(record).items() if k not in NOT_OF_GROUP}
+    config = {k: v for k, v in sinks.flatten_config(record).items() if k not in NOT_OF_GROUP}
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
@@ -92,7 +98,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
     (len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0
   )
   at = _positions(lines, x, path)
-  if seeds * len(lines) > metrics.SHOWN_VALUES:  # shorter lists are filled up below
+  if seeds * len(lines) > metrics.SHOWN_VALUES:  # shorter lists are padded below
     raise UsageError(
       f'{path}: metrics.jsonl has {len(lines):,} lines of up to {seeds:,} seeds, expected at most '
       f'{metrics.SHOWN_VALUES:,} numbers'
@@ -103,15 +109,15 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[Curve]]:
   else:
     rows = [[line.get(metric)] for line in lines]
   y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
-  found = []
+  read_curves = []
   for column in y.T:
     known = np.isfinite(column)
     if known.any():
-      found.append(Curve(at[known], column[known], path))
-  if not found:
+      read_curves.append(RunCurve(at[known], column[known], path))
+  if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
-  return config, found
+  return config, read_curves
 
 
 def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
@@ -129,17 +135,19 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
 
 
 def mean(x: Floats, axis: int = -1) -> Floats:
+  """Return the mean over an axis."""
   return np.mean(x, axis)
 
 
 def median(x: Floats, axis: int = -1) -> Floats:
+  """Return the median over an axis."""
   return np.median(x, axis)
 
 
 def iqm(x: Floats, axis: int = -1) -> Floats:
-  """The interquartile mean: of what is left without the lowest and the highest quarter.
+  """Return the interquartile mean: the mean without the lowest and the highest quarter.
 
-  As `scipy.stats.trim_mean(x, 0.25)`: a quarter of n, rounded down, is cut at each end.
+  Like `scipy.stats.trim_mean(x, 0.25)`, it cuts n // 4 values at each end.
   """
   cut = x.shape[axis] // 4
   kept = np.take(np.sort(x, axis), np.arange(cut, x.shape[axis] - cut), axis)
@@ -149,16 +157,21 @@ def iqm(x: Floats, axis: int = -1) -> Floats:
 CENTERS: dict[str, Callable[..., Floats]] = {'mean': mean, 'median': median, 'iqm': iqm}
 
 
-def interval(
+def bootstrap_interval(
   scores: Sequence[Floats],
   center: Callable[..., Floats],
   level: float = 0.95,
   resamples: int = RESAMPLES,
 ) -> tuple[float, float]:
-  """A percentile interval of `center` over all scores, by stratified bootstrap: runs are drawn within each task.
+  """Return a percentile interval of `center` over all scores by stratified bootstrap.
+
+  Runs are drawn within each task.
 
   Args:
-    scores: of each task, [runs].
+    scores: scores [runs] of each task.
+    center: statistic of the scores.
+    level: level of the interval.
+    resamples: number of bootstrap samples.
   """
   rng = np.random.default_rng(0)
   drawn = [s[rng.integers(len(s), size=(resamples, len(s)))] for s in scores]
@@ -169,52 +182,59 @@ def interval(
 
 @dataclasses.dataclass(frozen=True)
 class Band:
-  """A group's curve. Where fewer than two of its curves are left, low and high are NaN."""
+  """Curve of a group. With fewer than two of its curves left, `low` and `high` are NaN."""
 
   x: Floats  # [P]
   center: Floats  # [P]
   low: Floats  # [P]
   high: Floats  # [P]
-  count: Floats  # [P] curves
+  count: Floats  # [P] number of curves
 
 
-def band(curves: Sequence[Curve], center: str = 'mean', level: float = 0.95) -> Band:
-  """The curves together, at common positions; each counts as far as it goes, and between its points on a line."""
+def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0.95) -> Band:
+  """Aggregate curves at common positions. Each counts as far as it goes, linearly interpolated."""
   start = max(min(c.x[0] for c in curves), 0.0)
   grid = np.linspace(start, max(c.x[-1] for c in curves), GRID)
   if len(curves) == 1:
     only, none = curves[0], np.full(len(curves[0].x), np.nan)
     return Band(only.x, only.y, none, none, np.ones(len(only.x)))
   at = np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])  # [N, P]
-  there = ~np.isnan(at)
+  known = ~np.isnan(at)
   rng = np.random.default_rng(0)
-  found = np.full((4, len(grid)), np.nan)
+  rows = np.full((4, len(grid)), np.nan)
   for i, column in enumerate(at.T):
-    values = column[there[:, i]]
+    values = column[known[:, i]]
     n = len(values)
-    found[3, i] = n
+    rows[3, i] = n
     if n:
-      found[0, i] = CENTERS[center](values)
+      rows[0, i] = CENTERS[center](values)
     if n > 1:
       drawn = CENTERS[center](values[rng.integers(n, size=(RESAMPLES, n))], axis=1)
-      found[1:3, i] = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
-  kept = found[3] > 0
-  return Band(grid[kept], *(row[kept] for row in found))
+      rows[1:3, i] = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+  kept = rows[3] > 0
+  return Band(grid[kept], *(row[kept] for row in rows))
 
 
-def final(curve: Curve, part: float = 0.1) -> float:
-  """The mean over the last tenth of a curve."""
+def final_mean(curve: RunCurve, part: float = 0.1) -> float:
+  """Return the mean of a curve's last `part`, a tenth of its range."""
   return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
 
 
-def profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
-  """The performance profile [thresholds]: the share of runs above each, tasks alike (paper, section 4.3)."""
+def performance_profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
+  """Return the share of runs above each threshold, averaged over tasks (paper, section 4.3)."""
   each = [np.mean(s[:, None] > thresholds[None], axis=0) for s in scores]
   return np.mean(each, axis=0)
 
 
 def probability_of_improvement(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
-  """How likely a run of ours is better than one of theirs, in a task drawn at random; ties are half (paper, section 4.3)."""
+  """Return the probability that a run of `ours` beats one of `theirs` (paper, section 4.3).
+
+  The task is drawn at random, and a tie counts as half.
+
+  Args:
+    ours: scores [runs] of each task.
+    theirs: scores [runs] of the same tasks.
+  """
   each = []
   for a, b in zip(ours, theirs, strict=True):
     difference = a[:, None] - b[None]

@@ -1,4 +1,4 @@
-"""Pictures of curves and scores, for screens and for print: matplotlib, no display needed."""
+"""Pictures of curves and scores for screens and print, made by matplotlib without a display."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 
 from podrace.errors import UsageError
 from podrace.experiments import curves
-from podrace.experiments.curves import Band, Group
-from podrace.experiments.labels import cut, labels
+from podrace.experiments.curves import Band, CurveGroup
+from podrace.experiments.labels import make_labels, shorten
 from podrace.system.files import write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import printable
 
-# Okabe and Ito's colours: those who are colour-blind can distinguish them. Dashes help in black and white.
+# Okabe and Ito's colours, distinguishable with colour blindness. Dashes help in black and white.
 COLOURS = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#000000')
 DASHES: tuple[Any, ...] = ('-', (0, (5, 2)), (0, (1, 1)), (0, (5, 2, 1, 2)))
 X_LABELS = {
@@ -29,13 +29,17 @@ X_LABELS = {
 }
 NAMES = {'episode_return': 'episode return', 'episode_length': 'episode length (steps)'}
 NAMES |= {'steps_per_s': 'environment steps per second'}
-TITLE = 208  # characters of an environment's name
-LEGEND_LINE = 0.15  # inches of a line of a legend
+TITLE = 208  # most characters of an environment's name
+LEGEND_LINE = 0.15  # height of a line of a legend, in inches
 FORMATS = ('.png', '.svg', '.pdf')
 
 
 def check_out(path: Path) -> None:
-  """Raises UsageError for a picture that can't be written, or without matplotlib."""
+  """Check the name of a picture and that matplotlib is installed.
+
+  Raises:
+    UsageError: if not.
+  """
   if path.suffix not in FORMATS:
     raise UsageError(f'--out {path}: its name must end with {", ".join(FORMATS)}')
   try:
@@ -44,54 +48,57 @@ def check_out(path: Path) -> None:
     raise UsageError(why_not('a picture', 'plot', e)) from e
 
 
-def draw(groups: Sequence[Group], metric: str, x: curves.X, center: str, out: Path) -> None:
-  """Curves over x: a panel for each environment, a line for each group, with its 95% interval."""
-  by_env: dict[str, list[Group]] = {}
+def draw(groups: Sequence[CurveGroup], metric: str, x: curves.X, center: str, out: Path) -> None:
+  """Draw curves over x: a panel per environment, and a line per group with its 95% interval."""
+  by_env: dict[str, list[CurveGroup]] = {}
   for group in groups:
     by_env.setdefault(group.env, []).append(group)
-  names = dict(zip(map(id, groups), labels(groups), strict=True))
-  styles = {label: style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
-  at_ends = all(_fit_at_ends([names[id(g)] for g in those]) for those in by_env.values())
+  names = dict(zip(map(id, groups), make_labels(groups), strict=True))
+  styles = {label: line_style(i) for i, label in enumerate(dict.fromkeys(names.values()))}
+  at_ends = all(_fit_at_ends([names[id(g)] for g in env_groups]) for env_groups in by_env.values())
   columns = min(len(by_env), 3)
   rows = -(-len(by_env) // columns)
-  sizes = [0 if at_ends else len(those) for those in by_env.values()]
+  sizes = [0 if at_ends else len(env_groups) for env_groups in by_env.values()]
   lines = sum(max(sizes[i : i + columns]) for i in range(0, len(sizes), columns))
   figure, axes = _figure(rows, columns, 4.6, 3.2, extra=lines * LEGEND_LINE)
-  for axis, (env, those) in zip(axes, by_env.items(), strict=False):
+  for axis, (env, env_groups) in zip(axes, by_env.items(), strict=False):
     ends = []
-    for group in those:
+    for group in env_groups:
       label = names[id(group)]
-      found = curves.band(group.curves, center)
-      axis.plot(found.x, found.center, linewidth=1.6, **styles[label])
+      band = curves.make_band(group.curves, center)
+      axis.plot(band.x, band.center, linewidth=1.6, **styles[label])
       axis.fill_between(
-        found.x, found.low, found.high, color=styles[label]['color'], alpha=0.18, linewidth=0
+        band.x, band.low, band.high, color=styles[label]['color'], alpha=0.18, linewidth=0
       )
-      text = _text(f'{label} (n={len(group.curves)})')
-      ends.append((found, text, styles[label]['color']))
+      text = _escape(f'{label} (n={len(group.curves)})')
+      ends.append((band, text, styles[label]['color']))
     if at_ends:
       _label_ends(axis, ends)
     else:
       _legend_below(axis, axis.lines, [text for _, text, _ in ends])
-    axis.set_title(_text(textwrap.fill(cut(printable(env, lines=False), TITLE), 52)), fontsize=10)
+    axis.set_title(
+      _escape(textwrap.fill(shorten(printable(env, lines=False), TITLE), 52)), fontsize=10
+    )
     axis.set_xlabel(X_LABELS[x], fontsize=9)
-    axis.set_ylabel(_text(NAMES.get(metric, metric)), fontsize=9)
-    _plain(axis)
-  what = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
-  several = any(len(g.curves) > 1 for g in groups)
+    axis.set_ylabel(_escape(NAMES.get(metric, metric)), fontsize=9)
+    _clean_axis(axis)
+  center_name = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
+  has_interval = any(len(g.curves) > 1 for g in groups)
   note = (
-    f'line: {what} over n curves; band: 95% bootstrap interval'
-    if several
+    f'line: {center_name} over n curves; band: 95% bootstrap interval'
+    if has_interval
     else 'one curve each: no interval'
   )
   _save(figure, out, note)
 
 
 def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Path) -> None:
-  """The returns of a sweep's trials: a panel for each varied field, and a dot for each seed; the best is ringed.
+  """Draw the returns of a sweep: a panel per varied field, and a dot per seed. The best is ringed.
 
   Args:
-    trials: best first, each with its settings and scores.
-    logs: of each varied field, whether its axis is logarithmic.
+    trials: trials, best first, each with its settings and scores.
+    logs: whether the axis of each varied field is logarithmic.
+    out: path of the picture.
   """
   columns = min(len(logs), 3)
   figure, axes = _figure(-(-len(logs) // columns), columns, 4.6, 3.2)
@@ -114,22 +121,22 @@ def draw_sweep(trials: Sequence[dict[str, Any]], logs: dict[str, bool], out: Pat
       axis.set_xscale('log')
     axis.set_xlabel(name, fontsize=9)
     axis.set_ylabel('episode return', fontsize=9)
-    _plain(axis)
+    _clean_axis(axis)
   _save(figure, out, 'a dot: a seed of a setting; ringed: the best setting')
 
 
-def style(i: int) -> dict[str, Any]:
-  """Colour and dash of the i-th line; no two of 28 are alike."""
+def line_style(i: int) -> dict[str, Any]:
+  """Return colour and dash of the i-th line. The first 28 differ."""
   return dict(color=COLOURS[i % len(COLOURS)], linestyle=DASHES[i // len(COLOURS) % len(DASHES)])
 
 
 def _fit_at_ends(names: Sequence[str]) -> bool:
-  """Whether there is room for the names at the ends of their lines, within the panel."""
+  """Return whether the names fit at the ends of their lines, within the panel."""
   return len(names) <= 6 and max(map(len, names)) <= 12
 
 
 def _legend_below(axis: Any, handles: Sequence[Any], names: Sequence[str]) -> None:
-  """A name a line, under the panel: wide names make the picture higher, never wider."""
+  """Draw a name per line below the panel. Wide names make the picture higher, never wider."""
   axis.legend(
     handles, names, fontsize=7, frameon=False, loc='upper center', bbox_to_anchor=(0.5, -0.2),
     borderaxespad=0, handlelength=3,
@@ -137,15 +144,15 @@ def _legend_below(axis: Any, handles: Sequence[Any], names: Sequence[str]) -> No
 
 
 def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
-  """A name at the end of each line, moved where they would overlap."""
+  """Write a name at the end of each line, moved where names would overlap."""
   low, high = axis.get_ylim()
   gap = (high - low) * 0.07
   order = sorted(range(len(ends)), key=lambda i: ends[i][0].center[-1])
   at = np.array([ends[i][0].center[-1] for i in order])
   for i in range(1, len(at)):
     at[i] = max(at[i], at[i - 1] + gap)
-  at -= max(0.0, at[-1] - high)  # what stands above the picture moves down, and those below with it
-  right = max(found.x[-1] for found, _, _ in ends)
+  at -= max(0.0, at[-1] - high)  # move names above the picture down, with the names below them
+  right = max(band.x[-1] for band, _, _ in ends)
   for i, y in zip(order, at, strict=True):
     _, text, color = ends[i]
     axis.annotate(
@@ -157,61 +164,72 @@ def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
 def draw_aggregate(
   scores: dict[str, list[np.ndarray]], unit: str, out: Path
 ) -> dict[str, dict[str, Any]]:
-  """Median, IQM, mean and optimality gap with intervals; performance profiles. Returns the numbers.
+  """Draw median, IQM and performance profiles with intervals, and return the numbers.
 
   Args:
-    scores: of each algorithm, [runs] for each task, in the same order of tasks.
-    unit: of the scores, in words.
+    scores: scores [runs] of each task of each algorithm. All have the same order of tasks.
+    unit: unit of the scores, in words.
+    out: path of the picture.
   """
-  found = {name: summarised(tasks) for name, tasks in scores.items()}
+  summary = {name: summarize_tasks(tasks) for name, tasks in scores.items()}
   order = list(scores)
   outside = max(map(len, order)) > 12 or len(order) > 4
   figure, axes = _figure(
     1, 3, 4.2, 3.2, extra=max(0.3 * (len(order) - 6), LEGEND_LINE * len(order) * outside, 0)
   )
-  for axis, what in zip(axes[:2], ('iqm', 'median'), strict=True):
+  for axis, statistic in zip(axes[:2], ('iqm', 'median'), strict=True):
     for i, name in enumerate(order):
-      value, (low, high) = found[name][what], found[name][f'{what}_interval']
+      value, (low, high) = summary[name][statistic], summary[name][f'{statistic}_interval']
       axis.plot(
-        [low, high], [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=style(i)['color']
+        [low, high],
+        [i, i],
+        linewidth=7,
+        alpha=0.35,
+        solid_capstyle='butt',
+        color=line_style(i)['color'],
       )
-      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=style(i)['color'])
-    ticks = [_text(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
+      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=line_style(i)['color'])
+    ticks = [_escape(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
     axis.set_yticks(range(len(order)), ticks, fontsize=8)
-    axis.set_ylim(len(order) - 0.3, -0.7)  # the first one at the top
-    axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[what], fontsize=10)
+    axis.set_ylim(len(order) - 0.3, -0.7)  # the first algorithm is at the top
+    axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
     axis.set_xlabel('normalised score', fontsize=9)
-    _plain(axis)
-  every = np.concatenate([x for tasks in scores.values() for x in tasks])
-  thresholds = np.linspace(every.min(), every.max(), 200)
+    _clean_axis(axis)
+  all_scores = np.concatenate([x for tasks in scores.values() for x in tasks])
+  thresholds = np.linspace(all_scores.min(), all_scores.max(), 200)
   for i, tasks in enumerate(scores.values()):
-    axes[2].plot(thresholds, curves.profile(tasks, thresholds), linewidth=1.6, **style(i))
+    axes[2].plot(
+      thresholds, curves.performance_profile(tasks, thresholds), linewidth=1.6, **line_style(i)
+    )
   axes[2].set_title('performance profile', fontsize=10)
   axes[2].set_xlabel('normalised score', fontsize=9)
   axes[2].set_ylabel('share of runs above', fontsize=9)
   if outside:
-    _legend_below(axes[2], axes[2].lines, list(map(_text, order)))
+    _legend_below(axes[2], axes[2].lines, list(map(_escape, order)))
   else:
-    axes[2].legend(axes[2].lines, list(map(_text, order)), fontsize=7.5, frameon=False)
-  _plain(axes[2])
+    axes[2].legend(axes[2].lines, list(map(_escape, order)), fontsize=7.5, frameon=False)
+  _clean_axis(axes[2])
   _save(figure, out, f'{unit}; bars: 95% stratified bootstrap intervals')
-  return found
+  return summary
 
 
-def summarised(tasks: list[np.ndarray]) -> dict[str, Any]:
-  """The aggregates of one algorithm's scores, with intervals."""
+def summarize_tasks(tasks: list[np.ndarray]) -> dict[str, Any]:
+  """Return the aggregates of one algorithm's scores, with intervals."""
   scores = np.concatenate(tasks)
-  found: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
+  summary: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
   for name, center in curves.CENTERS.items():
-    found[name] = float(center(scores))
-    found[f'{name}_interval'] = list(curves.interval(tasks, center))
-  return found
+    summary[name] = float(center(scores))
+    summary[f'{name}_interval'] = list(curves.bootstrap_interval(tasks, center))
+  return summary
 
 
 def _figure(
   rows: int, columns: int, width: float, height: float, extra: float = 0.0
 ) -> tuple[Any, list[Any]]:
-  """A figure of panels of that size in inches, and `extra` inches higher; no panel is visible yet."""
+  """Make a figure of panels of `width` x `height` inches, and `extra` inches higher.
+
+  No panel is visible yet.
+  """
   from matplotlib.figure import Figure
 
   figure = Figure(figsize=(width * columns, height * rows + extra), layout='constrained')
@@ -221,7 +239,7 @@ def _figure(
   return figure, axes
 
 
-def _plain(axis: Any) -> None:
+def _clean_axis(axis: Any) -> None:
   from matplotlib.ticker import EngFormatter
 
   axis.set_visible(True)
@@ -234,22 +252,22 @@ def _plain(axis: Any) -> None:
     axis.xaxis.set_major_formatter(EngFormatter(sep=''))
 
 
-def _text(words: str) -> str:
-  """Words as they are, for matplotlib: it reads formulas between dollars, and leaves out what begins with _."""
+def _escape(words: str) -> str:
+  """Escape text for matplotlib, which reads formulas between dollars and skips a leading _."""
   words = printable(words).replace('$', r'\$')
   return f' {words}' if words.startswith('_') else words
 
 
 def _save(figure: Any, out: Path, note: str) -> None:
-  """Writes the figure, with a note at its foot; its size is as planned, whatever is in it."""
+  """Write the figure with a note at its foot. Its content does not change its size."""
   figure.supxlabel(note, fontsize=7.5, color='#555555', x=0.01, ha='left')
   with warnings.catch_warnings():
-    warnings.filterwarnings('ignore', 'Glyph')  # its font lacks a letter of a name
+    warnings.filterwarnings('ignore', 'Glyph')  # the font may lack a character
     try:
       content = io.BytesIO()
       figure.savefig(content, dpi=150, format=out.suffix[1:])
       write_whole(out, content.getvalue())
     except OSError as e:
       raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
-    except ValueError as e:  # such as an image of too many pixels
+    except ValueError as e:  # for example, an image with too many pixels
       raise UsageError(f'--out {out} cannot be drawn: {e}; plot fewer runs at once') from e

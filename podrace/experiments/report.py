@@ -1,4 +1,4 @@
-"""A report of runs: one HTML file, which needs no network. Importing this does not import jax."""
+"""A report of runs: one HTML file that needs no network. Importing this does not import jax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from podrace.errors import UnreadableFile, UsageError
 from podrace.experiments import runs
 from podrace.experiments.plot import COLOURS
-from podrace.experiments.scores import ATARI, game, human_normalised
+from podrace.experiments.scores import ATARI, atari_game, normalize_human
 from podrace.run import directory, metrics, run_end, sinks
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
@@ -22,42 +22,46 @@ from podrace.system.files.schema import SUMMARY, is_number
 from podrace.version import __version__
 
 PAGE = Path(__file__).parent / 'page'
-POINTS = 1000  # of a curve; longer ones are thinned
-VIDEO_BYTES = 8 * 2**20  # of all videos of a run
+POINTS = 1000  # most points of a curve; longer ones are thinned
+VIDEO_BYTES = 8 * 2**20  # most bytes of all videos of a run
 
 
-def write(paths: Sequence[Path], out: Path) -> dict[str, Any]:
-  """Writes the report of runs; how many there are in it, and what was left out.
+def write_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
+  """Write a report of runs, and return their number and the runs that were left out.
 
   Raises:
-    UsageError: if there is nothing to show, or the file can't be written.
+    UsageError: if there is nothing to show, or the file cannot be written.
   """
-  found, left_out = [], []
+  reports, left_out = [], []
   for path in paths:
-    run = runs.look(path)
+    run = runs.inspect_run(path)
     if run.state == run_end.BROKEN:
       left_out.append(f'{path}: {run.why}')
       continue
     try:
-      found.append(gathered(run))
+      reports.append(collect_run(run))
     except UsageError as e:
       left_out.append(str(e))
-  if not found:
+  if not reports:
     raise UsageError(f'there is nothing to report: {"; ".join(left_out) or "no runs are there"}')
-  _name(found)
-  made = datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')
+  _name_runs(reports)
+  created = datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')
   data = {
-    'runs': found, 'left_out': left_out, 'colours': COLOURS, 'version': __version__, 'made': made,
-  }  # fmt: skip
+    'runs': reports,
+    'left_out': left_out,
+    'colours': COLOURS,
+    'version': __version__,
+    'made': created,
+  }
   try:
-    write_whole(out, page(data))
+    write_whole(out, render_page(data))
   except OSError as e:
     raise UsageError(f'--out {out} cannot be written: {e.strerror}') from e
-  return {'out': str(out), 'runs': len(found), 'left_out': left_out}
+  return {'out': str(out), 'runs': len(reports), 'left_out': left_out}
 
 
-def page(data: dict[str, Any]) -> str:
-  """The page. What is in the data stays data: no tag can end its element."""
+def render_page(data: dict[str, Any]) -> str:
+  """Render the page. The data is escaped, so that no tag in it can end its element."""
   text = json.dumps(data, allow_nan=False)
   for sign in '<>&\u2028\u2029':
     text = text.replace(sign, f'\\u{ord(sign):04x}')
@@ -68,18 +72,18 @@ def page(data: dict[str, Any]) -> str:
   return html.replace('/*DATA*/', text)
 
 
-def _name(found: list[dict[str, Any]]) -> None:
-  """Gives runs their directories' names; of those that have the same, as much of the path as is needed."""
+def _name_runs(reports: list[dict[str, Any]]) -> None:
+  """Name each run after its directory, with as much of the path as makes it unique."""
   for depth in range(1, 12):
-    names = ['/'.join(Path(r['path']).absolute().parts[-depth:]) for r in found]
+    names = ['/'.join(Path(r['path']).absolute().parts[-depth:]) for r in reports]
     if len(set(names)) == len(names):
       break
-  for run, name in zip(found, names, strict=True):
+  for run, name in zip(reports, names, strict=True):
     run['name'] = name
 
 
-def gathered(run: runs.Run) -> dict[str, Any]:
-  """All that the page shows of a run, as JSON.
+def collect_run(run: runs.Run) -> dict[str, Any]:
+  """Collect all that the page shows of a run, as JSON.
 
   Raises:
     UsageError: if its metrics are damaged.
@@ -89,76 +93,77 @@ def gathered(run: runs.Run) -> dict[str, Any]:
   evaluations = metrics.read(path / 'eval.jsonl', shown=True)
   summary = read_object(path / 'summary.json', SUMMARY) or {}
   score = run.episode_return
-  name = game(run.env)
-  videos, left_out = _videos(path / 'videos')
+  name = atari_game(run.env)
+  videos, left_out = _read_videos(path / 'videos')
   try:
-    settings = sinks.flat(directory.read_run_record(path) or {})
+    settings = sinks.flatten_config(directory.read_run_record(path) or {})
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
   return {
     **run.as_json(),
     'wall_s': lines[-1].get('wall_s') if lines else None,
     'compile_s': summary.get('compile_s'),
-    'machine': _machine(summary.get('machine')),
+    'machine': _describe_machine(summary.get('machine')),
     'score': score,
-    'normalised': None if name is None or score is None else human_normalised(name, score),
+    'normalised': None if name is None or score is None else normalize_human(name, score),
     'anchors': '' if name is None else 'random play {:g}, human {:g}'.format(*ATARI[name]),
-    'metrics': _columns(lines),
+    'metrics': _collect_columns(lines),
     'evaluations': {
       'step': [line['step'] for line in evaluations],
-      'mean': [_finite(line.get('episode_return_mean')) for line in evaluations],
+      'mean': [_to_finite(line.get('episode_return_mean')) for line in evaluations],
     },
     'faults': {
       'env_restarts': int(sum(line.get('env_restarts') or 0 for line in lines)),
       'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
       'damaged': len(list((path / 'damaged').glob('*'))),
     },
-    'config': {k: _text(x) for k, x in settings.items()},
+    'config': {k: _json_value(x) for k, x in settings.items()},
     'videos': videos,
     'videos_left_out': left_out,
   }
 
 
-def _text(x: Any) -> Any:
-  """A setting as JSON that every browser reads: it has no word for what is not finite."""
+def _json_value(x: Any) -> Any:
+  """Return a setting as JSON for browsers, which cannot read non-finite numbers."""
   return str(x) if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _machine(found: Any) -> str:
-  """In words, of a summary."""
-  if not isinstance(found, dict):
+def _describe_machine(machine: Any) -> str:
+  """Describe the machine of a summary in words."""
+  if not isinstance(machine, dict):
     return ''
-  return f'{found.get("device")} x {found.get("devices")}, {found.get("cores")} cores, JAX {found.get("jax")}'
+  device, devices, cores, jax = (machine.get(k) for k in ('device', 'devices', 'cores', 'jax'))
+  return f'{device} x {devices}, {cores} cores, JAX {jax}'
 
 
-def _finite(x: Any) -> float | None:
+def _to_finite(x: Any) -> float | None:
   return float(x) if is_number(x) else None
 
 
-def _columns(lines: list[metrics.Line]) -> dict[str, list[Any]]:
-  """Each metric's values, null where there is none; and the gradient steps so far."""
-  every = -(-len(lines) // POINTS)
+def _collect_columns(lines: list[metrics.Line]) -> dict[str, list[Any]]:
+  """Return each metric's values, null where missing, and the gradient steps so far."""
+  stride = -(-len(lines) // POINTS)
   total, sums = 0, []
   for line in lines:
     total += line.get('gradient_steps') or 0
     sums.append(total)
-  kept = [i for i in range(len(lines)) if i % max(every, 1) == 0 or i == len(lines) - 1]
+  kept = [i for i in range(len(lines)) if i % max(stride, 1) == 0 or i == len(lines) - 1]
   names = {k: None for i in kept for k, v in lines[i].items() if isinstance(v, int | float)}
-  found: dict[str, list[Any]] = {n: [_finite(lines[i].get(n)) for i in kept] for n in names}
-  return found | {'gradient_steps_total': [sums[i] for i in kept]}
+  columns: dict[str, list[Any]] = {n: [_to_finite(lines[i].get(n)) for i in kept] for n in names}
+  return columns | {'gradient_steps_total': [sums[i] for i in kept]}
 
 
-def _videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
-  """The videos as data, MP4 before GIF, and those that are left out; links are not followed."""
-  found: list[dict[str, str]] = []
+def _read_videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
+  """Return the videos, MP4 before GIF, and videos that were left out. Links are not followed."""
+  videos: list[dict[str, str]] = []
   left_out: list[str] = []
   if folder.is_symlink() or not folder.is_dir():
-    return found, left_out
+    return videos, left_out
   size = 0
   try:
     files = {p: p.lstat() for p in folder.iterdir() if p.suffix in ('.mp4', '.gif')}
   except OSError as e:
-    return found, [f'{folder.name}: {e.strerror}']
+    return videos, [f'{folder.name}: {e.strerror}']
   files = {p: status for p, status in files.items() if stat.S_ISREG(status.st_mode)}
   names = {p.stem for p in files if p.suffix == '.mp4'}
   for path in sorted(files, key=lambda p: -files[p].st_mtime):
@@ -166,7 +171,8 @@ def _videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
       continue
     if size + files[path].st_size > VIDEO_BYTES:
       left_out.append(
-        f'{path.name}: {files[path].st_size / 2**20:.1f} MiB; a report has {VIDEO_BYTES >> 20} MiB of a run'
+        f'{path.name}: {files[path].st_size / 2**20:.1f} MiB; a report has {VIDEO_BYTES >> 20} MiB '
+        'of a run'
       )
       continue
     try:
@@ -177,5 +183,5 @@ def _videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:
     size += len(content)
     kind = {'.mp4': 'video/mp4', '.gif': 'image/gif'}[path.suffix]
     data = f'data:{kind};base64,{base64.b64encode(content).decode()}'
-    found.append({'name': path.stem, 'kind': path.suffix[1:], 'data': data})
-  return found, left_out
+    videos.append({'name': path.stem, 'kind': path.suffix[1:], 'data': data})
+  return videos, left_out

@@ -1,4 +1,4 @@
-"""Runs as their directories show them, to whoever did not start them. Importing this does not import jax."""
+"""Runs as their directories show them. Importing this does not import jax."""
 
 from __future__ import annotations
 
@@ -21,43 +21,44 @@ from podrace.system.files.schema import (
   SUMMARY,
 )
 
-VARIED = 'podrace.agents.population:Varied'  # the agent of a sweep in one program
+VARIED = 'podrace.agents.population:Varied'  # agent of a sweep in one program
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-  """What a run directory shows."""
+  """State of a run, read from its directory."""
 
   path: Path
   state: str
-  why: str = ''  # it stopped or failed; '' if that is not known
-  agent: str = ''  # of a sweep in one program, the agent that is varied
-  sweep: bool = False  # it has several settings of its agent
+  why: str = ''  # reason why the run stopped or failed, '' if unknown
+  agent: str = ''  # for a sweep in one program, the varied agent
+  sweep: bool = False  # whether the agent has many settings
   env: str = ''
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
   total_steps: int = 0
-  episode_return: float | None = None  # the newest; of a finished run, its summary's
+  episode_return: float | None = None  # newest value; of a finished run, its summary's
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
   size: int = 0  # bytes of all files
 
   def as_json(self) -> dict[str, Any]:
+    """Return the fields as JSON."""
     return dataclasses.asdict(self) | {'path': str(self.path)}
 
 
 def find(root: Path) -> list[Path]:
-  """All run directories under a directory, or itself; by name.
+  """Return all run directories in a directory, or the directory itself, by name.
 
   Raises:
-    UsageError: if it is no directory.
+    UsageError: if it is not a directory.
   """
   if not os.path.isdir(root):  # Path.is_dir fails for a long name
     raise UsageError(f'{root} is no directory')
-  return sorted(_found(str(root)))
+  return sorted(_walk(str(root)))
 
 
-def _found(root: str) -> Iterator[Path]:
+def _walk(root: str) -> Iterator[Path]:
   folders = [root]
   while folders:
     folder = folders.pop()
@@ -71,26 +72,27 @@ def _found(root: str) -> Iterator[Path]:
             folders.append(entry.path)
 
 
-def look(path: Path) -> Run:
-  """What a run directory shows now; a damaged one is `BROKEN`, and `why` says how."""
-  age, size = max(0.0, time.time() - _changed(path)), size_of(str(path))
+def inspect_run(path: Path) -> Run:
+  """Return the current state of a run. A damaged run is `BROKEN`, and `why` says how."""
+  age, size = max(0.0, time.time() - _modified_at(path)), size_of(str(path))
   try:
     line, written = last_line(path / 'metrics.jsonl')
     age = max(0.0, time.time() - written) if written else age
     record = read_run_record(path)
     if record is None:
-      raise UnreadableFile(path / 'config.json', 'is not there')  # any more
+      raise UnreadableFile(path / 'config.json', 'is not there')  # deleted meanwhile
     running = is_running(path)
     summary = {} if running else read_object(path / 'summary.json', SUMMARY) or {}
     end = {} if running else read_end(path)
   except UnreadableFile as e:
     reason = str(e).removeprefix(f'{path}/')
     return Run(path, BROKEN, reason, age_s=age, size=size)
-  total = steps_of(record)
+  total = planned_steps(record)
   state, why = FINISHED, ''
   if running:
     state = RUNNING
-  elif 'ended' in summary and summary.get('step', 0) >= line.get('step', 0):  # by a callback
+  # a callback ended the run
+  elif 'ended' in summary and summary.get('step', 0) >= line.get('step', 0):
     why = summary['ended']
   elif summary.get('step', 0) < total:
     state, why = end.get('state', KILLED), end.get('why', '')
@@ -115,10 +117,10 @@ def look(path: Path) -> Run:
   )
 
 
-def steps_of(record: dict[str, Any]) -> int:
-  """The steps that a run has, in whole updates."""
+def planned_steps(record: dict[str, Any]) -> int:
+  """Return the steps of a recorded run, in whole updates."""
   update = record.get('num_envs', 1) * record.get('unroll_length', 1)
-  if record.get(KIND) == 'discover':  # as `Discovery.steps_per_update`
+  if record.get(KIND) == 'discover':  # like `Discovery.steps_per_update`
     groups = len(record['env'].split()) * max(1, len(record['widths']))
     update *= groups * record['agents'] * (record['agent_updates'] + 1)
   total: int = -(-record['total_steps'] // update) * update
@@ -126,7 +128,7 @@ def steps_of(record: dict[str, Any]) -> int:
 
 
 def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
-  """The name of a recorded agent, and whether it is a sweep of that one."""
+  """Return the name of a recorded agent, and whether it is a sweep of that agent."""
   inner = record.get('agent')
   if record['name'] != VARIED or not isinstance(inner, dict):
     return record['name'], False
@@ -135,14 +137,18 @@ def agent_of(record: dict[str, Any]) -> tuple[str, bool]:
   return (names[0] if names else where or VARIED), True
 
 
-def _changed(path: Path) -> float:
+def _modified_at(path: Path) -> float:
   with contextlib.suppress(OSError):
     return path.stat().st_mtime
   return time.time()
 
 
 def check_stopped(path: Path) -> None:
-  """Raises UsageError unless a directory is a run, and certainly not one that is still going."""
+  """Check that a directory is a run that has certainly stopped.
+
+  Raises:
+    UsageError: if not.
+  """
   if not os.path.lexists(path / 'config.json'):
     raise UsageError(f'{path} is not a run directory: it has no config.json')
   if (running := is_running(path)) is None:
@@ -155,10 +161,10 @@ def check_stopped(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-  """Deletes a run directory; a link in it is removed, and what it leads to stays.
+  """Delete a run directory. A link in it is removed, and its target stays.
 
   Raises:
-    UsageError: if it is no run, or one that is still going.
+    UsageError: if it is not a run, or is still running.
   """
   if path.is_symlink():
     raise UsageError(f'{path} is a symbolic link: name the run that it leads to')
@@ -169,6 +175,3 @@ def remove(path: Path) -> None:
     raise UsageError(f'{path} has folders nested too deep: delete it with rm -r') from None
   except OSError as e:
     raise UsageError(f'{path} cannot be deleted: {e.filename}: {e.strerror}') from e
-
-
-# --- for the run itself -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Scores of several tasks together: normalised, and compared."""
+"""Scores over tasks: normalize, aggregate and compare them."""
 
 from __future__ import annotations
 
@@ -13,35 +13,37 @@ import numpy as np
 
 from podrace.errors import UsageError
 from podrace.experiments import curves, plot
-from podrace.experiments.curves import Group
-from podrace.experiments.labels import labels
+from podrace.experiments.curves import CurveGroup
+from podrace.experiments.labels import make_labels
 
-# Random play's and a professional human's score in each of 57 Atari games, with up to 30 no-ops at the start and at
-# most 108,000 frames: the table of Wang et al. 2016 (arXiv 1511.06581), as dqn_zoo has it.
+# Scores of random play and of a professional human in 57 Atari games, with up to 30 no-ops at the
+# start and at most 108,000 frames: the table of Wang et al. 2016 (arXiv 1511.06581), as in dqn_zoo.
 ATARI = {
-  'alien': (227.8, 7127.7), 'amidar': (5.8, 1719.5), 'assault': (222.4, 742.0), 'asterix': (210.0, 8503.3),
-  'asteroids': (719.1, 47388.7), 'atlantis': (12850.0, 29028.1), 'bank_heist': (14.2, 753.1),
-  'battle_zone': (2360.0, 37187.5), 'beam_rider': (363.9, 16926.5), 'berzerk': (123.7, 2630.4),
-  'bowling': (23.1, 160.7), 'boxing': (0.1, 12.1), 'breakout': (1.7, 30.5), 'centipede': (2090.9, 12017.0),
-  'chopper_command': (811.0, 7387.8), 'crazy_climber': (10780.5, 35829.4), 'defender': (2874.5, 18688.9),
+  'alien': (227.8, 7127.7), 'amidar': (5.8, 1719.5), 'assault': (222.4, 742.0),
+  'asterix': (210.0, 8503.3), 'asteroids': (719.1, 47388.7), 'atlantis': (12850.0, 29028.1),
+  'bank_heist': (14.2, 753.1), 'battle_zone': (2360.0, 37187.5), 'beam_rider': (363.9, 16926.5),
+  'berzerk': (123.7, 2630.4), 'bowling': (23.1, 160.7), 'boxing': (0.1, 12.1),
+  'breakout': (1.7, 30.5), 'centipede': (2090.9, 12017.0), 'chopper_command': (811.0, 7387.8),
+  'crazy_climber': (10780.5, 35829.4), 'defender': (2874.5, 18688.9),
   'demon_attack': (152.1, 1971.0), 'double_dunk': (-18.6, -16.4), 'enduro': (0.0, 860.5),
   'fishing_derby': (-91.7, -38.7), 'freeway': (0.0, 29.6), 'frostbite': (65.2, 4334.7),
   'gopher': (257.6, 2412.5), 'gravitar': (173.0, 3351.4), 'hero': (1027.0, 30826.4),
-  'ice_hockey': (-11.2, 0.9), 'jamesbond': (29.0, 302.8), 'kangaroo': (52.0, 3035.0), 'krull': (1598.0, 2665.5),
-  'kung_fu_master': (258.5, 22736.3), 'montezuma_revenge': (0.0, 4753.3), 'ms_pacman': (307.3, 6951.6),
-  'name_this_game': (2292.3, 8049.0), 'phoenix': (761.4, 7242.6), 'pitfall': (-229.4, 6463.7),
-  'pong': (-20.7, 14.6), 'private_eye': (24.9, 69571.3), 'qbert': (163.9, 13455.0),
-  'riverraid': (1338.5, 17118.0), 'road_runner': (11.5, 7845.0), 'robotank': (2.2, 11.9),
-  'seaquest': (68.4, 42054.7), 'skiing': (-17098.1, -4336.9), 'solaris': (1236.3, 12326.7),
-  'space_invaders': (148.0, 1668.7), 'star_gunner': (664.0, 10250.0), 'surround': (-10.0, 6.5),
-  'tennis': (-23.8, -8.3), 'time_pilot': (3568.0, 5229.2), 'tutankham': (11.4, 167.6),
-  'up_n_down': (533.4, 11693.2), 'venture': (0.0, 1187.5), 'video_pinball': (16256.9, 17667.9),
-  'wizard_of_wor': (563.5, 4756.5), 'yars_revenge': (3092.9, 54576.9), 'zaxxon': (32.5, 9173.3),
+  'ice_hockey': (-11.2, 0.9), 'jamesbond': (29.0, 302.8), 'kangaroo': (52.0, 3035.0),
+  'krull': (1598.0, 2665.5), 'kung_fu_master': (258.5, 22736.3), 'montezuma_revenge': (0.0, 4753.3),
+  'ms_pacman': (307.3, 6951.6), 'name_this_game': (2292.3, 8049.0), 'phoenix': (761.4, 7242.6),
+  'pitfall': (-229.4, 6463.7), 'pong': (-20.7, 14.6), 'private_eye': (24.9, 69571.3),
+  'qbert': (163.9, 13455.0), 'riverraid': (1338.5, 17118.0), 'road_runner': (11.5, 7845.0),
+  'robotank': (2.2, 11.9), 'seaquest': (68.4, 42054.7), 'skiing': (-17098.1, -4336.9),
+  'solaris': (1236.3, 12326.7), 'space_invaders': (148.0, 1668.7), 'star_gunner': (664.0, 10250.0),
+  'surround': (-10.0, 6.5), 'tennis': (-23.8, -8.3), 'time_pilot': (3568.0, 5229.2),
+  'tutankham': (11.4, 167.6), 'up_n_down': (533.4, 11693.2), 'venture': (0.0, 1187.5),
+  'video_pinball': (16256.9, 17667.9), 'wizard_of_wor': (563.5, 4756.5),
+  'yars_revenge': (3092.9, 54576.9), 'zaxxon': (32.5, 9173.3),
 }  # fmt: skip
 
 
-# Weights of log10(1 + percent of human) in five games, for that of the median over all 57: Aitchison et al. 2022
-# (Atari-5, arXiv 2210.02019), computed by its authors' code from its data set (44 algorithms).
+# Weights of log10(1 + percent of human) in five games that predict it for the median over all 57:
+# Aitchison et al. 2022 (Atari-5, arXiv 2210.02019), by its authors' code and data (44 algorithms).
 ATARI5 = {
   'battle_zone': 0.38198,
   'double_dunk': 0.06791,
@@ -51,81 +53,86 @@ ATARI5 = {
 }
 
 
-def atari5(human_normalised: dict[str, float]) -> float:
-  """The median over 57 games that five of them predict; both are human-normalised, with 1 for a human."""
-  logs = [w * np.log10(1 + 100 * max(human_normalised[name], 0.0)) for name, w in ATARI5.items()]
+def atari5(scores: dict[str, float]) -> float:
+  """Predict the median over 57 games from the scores of five. Both are human-normalised."""
+  logs = [w * np.log10(1 + 100 * max(scores[name], 0.0)) for name, w in ATARI5.items()]
   return float(10 ** sum(logs) - 1) / 100
 
 
-def game(env: str) -> str | None:
-  """The Atari game of an environment's name; None if it is none of the 57."""
+def atari_game(env: str) -> str | None:
+  """Return the Atari game of an environment's name, or None if it is not one of the 57."""
   library, _, rest = env.partition(':')
   name = rest.partition(',')[0]
   return name if library == 'ale' and name in ATARI else None
 
 
-def human_normalised(name: str, score: Any) -> Any:
-  """0 as random play, 1 as a human."""
+def normalize_human(name: str, score: Any) -> Any:
+  """Scale a score so that random play is 0 and a human is 1."""
   low, high = ATARI[name]
   return (score - low) / (high - low)
 
 
-def aggregate(groups: Sequence[Group], normalise: str, out: Path) -> dict[str, Any]:
-  """Draws the aggregates of configurations over tasks; returns the numbers.
+def aggregate(groups: Sequence[CurveGroup], normalise: str, out: Path) -> dict[str, Any]:
+  """Draw the aggregates of configurations over tasks, and return the numbers.
+
+  Args:
+    groups: groups of curves.
+    normalise: 'human', 'minmax', or '' for human if all tasks are Atari games, else minmax.
+    out: path of the picture.
 
   Raises:
-    UsageError: if a configuration lacks a task that another one has, or there is but one score.
+    UsageError: if a configuration lacks a task of another, or all runs of a task have one score.
   """
   envs = list(dict.fromkeys(g.env for g in groups))
   without_env = [
     dataclasses.replace(g, config={k: v for k, v in g.config.items() if k != 'env'}) for g in groups
   ]
-  names = labels(without_env)
-  found: dict[str, dict[str, np.ndarray]] = {}
+  names = make_labels(without_env)
+  scores_by_name: dict[str, dict[str, np.ndarray]] = {}
   for g, name in zip(groups, names, strict=True):
-    of_group = np.array([curves.final(c) for c in g.curves])
-    before = found.setdefault(name, {}).get(g.env, np.array([]))
-    found[name][g.env] = np.concatenate([before, of_group])
-  for name, tasks in found.items():
+    of_group = np.array([curves.final_mean(c) for c in g.curves])
+    before = scores_by_name.setdefault(name, {}).get(g.env, np.array([]))
+    scores_by_name[name][g.env] = np.concatenate([before, of_group])
+  for name, tasks in scores_by_name.items():
     if lacks := [e for e in envs if e not in tasks]:
       raise UsageError(
         f'--aggregate: {name} has no run in {", ".join(lacks)}; all need the same tasks'
       )
-  unit, scaled = _normalised(found, envs, normalise)
+  unit, scaled = _normalize(scores_by_name, envs, normalise)
   numbers = plot.draw_aggregate(scaled, unit, out)
   pairs = [
     {'better': a, 'than': b, 'probability': curves.probability_of_improvement(scaled[a], scaled[b])}
     for a, b in itertools.permutations(scaled, 2)
   ]
-  games = [game(e) for e in envs]
+  games = [atari_game(e) for e in envs]
   if set(ATARI5) <= set(games):
-    for name, tasks in found.items():
+    for name, tasks in scores_by_name.items():
       means = {
-        g: human_normalised(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
+        g: normalize_human(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
       }
       numbers[name]['atari5'] = atari5(means)
   return {'normalised': unit, 'tasks': envs, 'groups': numbers, 'probability_of_improvement': pairs}
 
 
-def _normalised(
-  found: dict[str, dict[str, np.ndarray]], envs: list[str], normalise: str
+def _normalize(
+  scores_by_name: dict[str, dict[str, np.ndarray]], envs: list[str], normalise: str
 ) -> tuple[str, dict[str, list[np.ndarray]]]:
-  """The unit, and of each configuration the scores [runs] of each task."""
+  """Return the unit, and the normalised scores [runs] of each task by configuration."""
   if normalise not in ('', 'human', 'minmax'):
     raise UsageError(f'--normalise is human or minmax, not {normalise!r}')
-  other = [e for e in envs if game(e) is None]
-  if normalise == 'human' and other:
-    raise UsageError(f'--normalise human: no human score is known of {", ".join(other)}')
-  if normalise == 'human' or (not normalise and not other):
-    scales = {e: ATARI[str(game(e))] for e in envs}
+  other_envs = [e for e in envs if atari_game(e) is None]
+  if normalise == 'human' and other_envs:
+    raise UsageError(f'--normalise human: no human score is known of {", ".join(other_envs)}')
+  if normalise == 'human' or (not normalise and not other_envs):
+    scales = {e: ATARI[str(atari_game(e))] for e in envs}
     unit = 'human-normalised: random play is 0, a human 1'
   else:
-    every = {e: np.concatenate([tasks[e] for tasks in found.values()]) for e in envs}
-    scales = {e: (float(x.min()), float(x.max())) for e, x in every.items()}
+    all_scores = {e: np.concatenate([tasks[e] for tasks in scores_by_name.values()]) for e in envs}
+    scales = {e: (float(x.min()), float(x.max())) for e, x in all_scores.items()}
     unit = 'the lowest run of each task is 0, the highest 1'
     if flat := [e for e, (low, high) in scales.items() if low == high]:
       raise UsageError(f'--normalise minmax: all runs have the same score in {json.dumps(flat)}')
   return unit, {
     name: [(tasks[e] - scales[e][0]) / (scales[e][1] - scales[e][0]) for e in envs]
-    for name, tasks in found.items()
+    for name, tasks in scores_by_name.items()
   }

@@ -1,6 +1,6 @@
-"""podrace's own networks as they act, written once: NumPy computes them, podrace.policy.onnx writes them as a graph.
+"""podrace's own networks as they act: NumPy computes them, podrace.policy.onnx writes their graph.
 
-Importing this imports neither jax nor anything else of podrace.
+Importing this imports neither jax nor another module of podrace.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, Protocol
 import numpy as np
 
 MASKED = np.float32(-1e9)  # the logit of an action that the environment forbids
-STATES = {'none': 0, 'gru': 1, 'lstm': 2}  # arrays [B, core_size] of a core's state
+STATES = {'none': 0, 'gru': 1, 'lstm': 2}  # number of arrays [B, core_size] in a core's state
 IMAGES = {
   'nature': 'Nature',
   'impala': 'ImpalaShallow',
   'impala-deep': 'ImpalaDeep',
   'grid': 'Grid',
 }
-CONVOLVED = 2**26  # numbers of a convolution of one observation: the patches, or the features
-STRIDES = {'nature': (4, 2, 1), 'impala': (4, 2), 'grid': (1,)}  # of the convolutions
+CONVOLVED = 2**26  # most numbers of a convolution of one observation: its patches or features
+STRIDES = {'nature': (4, 2, 1), 'impala': (4, 2), 'grid': (1,)}  # strides of the convolutions
 
 Params = dict[str, np.ndarray]
 Tensor = Any  # an array of NumPy, or a value of a graph: both have + - * / @
@@ -27,81 +27,105 @@ Bound = np.ndarray | np.floating
 
 
 class Operations(Protocol):
-  """What a network needs besides + - * / and @; B is the batch, which a graph does not know."""
+  """Operations of a network besides + - * / and @. B is the batch, unknown in a graph."""
 
-  def cast(self, x: Tensor, dtype: str) -> Tensor: ...
+  def cast(self, x: Tensor, dtype: str) -> Tensor:
+    """Convert x to `dtype`."""
+
   def reshape(self, x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """[B, ...] -> [B, *shape]."""
+    """Reshape [B, ...] to [B, *shape]."""
 
   def columns(self, x: Tensor, start: int, stop: int) -> Tensor:
-    """[B, n] -> [B, stop - start]."""
+    """Slice [B, n] to [B, stop - start]."""
 
-  def channels_last(self, x: Tensor) -> Tensor: ...
+  def channels_last(self, x: Tensor) -> Tensor:
+    """Transpose [B, C, H, W] to [B, H, W, C]."""
+
   def concat(self, xs: Sequence[Tensor]) -> Tensor:
-    """Along the last axis."""
+    """Concatenate along the last axis."""
 
   def one_hot(self, x: Tensor, values: np.ndarray) -> Tensor:
-    """[B, 1] -> floats [B, n], 1 where x is the value."""
+    """Compare [B, 1] with values [n]: floats [B, n], 1 where equal."""
 
-  def log(self, x: Tensor) -> Tensor: ...
-  def tanh(self, x: Tensor) -> Tensor: ...
-  def relu(self, x: Tensor) -> Tensor: ...
-  def sigmoid(self, x: Tensor) -> Tensor: ...
-  def softmax(self, x: Tensor) -> Tensor: ...
-  def clip(self, x: Tensor, low: Bound, high: Bound) -> Tensor: ...
-  def where(self, mask: Tensor, x: Tensor, otherwise: Bound) -> Tensor: ...
+  def log(self, x: Tensor) -> Tensor:
+    """Return the natural logarithm."""
+
+  def tanh(self, x: Tensor) -> Tensor:
+    """Return the hyperbolic tangent."""
+
+  def relu(self, x: Tensor) -> Tensor:
+    """Return max(x, 0)."""
+
+  def sigmoid(self, x: Tensor) -> Tensor:
+    """Return the logistic function."""
+
+  def softmax(self, x: Tensor) -> Tensor:
+    """Return the softmax over the last axis."""
+
+  def clip(self, x: Tensor, low: Bound, high: Bound) -> Tensor:
+    """Limit x to [low, high]."""
+
+  def where(self, mask: Tensor, x: Tensor, otherwise: Bound) -> Tensor:
+    """Return x where `mask` holds, else `otherwise`."""
+
   def mean(self, x: Tensor, axis: int) -> Tensor:
-    """The axis stays, with length 1."""
+    """Average over an axis, which stays with length 1."""
 
   def sum(self, x: Tensor) -> Tensor:
-    """Over the last axis, which goes."""
+    """Sum over the last axis, which is removed."""
 
   def argmax(self, x: Tensor) -> Tensor:
-    """[B, n] -> [B], the first of equal ones."""
+    """Map [B, n] to the index [B] of the first largest element."""
 
   def conv(
     self, x: Tensor, kernel: np.ndarray, bias: np.ndarray, stride: int, same: bool
   ) -> Tensor:
-    """[B, H, W, C] with [h, w, C, F]."""
+    """Convolve [B, H, W, C] with `kernel` [h, w, C, F]."""
 
   def max_pool(self, x: Tensor) -> Tensor:
-    """3x3, stride 2, same padding; [B, H, W, C]."""
+    """Pool [B, H, W, C] by 3x3 with stride 2 and same padding."""
 
 
-def leaves(space: Any) -> list[dict[str, Any]]:
-  """The arrays of a described space; dicts in the order of their keys, as JAX has them."""
+def flatten_space(space: Any) -> list[dict[str, Any]]:
+  """Return the array specs of a described space, with dict keys sorted as in JAX."""
   if not isinstance(space, dict):
     raise ValueError('has a space that is no object')
   if 'dict' in space:
     parts = space['dict']
     if not isinstance(parts, dict):
       raise ValueError('has a space whose dict is no object')
-    return [x for key in sorted(parts) for x in leaves(parts[key])]
+    return [x for key in sorted(parts) for x in flatten_space(parts[key])]
   if 'tuple' in space:
     if not isinstance(space['tuple'], list):
       raise ValueError('has a space whose tuple is no list')
-    return [x for part in space['tuple'] for x in leaves(part)]
+    return [x for part in space['tuple'] for x in flatten_space(part)]
   return [space]
 
 
-class Network:
-  """Torso, core, head, and the best action, of what policy.json says."""
+class PolicyNetwork:
+  """The network that policy.json describes: torso, core, head and the best action."""
 
   def __init__(self, about: dict[str, Any], params: Params, ops: Operations) -> None:
     self._net, self._action = about['network'], about['action']
-    self._specs = leaves(about['observation_space'])
+    self._specs = flatten_space(about['observation_space'])
     self._params, self._ops = params, ops
 
   def step(
     self, inputs: Sequence[Tensor], state: Sequence[Tensor]
   ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The action and the core's next state, of the observation's arrays [B, ...] and the state."""
+    """Return the action and the core's next state.
+
+    Args:
+      inputs: arrays [B, ...] of the observation.
+      state: arrays [B, core_size] of the core's state.
+    """
     mask = None
     if self._net['mask'] is not None:
       mask = self._ops.cast(self._ops.reshape(inputs[self._net['mask']], (-1,)), 'bool')
-    shown = [i for i in range(len(inputs)) if i != self._net['mask']]  # of policies of old
+    # older policies have no `inputs`
+    shown = [i for i in range(len(inputs)) if i != self._net['mask']]
     shown = self._net.get('inputs', shown)
-    features = [self._as_floats(self._specs[i], self._standardised(i, inputs[i])) for i in shown]
+    features = [self._as_floats(self._specs[i], self._standardize(i, inputs[i])) for i in shown]
     images = [len(self._specs[i]['shape']) == 3 for i in shown]
     x, after = self._torso(features, images), ()
     if self._net['core'] != 'none':
@@ -110,7 +134,7 @@ class Network:
 
   # --- observations -----------------------------------------------------------------------------
 
-  def _standardised(self, i: int, x: Tensor) -> Tensor:
+  def _standardize(self, i: int, x: Tensor) -> Tensor:
     if i not in self._net['floats'] or 'observation/mean/0' not in self._params:
       return x
     n = self._net['floats'].index(i)
@@ -133,11 +157,11 @@ class Network:
     if spec['pixels']:
       x = x / np.float32(255)
     else:
-      x = self._encoded(x, np.asarray(spec.get('log', False), np.float32))
+      x = self._encode(x, np.asarray(spec.get('log', False), np.float32))
       x = x / np.asarray(spec['scale'], np.float32)
     return ops.channels_last(x) if spec.get('channels_first') else x
 
-  def _encoded(self, x: Tensor, log: np.ndarray) -> Tensor:
+  def _encode(self, x: Tensor, log: np.ndarray) -> Tensor:
     """sign(x) * log(1 + |x|) where `log` is 1, x where it is 0."""
     if not np.any(log):
       return x
@@ -281,7 +305,7 @@ class Numpy:
 
   def sigmoid(self, x: np.ndarray) -> np.ndarray:
     half = np.float32(0.5)
-    return half * (np.tanh(half * x) + np.float32(1))  # without overflow
+    return half * (np.tanh(half * x) + np.float32(1))  # this form does not overflow
 
   def softmax(self, x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(-1, keepdims=True))
@@ -307,7 +331,7 @@ class Numpy:
   ) -> np.ndarray:
     height, width, channels, features = kernel.shape
     if same:
-      x = _padded(x, height, stride, 0.0)
+      x = _pad_same(x, height, stride, 0.0)
     windows = np.lib.stride_tricks.sliding_window_view(x, (height, width), axis=(1, 2))
     windows = windows[:, ::stride, ::stride]  # [B, H, W, C, h, w]
     places = windows.shape[1] * windows.shape[2]
@@ -317,14 +341,14 @@ class Numpy:
     return patches @ kernel.reshape(-1, features) + bias
 
   def max_pool(self, x: np.ndarray) -> np.ndarray:
-    x = _padded(x, 3, 2, -np.inf)
+    x = _pad_same(x, 3, 2, -np.inf)
     windows = np.lib.stride_tricks.sliding_window_view(x, (3, 3), axis=(1, 2))[:, ::2, ::2]
-    found: np.ndarray = windows.max((-1, -2))
-    return found
+    pooled: np.ndarray = windows.max((-1, -2))
+    return pooled
 
 
-def _padded(x: np.ndarray, window: int, stride: int, value: float) -> np.ndarray:
-  """As 'SAME' has it."""
+def _pad_same(x: np.ndarray, window: int, stride: int, value: float) -> np.ndarray:
+  """Pad [B, H, W, C] as 'SAME' does."""
   sides = []
   for size in x.shape[1:3]:
     total = max((-(-size // stride) - 1) * stride + window - size, 0)

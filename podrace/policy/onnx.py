@@ -1,7 +1,7 @@
-"""A policy as an ONNX graph: podrace.policy.network, with operations that write nodes instead of computing.
+"""A policy as an ONNX graph: podrace.policy.network with operations that write nodes.
 
-The graph takes the arrays of an observation [B, ...] and the core's state, and returns the action and the next
-state, for any batch B. The state at the beginning of an episode is zeros.
+The graph takes the arrays of an observation [B, ...] and the core's state, and returns the action
+and the next state, for any batch B. The state at the beginning of an episode is zeros.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.policy.network import STATES, Bound, Network, Params, leaves
+from podrace.policy.network import STATES, Bound, Params, PolicyNetwork, flatten_space
 from podrace.system import importing
 
 OPSET, IR = 18, 10  # ONNX Runtime reads them since 1.18
@@ -19,11 +19,11 @@ BATCH = 'batch'
 
 
 def why_not(about: dict[str, Any]) -> str:
-  """Why a policy has no ONNX graph; '' if it can have one."""
+  """Return the reason why a policy has no ONNX graph, or ''."""
   if about['network'] is None:
     return (
-      f"{about['agent']} has a network of its own, or a transformer, or does not take its network's best action; only "
-      "the best actions of podrace's other networks are written as ONNX"
+      f'{about["agent"]} has a network of its own, or a transformer, or does not take its '
+      "network's best action; only the best actions of podrace's other networks are written as ONNX"
     )
   try:
     import onnx.helper  # noqa: F401 (a directory of the name onnx has none)
@@ -32,72 +32,76 @@ def why_not(about: dict[str, Any]) -> str:
   return ''
 
 
-def graph(about: dict[str, Any], params: Params) -> bytes:
-  """The policy of what policy.json says, as a serialised ONNX model."""
+def build_graph(about: dict[str, Any], params: Params) -> bytes:
+  """Return the policy that policy.json describes as a serialized ONNX model."""
   import onnx
   from onnx import helper
 
-  nodes = Graph()
+  nodes = GraphOperations()
   network, action = about['network'], about['action']
   space = [
     nodes.input(_name('observation', i), s['shape'], s['dtype'])
-    for i, s in enumerate(leaves(about['observation_space']))
+    for i, s in enumerate(flatten_space(about['observation_space']))
   ]
   size = [network['core_size']]
   count = STATES[network['core']]
   before = [nodes.input(_name('state', i), size, 'float32') for i in range(count)]
-  best, after = Network(about, params, nodes).step(space, before)
+  best, after = PolicyNetwork(about, params, nodes).step(space, before)
   typed = nodes.cast(nodes.reshape(best, tuple(action['shape'])), action['dtype'])
   nodes.output('action', typed, action['shape'], action['dtype'])
   for i, x in enumerate(after):
     nodes.output(_name('next_state', i), x, size, 'float32')
-  made = helper.make_graph(nodes.nodes, 'policy', nodes.inputs, nodes.outputs, nodes.constants)
+  onnx_graph = helper.make_graph(
+    nodes.nodes, 'policy', nodes.inputs, nodes.outputs, nodes.constants
+  )
   opsets = [helper.make_opsetid('', OPSET)]
-  model = helper.make_model(made, opset_imports=opsets, ir_version=IR, producer_name='podrace')
+  model = helper.make_model(
+    onnx_graph, opset_imports=opsets, ir_version=IR, producer_name='podrace'
+  )
   helper.set_model_props(model, {k: str(about[k]) for k in ('podrace', 'agent', 'env', 'step')})
   onnx.checker.check_model(model, full_check=True)
   return bytes(model.SerializeToString(deterministic=True))
 
 
-def _name(what: str, i: int) -> str:
-  return f'{what}_{i}'
+def _name(kind: str, i: int) -> str:
+  return f'{kind}_{i}'
 
 
-class Value:
+class GraphValue:
   """A tensor of the graph."""
 
-  __array_ufunc__ = None  # so that NumPy leaves `array + value` to the value
+  __array_ufunc__ = None  # NumPy then leaves `array + value` to the value
 
-  def __init__(self, nodes: Graph, name: str) -> None:
+  def __init__(self, nodes: GraphOperations, name: str) -> None:
     self.nodes, self.name = nodes, name
 
-  def __add__(self, other: Any) -> Value:
+  def __add__(self, other: Any) -> GraphValue:
     return self.nodes.node('Add', self, other)
 
-  def __radd__(self, other: Any) -> Value:
+  def __radd__(self, other: Any) -> GraphValue:
     return self.nodes.node('Add', other, self)
 
-  def __sub__(self, other: Any) -> Value:
+  def __sub__(self, other: Any) -> GraphValue:
     return self.nodes.node('Sub', self, other)
 
-  def __rsub__(self, other: Any) -> Value:
+  def __rsub__(self, other: Any) -> GraphValue:
     return self.nodes.node('Sub', other, self)
 
-  def __mul__(self, other: Any) -> Value:
+  def __mul__(self, other: Any) -> GraphValue:
     return self.nodes.node('Mul', self, other)
 
-  def __rmul__(self, other: Any) -> Value:
+  def __rmul__(self, other: Any) -> GraphValue:
     return self.nodes.node('Mul', other, self)
 
-  def __truediv__(self, other: Any) -> Value:
+  def __truediv__(self, other: Any) -> GraphValue:
     return self.nodes.node('Div', self, other)
 
-  def __matmul__(self, other: Any) -> Value:
+  def __matmul__(self, other: Any) -> GraphValue:
     return self.nodes.node('MatMul', self, other)
 
 
-class Graph:
-  """Operations that become nodes; see podrace.policy.network.Operations for each."""
+class GraphOperations:
+  """Operations that write nodes. podrace.policy.network.Operations describes each."""
 
   def __init__(self) -> None:
     self.nodes: list[Any] = []
@@ -106,24 +110,26 @@ class Graph:
     self.outputs: list[Any] = []
     self._count = 0
 
-  def input(self, name: str, shape: Sequence[int], dtype: str) -> Value:
+  def input(self, name: str, shape: Sequence[int], dtype: str) -> GraphValue:
+    """Add an input of shape [B, *shape]."""
     self.inputs.append(_info(name, shape, dtype))
-    return Value(self, name)
+    return GraphValue(self, name)
 
-  def output(self, name: str, x: Value, shape: Sequence[int], dtype: str) -> None:
+  def output(self, name: str, x: GraphValue, shape: Sequence[int], dtype: str) -> None:
+    """Add an output of shape [B, *shape]."""
     from onnx import helper
 
     self.nodes.append(helper.make_node('Identity', [x.name], [name]))
     self.outputs.append(_info(name, shape, dtype))
 
-  def node(self, kind: str, *inputs: Any, **attributes: Any) -> Value:
-    """A node with one output; arrays among its inputs become constants."""
+  def node(self, kind: str, *inputs: Any, **attributes: Any) -> GraphValue:
+    """Add a node with one output. Array inputs become constants."""
     from onnx import helper
 
-    names = [x.name if isinstance(x, Value) else self._constant(np.asarray(x)) for x in inputs]
+    names = [x.name if isinstance(x, GraphValue) else self._constant(np.asarray(x)) for x in inputs]
     name = self._fresh()
     self.nodes.append(helper.make_node(kind, names, [name], **attributes))
-    return Value(self, name)
+    return GraphValue(self, name)
 
   def _constant(self, x: np.ndarray) -> str:
     from onnx import numpy_helper
@@ -138,61 +144,63 @@ class Graph:
 
   # --- operations -------------------------------------------------------------------------------
 
-  def cast(self, x: Value, dtype: str) -> Value:
+  def cast(self, x: GraphValue, dtype: str) -> GraphValue:
     return self.node('Cast', x, to=_type(dtype))
 
-  def reshape(self, x: Value, shape: tuple[int, ...]) -> Value:
+  def reshape(self, x: GraphValue, shape: tuple[int, ...]) -> GraphValue:
     if -1 in shape:
-      return self.node('Reshape', x, np.array([0, *shape], np.int64))  # 0: as it is
+      return self.node('Reshape', x, np.array([0, *shape], np.int64))  # 0 keeps the dimension
     return self.node('Reshape', x, np.array([-1, *shape], np.int64))
 
-  def columns(self, x: Value, start: int, stop: int) -> Value:
+  def columns(self, x: GraphValue, start: int, stop: int) -> GraphValue:
     bounds = (np.array([i], np.int64) for i in (start, stop, 1))
     return self.node('Slice', x, *bounds)
 
-  def channels_last(self, x: Value) -> Value:
+  def channels_last(self, x: GraphValue) -> GraphValue:
     return self.node('Transpose', x, perm=[0, 2, 3, 1])
 
-  def _channels_first(self, x: Value) -> Value:
+  def _channels_first(self, x: GraphValue) -> GraphValue:
     return self.node('Transpose', x, perm=[0, 3, 1, 2])
 
-  def concat(self, xs: Sequence[Value]) -> Value:
+  def concat(self, xs: Sequence[GraphValue]) -> GraphValue:
     return xs[0] if len(xs) == 1 else self.node('Concat', *xs, axis=-1)
 
-  def one_hot(self, x: Value, values: np.ndarray) -> Value:
+  def one_hot(self, x: GraphValue, values: np.ndarray) -> GraphValue:
     return self.cast(self.node('Equal', x, values.astype(np.int64)), 'float32')
 
-  def log(self, x: Value) -> Value:
+  def log(self, x: GraphValue) -> GraphValue:
     return self.node('Log', x)
 
-  def tanh(self, x: Value) -> Value:
+  def tanh(self, x: GraphValue) -> GraphValue:
     return self.node('Tanh', x)
 
-  def relu(self, x: Value) -> Value:
+  def relu(self, x: GraphValue) -> GraphValue:
     return self.node('Relu', x)
 
-  def sigmoid(self, x: Value) -> Value:
+  def sigmoid(self, x: GraphValue) -> GraphValue:
     return self.node('Sigmoid', x)
 
-  def softmax(self, x: Value) -> Value:
+  def softmax(self, x: GraphValue) -> GraphValue:
     return self.node('Softmax', x, axis=-1)
 
-  def clip(self, x: Value, low: Bound, high: Bound) -> Value:
+  def clip(self, x: GraphValue, low: Bound, high: Bound) -> GraphValue:
     return self.node('Max', self.node('Min', x, high), low)
 
-  def where(self, mask: Value, x: Value, otherwise: Bound) -> Value:
+  def where(self, mask: GraphValue, x: GraphValue, otherwise: Bound) -> GraphValue:
     return self.node('Where', mask, x, otherwise)
 
-  def mean(self, x: Value, axis: int) -> Value:
+  def mean(self, x: GraphValue, axis: int) -> GraphValue:
     return self.node('ReduceMean', x, np.array([axis], np.int64), keepdims=1)
 
-  def sum(self, x: Value) -> Value:
+  def sum(self, x: GraphValue) -> GraphValue:
     return self.node('ReduceSum', x, np.array([-1], np.int64), keepdims=0)
 
-  def argmax(self, x: Value) -> Value:
+  def argmax(self, x: GraphValue) -> GraphValue:
     return self.node('ArgMax', x, axis=-1, keepdims=0)
 
-  def conv(self, x: Value, kernel: np.ndarray, bias: np.ndarray, stride: int, same: bool) -> Value:
+  def conv(
+    self, x: GraphValue, kernel: np.ndarray, bias: np.ndarray, stride: int, same: bool
+  ) -> GraphValue:
     weights = np.ascontiguousarray(kernel.transpose(3, 2, 0, 1))  # [F, C, h, w]
     padding = 'SAME_UPPER' if same else 'VALID'
     y = self.node(
@@ -200,7 +208,7 @@ class Graph:
     )
     return self.channels_last(y)
 
-  def max_pool(self, x: Value) -> Value:
+  def max_pool(self, x: GraphValue) -> GraphValue:
     y = self._channels_first(x)
     y = self.node('MaxPool', y, kernel_shape=[3, 3], strides=[2, 2], auto_pad='SAME_UPPER')
     return self.channels_last(y)

@@ -1,7 +1,8 @@
-"""Agents and environments of one's own, checked before anything is compiled.
+"""Checks of a user's agents and environments, made before compilation.
 
-Those that podrace brings are tested, and cost nothing here. What can't be seen in the first steps
-(an episode that ends later, an action that an agent learns to take) is noticed in the run: `podrace.architectures.faults`.
+Agents and environments of podrace are tested, so their check costs nothing. Faults that appear
+later, such as an episode that ends late or an action learned late, are found by
+`podrace.architectures.faults`.
 """
 
 from __future__ import annotations
@@ -50,45 +51,47 @@ log = logging.getLogger('podrace')
 def check_run(
   agent: Any, env: Any, replay: Replay, mesh: Mesh, num_envs: int, unroll_length: int
 ) -> None:
-  """Checks what is not podrace's own of a bound agent and its environment, which may be a HostSpec.
+  """Check a bound agent and its environment or HostSpec, unless they are podrace's own.
 
   Raises:
-    UsageError: if a function fails, or returns something else than it should.
+    UsageError: if a function fails, or returns something unexpected.
   """
   _check_buffer(agent)
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
-    _Agent(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
+    _AgentCheck(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
 
 
 def _check_buffer(agent: Any) -> None:
-  """Refuses a buffer that nothing is put into."""
+  """Refuse a Buffer that receives no data."""
   for field in dataclasses.fields(agent):
     if isinstance(getattr(agent, field.name), Buffer) and not learns_from_replay(agent):
       cls = type(agent)
       raise UsageError(
-        f'{cls.__module__}.{cls.__qualname__} has the Buffer `{field.name}` and no method memory(self, num_envs, '
-        'unroll_length, stack), so it would learn from the newest trajectory only: see docs/own.md'
+        f'{cls.__module__}.{cls.__qualname__} has the Buffer `{field.name}` and no method '
+        'memory(self, num_envs, unroll_length, stack), so it would learn from the newest '
+        'trajectory only: see docs/own.md'
       )
 
 
 def _parts(agent: Any) -> list[Any]:
-  """Networks and other dataclasses among an agent's fields."""
+  """Return networks and other dataclasses among an agent's fields."""
   fields = [getattr(agent, f.name) for f in dataclasses.fields(agent)]
   return [*networks(agent).values(), *(x for x in fields if dataclasses.is_dataclass(x))]
 
 
 @dataclasses.dataclass(frozen=True)
-class _Agent:
-  """The four functions of an agent, traced for one device's part of a run; nothing is computed."""
+class _AgentCheck:
+  """The four functions of an agent, traced for one device's share of a run. Nothing is computed."""
 
   agent: Any
   env: Any
   mesh: Mesh
-  n: int  # environments
-  length: int  # of an unroll
+  n: int  # number of environments on a device
+  length: int  # length of an unroll
 
   def check(self, replay: Replay) -> None:
+    """Trace `init`, `initial_state`, `act` and `learn`."""
     with on_mesh(self.mesh):
       self._check(replay)
 
@@ -116,17 +119,17 @@ class _Agent:
     return train
 
   def _initial_state(self, env_id: Any) -> Any:
-    given = f'env_id {describe(env_id)}'
-    state = calling(self.agent, 'initial_state', given, env_id)
+    inputs = f'env_id {describe(env_id)}'
+    state = calling(self.agent, 'initial_state', inputs, env_id)
     self._check_batch('initial_state', state, '')
     return state
 
-  def _check_batch(self, name: str, found: Any, what: str) -> None:
+  def _check_batch(self, name: str, tree: Any, part: str) -> None:
     expected = f'arrays of [{self.n}, ...], one for each environment of the batch, or ()'
-    check_arrays(self.agent, name, found, expected)
-    for path, x in leaves(found):
+    check_arrays(self.agent, name, tree, expected)
+    for path, x in leaves(tree):
       if jnp.shape(x)[:1] != (self.n,):
-        refuse(self.agent, name, f'{what}{path.lstrip(".")} {describe(x)}', expected)
+        refuse(self.agent, name, f'{part}{path.lstrip(".")} {describe(x)}', expected)
 
   def _one_each(self, dtype: Any) -> Any:
     return jax.ShapeDtypeStruct((self.n,), dtype)
@@ -139,18 +142,18 @@ class _Agent:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.n, *x.shape), x.dtype), one)
 
   def _act(self, params: Any, state: Any, timestep: TimeStep, key: Any) -> Any:
-    given = (
+    inputs = (
       f'a batch of {self.n} environments: observation {describe(timestep.observation)}, the state '
       f'{describe(state)}'
     )
-    found = calling(self.agent, 'act', given, params, state, timestep, key)
-    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], ActorOutput)):
-      refuse(self.agent, 'act', describe(found), 'a pair (ActorOutput, state)')
-    output, after = found
+    result = calling(self.agent, 'act', inputs, params, state, timestep, key)
+    if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], ActorOutput)):
+      refuse(self.agent, 'act', describe(result), 'a pair (ActorOutput, state)')
+    output, after = result
     self._check_action(output.action)
     self._check_batch('act', output.extras, 'the extras ')
     check_arrays(self.agent, 'act', after, 'a state of arrays')
-    return found
+    return result
 
   def _check_action(self, action: Any) -> None:
     space = self.env.action_space
@@ -170,16 +173,16 @@ class _Agent:
 
   def _learn(self, train: Any, sample: Sample, key: Any) -> Any:
     t, b = sample.trajectory.timesteps.reward.shape
-    given = (
+    inputs = (
       f'timesteps of [{t}, {b}], outputs of [{t - 1}, {b}], a weight of [{b}]; observation '
       f'{describe(sample.trajectory.timesteps.observation)}'
     )
-    found = calling(self.agent, 'learn', given, train, sample, key)
+    result = calling(self.agent, 'learn', inputs, train, sample, key)
     expected = 'a triple (TrainState, priority, metrics)'
-    if not (isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], TrainState)):
-      refuse(self.agent, 'learn', describe(found), expected)
-    after, priority, metrics = found
-    check_arrays(self.agent, 'learn', found, expected)
+    if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], TrainState)):
+      refuse(self.agent, 'learn', describe(result), expected)
+    after, priority, metrics = result
+    check_arrays(self.agent, 'learn', result, expected)
     if different := first_difference(after, train):
       refuse(self.agent, 'learn', f'the TrainState {different[0]}', f'{different[1]}, as given')
     if jnp.shape(priority) != (b,):
@@ -189,50 +192,51 @@ class _Agent:
     for name, x in metrics.items():
       if jnp.shape(x) != ():
         refuse(self.agent, 'learn', f'the metric {name!r} {describe(x)}', 'a scalar')
-    return found
+    return result
 
-  def _refuse_unaveraged(self, what: str) -> None:
+  def _refuse_unaveraged(self, part: str) -> None:
     refuse(
-      self.agent, 'learn', f'{what} on each device: a step without `sgd`',
+      self.agent, 'learn', f'{part} on each device: a step without `sgd`',
       'the same on all: podrace.learner.sgd(loss, optimizer, params, opt_state) makes the gradient '
       'step, and averages it over the devices',
     )  # fmt: skip
 
   def _check_learn(self, train: Any, sample: Any) -> None:
-    """Traces `learn` as it will be, on all devices."""
+    """Trace `learn` as the run compiles it, on all devices."""
     flat = P(AXIS)
     specs = Sample(TRAJECTORY_SPECS, flat, flat)  # type: ignore[arg-type]
 
     def whole(spec: Any, tree: Any) -> Any:
       axis = len(spec) - 1
-      return jax.tree.map(lambda x: _longer(x, axis, data_size(self.mesh)), tree)
+      return jax.tree.map(lambda x: _lengthen(x, axis, data_size(self.mesh)), tree)
 
-    every = Sample(
+    whole_sample = Sample(
       Trajectory(*map(whole, TRAJECTORY_SPECS, sample.trajectory)),
       *(whole(flat, x) for x in sample[1:]),
     )
     unchanged = []
 
-    def learned(train: Any, sample: Any, key: Any) -> Any:
-      found = self._learn(train, sample, key)
-      before, after = jax.tree.leaves(train.params), jax.tree.leaves(found[0].params)
+    def learn_once(train: Any, sample: Any, key: Any) -> Any:
+      result = self._learn(train, sample, key)
+      before, after = jax.tree.leaves(train.params), jax.tree.leaves(result[0].params)
       unchanged.append(bool(before) and all(x is y for x, y in zip(before, after, strict=True)))
-      return found
+      return result
 
     learn = on_each(
-      learned,
+      learn_once,
       self.mesh,
       in_specs=(P(), specs, P()),
       out_specs=(P(), flat, P()),
       check_vma=checks_vma(self.agent),
     )
     try:
-      jax.eval_shape(learn, train, every, key_type())
+      jax.eval_shape(learn, train, whole_sample, key_type())
     except Failed as e:
       if checks_vma(self.agent) and 'varying' in str(e):
         raise Failed(
-          f"{e}\nIf this is code of others, which does not trace under JAX's proof that all devices "
-          'end with the same parameters: set check_vma = False in the class, see docs/own.md.'
+          f"{e}\nIf this is a library's code, which does not trace under JAX's proof that all "
+          'devices end with the same parameters: set check_vma = False in the class, see '
+          'docs/own.md.'
         ) from e
       raise
     if all(unchanged):
@@ -241,33 +245,33 @@ class _Agent:
       )
 
   def _check_devices(self, train: Any, sample: Any) -> None:
-    """Whether all devices end alike: what `vmap` finds to depend on a device's sample is not averaged."""
-    every = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), sample)
+    """Check that all devices end alike: `vmap` finds values that depend on the sample."""
+    stacked = jax.tree.map(lambda x: jax.ShapeDtypeStruct((2, *x.shape), x.dtype), sample)
 
     def trace(params: Any, rest: Any, metrics: Any) -> Any:
       axes: Any = TrainState(params, rest), 0, metrics
       learn = jax.vmap(self._learn, (None, 0, None), axes, axis_name=AXIS, axis_size=2)
-      return jax.eval_shape(learn, train, every, key_type())
+      return jax.eval_shape(learn, train, stacked, key_type())
 
     try:
       _, _, metrics = trace(0, 0, 0)
-    except Failed:  # `vmap` is no mesh, for which this may be good
+    except Failed:  # `vmap` is not a mesh, and the agent may need one
       return
-    if not _traces(functools.partial(trace, None, 0, 0)):
+    if not _can_trace(functools.partial(trace, None, 0, 0)):
       self._refuse_unaveraged('other params')
-    if not _traces(functools.partial(trace, 0, None, 0)):
+    if not _can_trace(functools.partial(trace, 0, None, 0)):
       self._refuse_unaveraged('another rest')
     for name in metrics if checks_vma(self.agent) else ():
       axes = {n: None if n == name else 0 for n in metrics}
-      if not _traces(functools.partial(trace, 0, 0, axes)):
+      if not _can_trace(functools.partial(trace, 0, 0, axes)):
         refuse(
           self.agent, 'learn', f'another metric {name!r} on each device',
           'the mean over the devices: give it to `sgd` in the second value of the loss',
         )  # fmt: skip
 
 
-def _traces(trace: Callable[[], Any]) -> bool:
-  """Whether it does; else `vmap` finds that what is to be the same for all is not."""
+def _can_trace(trace: Callable[[], Any]) -> bool:
+  """Return whether `trace` succeeds: `vmap` refuses a shared value that depends on the sample."""
   try:
     trace()
   except ValueError:
@@ -275,7 +279,7 @@ def _traces(trace: Callable[[], Any]) -> bool:
   return True
 
 
-def _longer(x: Any, axis: int, times: int) -> Any:
+def _lengthen(x: Any, axis: int, times: int) -> Any:
   shape = list(x.shape)
   shape[axis] *= times
   return jax.ShapeDtypeStruct(tuple(shape), x.dtype)

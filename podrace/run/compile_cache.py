@@ -1,7 +1,7 @@
-"""Compiled programs, kept from one command to the next (JAX's persistent compilation cache).
+"""Compiled programs kept between commands (JAX's persistent compilation cache).
 
-One directory for each user, machine type and jaxlib, bounded in size. A program from the cache is the
-program that was compiled, so a run computes the same bits with it and without.
+There is one directory for each user, machine type and jaxlib, limited in size. A cached program is
+the program that was compiled, so a run computes the same bits with and without the cache.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from podrace.system.files import make_user_folder
 
-MOST_BYTES = 2**30  # beyond that, programs that were not used for longest go
-LEAST_SECONDS = 0.1  # a program that compiles faster is not kept
+LIMIT_BYTES = 2**30  # size limit; the least recently used programs go first
+MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not kept
 
 
-def directory() -> Path:
-  """Where this user's programs are, for this processor and jaxlib: $XDG_CACHE_HOME/podrace/..."""
+def cache_directory() -> Path:
+  """Return the directory of this user's programs for this processor and jaxlib, below ~/.cache."""
   import jaxlib
 
   home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
@@ -28,7 +28,7 @@ def directory() -> Path:
 
 
 def _processor() -> str:
-  """What a program compiled for the CPU depends on: its model and features."""
+  """Return the model and features of the CPU, on which compiled programs depend."""
   try:
     lines = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
   except OSError:
@@ -37,21 +37,23 @@ def _processor() -> str:
 
 
 def enable(say: Callable[[str], None]) -> None:
-  """Has JAX keep what it compiles, unless the user has set JAX_COMPILATION_CACHE_DIR.
+  """Enable JAX's cache, unless the user has set JAX_COMPILATION_CACHE_DIR.
 
-  Says so, with the directory, when it is made. A directory that can't be made, or that another user
-  may write to, is not used, and `say` gets the reason.
+  A directory that cannot be made, or that another user may write to, is not used.
+
+  Args:
+    say: receives the directory when it is created, or the reason why it is not used.
   """
   import jax
 
   if jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
     return
   try:
-    kept = directory()
+    kept = cache_directory()
     if not kept.is_dir():
       make_user_folder(kept, 0o700)
       say(
-        f'compiled programs are kept in {kept} (at most {MOST_BYTES / 2**30:g} GiB); '
+        f'compiled programs are kept in {kept} (at most {LIMIT_BYTES / 2**30:g} GiB); '
         '--no-compile-cache leaves that out'
       )
     status = kept.stat()
@@ -59,9 +61,9 @@ def enable(say: Callable[[str], None]) -> None:
       raise PermissionError('others may write to it: remove it, or chmod 700')
     if not os.access(kept, os.R_OK | os.W_OK | os.X_OK):
       raise PermissionError('it cannot be written to')
-  except (OSError, RuntimeError) as e:  # no home directory is a RuntimeError
+  except (OSError, RuntimeError) as e:  # a missing home directory is a RuntimeError
     say(f'compiled programs are not kept: {e}')
     return
   jax.config.update('jax_compilation_cache_dir', str(kept))
-  jax.config.update('jax_compilation_cache_max_size', MOST_BYTES)
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', LEAST_SECONDS)
+  jax.config.update('jax_compilation_cache_max_size', LIMIT_BYTES)
+  jax.config.update('jax_persistent_cache_min_compile_time_secs', MIN_COMPILE_SECONDS)

@@ -1,4 +1,4 @@
-"""Evaluation: episodes of a trained agent, each counted once, none favoured for being short."""
+"""Evaluation of trained agents. Each episode counts once, short or long."""
 
 from __future__ import annotations
 
@@ -24,39 +24,44 @@ from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.directory import load_config
-from podrace.run.evaluate_host import CHUNK, host_evaluator, spread
+from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
 from podrace.system.files import number
 from podrace.types import Agent, Array, Environment
 
-GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or as in training
+GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or sampled as in training
 ACTING = (GREEDY, SAMPLED)
 
-AT_ONCE = 512  # environments stepped together
+AT_ONCE = 512  # environments stepped at once
 
 
-def evaluator(
+def make_evaluator(
   agent: Agent,
   env: Environment,
   episodes: int,
   max_steps: int = 1_000_000,
   num_envs: int | None = None,
 ) -> Callable[[Any, Array], np.ndarray]:
-  """A function from parameters and a key to the returns [episodes] f64 of environments' first episodes.
+  """Return a function that evaluates parameters in JAX environments.
 
-  It is compiled once. Taking the first episode of each, and not the first that end, keeps long ones in.
-  The agent gets ids of a run of `num_envs` environments (None: of so many as there are
-  episodes): an epsilon of each environment's own depends on that.
+  The function takes parameters and a key, and returns the returns [episodes] f64. It is compiled
+  once. The first episode of each environment counts. The first episodes to end would favour short
+  ones.
 
-  Raises, when called:
-    RunError: if an episode is still going after `max_steps`.
+  Args:
+    agent: bound agent.
+    env: environment to play in.
+    episodes: number of episodes.
+    max_steps: longest episode. The function raises RunError if one takes longer.
+    num_envs: number of environments of the run, over which ids are spread. An exploration rate may
+      depend on the id. Default: `episodes`.
   """
-  n, every = min(episodes, AT_ONCE), spread(episodes, num_envs or episodes)
-  begin, chunk = _episodes(agent, env, n, max_steps)
+  n, env_ids = min(episodes, AT_ONCE), spread_env_ids(episodes, num_envs or episodes)
+  begin, chunk = _compile_episodes(agent, env, n, max_steps)
 
-  def some(params: Any, env_id: np.ndarray, key: Array) -> np.ndarray:
-    """Of at most n environments; those that are there to fill up don't count."""
+  def evaluate_round(params: Any, env_id: np.ndarray, key: Array) -> np.ndarray:
+    """Evaluate at most n environments. Padding environments do not count."""
     counts = np.arange(n) < len(env_id)
     begin_key, run_key = jax.random.split(key)
     t, carry = jnp.int32(0), begin(jnp.asarray(np.resize(env_id, n)), counts, begin_key)
@@ -71,7 +76,7 @@ def evaluator(
   def evaluate(params: Any, key: Array) -> np.ndarray:
     return np.concatenate(
       [
-        some(params, every[start : start + n], jax.random.fold_in(key, start))
+        evaluate_round(params, env_ids[start : start + n], jax.random.fold_in(key, start))
         for start in range(0, episodes, n)
       ]
     )
@@ -79,10 +84,10 @@ def evaluator(
   return evaluate
 
 
-def _episodes(
+def _compile_episodes(
   agent: Agent, env: Environment, n: int, max_steps: int
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-  """Compiled: the beginning of n episodes, and up to CHUNK steps of those that go on."""
+  """Compile the start of n episodes, and up to CHUNK steps of the unfinished ones."""
   both = batch(env, n)
 
   @jax.jit
@@ -124,92 +129,107 @@ def evaluate(
   env: str = '',
   say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
-  """Evaluates the newest good checkpoint of a run, in each way of `acting`, in as many episodes.
+  """Evaluate the newest intact checkpoint of a run.
 
-  Of several ways the first one's numbers have their plain names, the others' their way before them, as in
-  sampled_episode_return_mean.
+  Args:
+    run_dir: directory of the run.
+    episodes: number of episodes for each way of acting.
+    seed: seed of the environments and actions.
+    acting: subset of ACTING. Results of all but the first are named like sampled_episodes.
+    max_steps: longest episode.
+    allow_code: modules of the user that the run may import, as in `load_config`.
+    change: function that changes the recorded configuration.
+    env: another environment with the same spaces. Default: the run's own.
+    say: receives progress messages, because compilation may take minutes.
 
-  `allow_code` names modules of the run's own, as in `load_config`; `change` makes other settings of the recorded ones.
-  `env` names another environment to play in, with the same spaces; '' is the run's own. `say` is for a person who
-  waits: compiling takes up to minutes.
+  Returns:
+    Statistics of the returns, the step, and damaged checkpoints that were skipped.
 
   Raises:
-    UsageError: if there is no run or no checkpoint, the run names other modules, or `env` has other spaces.
+    UsageError: if there is no checkpoint, or a module or `env` is refused.
     RunError: if an environment fails, or does not end its episode.
   """
-  for name, value, least, most in (
+  _check_numbers(episodes, max_steps, seed)
+  config = change(load_config(run_dir, allow_code))
+  agent, run_env = bind_agent_and_env(config)
+  if env:
+    run_env = make_matching_env(config, run_env, env)
+  if GREEDY in acting and not can_be_greedy(agent):
+    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
+  step, params, skipped = restore_newest_params(config, agent, run_dir)
+  plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
+  say(f'step {step:,}, {env or config.env}: {plan}')
+  result: dict[str, Any] = {}
+  for way in acting:
+    actor = greedily(agent) if way == GREEDY else agent
+    by_seed = make_returns(config, actor, run_env, episodes, max_steps)(params, seed)
+    prefix = '' if way == acting[0] else f'{way}_'
+    result |= {f'{prefix}{name}': x for name, x in summarize_returns(by_seed).items()}
+  result['step'] = step
+  return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
+
+
+def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
+  """Raise UsageError for a number out of bounds."""
+  for name, value, low, high in (
     ('--episodes', episodes, 1, 2**31 - 1),
     ('--max-steps', max_steps, 1, 2**31 - 1),
     ('--seed', seed, 0, 2**32 - 1),
   ):
-    if not least <= value <= most:
-      bound = f'at least {least}' if value < least else f'at most {most}'
+    if not low <= value <= high:
+      bound = f'at least {low}' if value < low else f'at most {high}'
       raise UsageError(f'{name} must be {bound}, not {value}')
-  config = change(load_config(run_dir, allow_code))
-  agent, made = evaluable(config)
-  if env:
-    made = elsewhere(config, made, env)
-  if GREEDY in acting and not can_be_greedy(agent):
-    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
-  step, params, skipped = newest_params(config, agent, run_dir)
-  ways = ' and '.join(acting)
-  say(f'step {step:,}, {env or config.env}: compiling, then {episodes:,} episodes, {ways} ...')
-  result: dict[str, Any] = {}
-  for way in acting:
-    actor = greedily(agent) if way == GREEDY else agent
-    by_seed = returns_of(config, actor, made, episodes, max_steps)(params, seed)
-    prefix = '' if way == acting[0] else f'{way}_'
-    result |= {f'{prefix}{name}': x for name, x in described(by_seed).items()}
-  result['step'] = step
-  if skipped:
-    result['damaged_checkpoints_skipped'] = skipped
-  return result
 
 
-def evaluable(config: Config) -> tuple[Any, Any]:
-  """The agent of a run, bound, and its environment, in JAX or a HostSpec; both checked."""
-  env = _made(config)
+def bind_agent_and_env(config: Config) -> tuple[Any, Any]:
+  """Return a run's bound agent and its environment, in JAX or a HostSpec, both checked."""
+  env = _make_env(config)
   agent = bind_run(config, env)
-  return agent, _checked(env)
+  return agent, _check_env(env)
 
 
-def evaluated(config: Config) -> tuple[Any, Any]:
-  """As `evaluable`, with the environment of `--eval-env`, if there is one.
+def bind_eval_env(config: Config) -> tuple[Any, Any]:
+  """Return a run's bound agent and the environment of its evaluations (`--eval-env`).
 
   Raises:
-    UsageError: if that has other spaces.
+    UsageError: if the environment has other spaces than the run's own.
   """
-  agent, own = evaluable(config)
-  return agent, elsewhere(config, own, config.eval_env, '--eval-env') if config.eval_env else own
+  agent, run_env = bind_agent_and_env(config)
+  if not config.eval_env:
+    return agent, run_env
+  return agent, make_matching_env(config, run_env, config.eval_env, '--eval-env')
 
 
-def elsewhere(config: Config, own: Any, env: str, option: str = '--env') -> Any:
-  """Another environment than a run's `own`, for the agent that was bound to that one.
+def make_matching_env(config: Config, bound_env: Any, env: str, option: str = '--env') -> Any:
+  """Return environment `env` for an agent that was bound to `bound_env`.
 
   Raises:
     UsageError: if it has other spaces.
   """
-  other = _checked(_made(dataclasses.replace(config, env=env)))
+  other = _check_env(_make_env(dataclasses.replace(config, env=env)))
   for kind in ('observation', 'action'):
-    ours, theirs = (getattr(x, f'{kind}_space') for x in (own, other))
-    if ours == theirs:
+    own_space, other_space = (getattr(x, f'{kind}_space') for x in (bound_env, other))
+    if own_space == other_space:
       continue
-    shown = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (ours, theirs)]
+    has_state = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (own_space, other_space)]
     advice = (
-      f'; give {option} {env},state=true' if shown == [True, False] else f': {theirs}, not {ours}'
+      f'; give {option} {env},state=true'
+      if has_state == [True, False]
+      else f': {other_space}, not {own_space}'
     )
     raise UsageError(
-      f'{option} {env} has another {kind} space than {config.env}, where the agent has learned{advice}'
+      f'{option} {env} has another {kind} space than {config.env}, where the agent has learned'
+      f'{advice}'
     )
   return other
 
 
-def _made(config: Config) -> Any:
+def _make_env(config: Config) -> Any:
   return host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
 
 
-def _checked(env: Any) -> Any:
-  """The environment itself, of a HostSpec that has one in JAX."""
+def _check_env(env: Any) -> Any:
+  """Check an environment, and replace a HostSpec by its JAX environment if it has one."""
   if isinstance(env, HostSpec) and env.jax is not None:
     env = env.jax
   if not isinstance(env, HostSpec):
@@ -217,21 +237,21 @@ def _checked(env: Any) -> Any:
   return env
 
 
-def described(by_seed: list[np.ndarray]) -> dict[str, Any]:
-  """What is said of the returns of each seed."""
+def summarize_returns(by_seed: list[np.ndarray]) -> dict[str, Any]:
+  """Return mean, standard deviation and number of the returns, given by seed."""
   returns = np.concatenate(by_seed)
-  found: dict[str, Any] = {
+  summary: dict[str, Any] = {
     'episode_return_mean': number(returns.mean()),
     'episode_return_std': number(returns.std()),
     'episodes': len(returns),
   }
   if len(by_seed) > 1:
-    found['episode_return_mean_by_seed'] = [number(r.mean()) for r in by_seed]
-  return found
+    summary['episode_return_mean_by_seed'] = [number(r.mean()) for r in by_seed]
+  return summary
 
 
-def summarised(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
-  """A result of `evaluate` in a line, for people."""
+def format_result(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
+  """Return a result of `evaluate` as one line of text."""
   parts = []
   for way in acting:
     prefix = '' if way == acting[0] else f'{way}_'
@@ -242,17 +262,19 @@ def summarised(result: dict[str, Any], acting: Sequence[str] = ACTING) -> str:
   return f'return: {", ".join(parts)} ({count}, step {result["step"]:,})'
 
 
-def returns_of(
+def make_returns(
   config: Config, agent: Agent, env: Any, episodes: int, max_steps: int = 1_000_000
 ) -> Callable[[Any, int], list[np.ndarray]]:
-  """From parameters and a seed to the returns [episodes] of each seed of a run, wherever its environments are."""
+  """Return a function from parameters and a seed to the returns [episodes] of each seed."""
   if isinstance(env, HostSpec):
-    play = host_evaluator(agent, env, episodes, max_steps, config.num_envs, config.env_deadline)
+    play = make_host_evaluator(
+      agent, env, episodes, max_steps, config.num_envs, config.env_deadline
+    )
     return lambda params, seed: [play(params, seed)]
-  returns = evaluator(agent, env, episodes, max_steps, config.num_envs)
+  returns = make_evaluator(agent, env, episodes, max_steps, config.num_envs)
 
   def by_seed(params: Any, seed: int) -> list[np.ndarray]:
-    if config.seeds == 1:  # its parameters have no axis of seeds
+    if config.seeds == 1:  # such parameters have no seed axis
       params = jax.tree.map(lambda x: x[None], params)
     key = jax.random.key(seed)
     return [
@@ -263,8 +285,18 @@ def returns_of(
   return by_seed
 
 
-def newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any, list[int]]:
-  """The newest parameters of a run that are whole: their step, they, and what was skipped."""
+def restore_newest_params(
+  config: Config, agent: Agent, run_dir: Path
+) -> tuple[int, Any, list[int]]:
+  """Restore the newest intact parameters of a run.
+
+  Returns:
+    The step, the parameters, and the steps of damaged checkpoints that were skipped.
+
+  Raises:
+    UsageError: if there is no checkpoint.
+    RunError: if all checkpoints are damaged.
+  """
   device = jax.local_devices()[0]
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), config.seeds))
 
@@ -285,7 +317,7 @@ def newest_params(config: Config, agent: Agent, run_dir: Path) -> tuple[int, Any
       return step, checkpoints.restore(step, shapes).params, skipped
     except CheckpointError as e:
       skipped.append(step)
-      reason = reason or str(e)  # the newest's
+      reason = reason or str(e)  # the reason of the newest checkpoint
   if not skipped:
     raise UsageError(f'{run_dir} has no checkpoint yet')
   raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read: {reason}')

@@ -22,17 +22,17 @@ from podrace.system.process import cores, undone_by_signals
 from podrace.system.threads import Worker
 from podrace.types import Agent, Array, Arrival, HostEnvironment
 
-HOST_AT_ONCE = 32  # likewise, on the host
-HOST_DEADLINE = 60.0  # seconds that they may take to answer
-CHUNK = 1000  # steps per call, so that a signal is noticed
+HOST_AT_ONCE = 32  # host environments stepped at once
+HOST_DEADLINE = 60.0  # seconds within which environments must answer
+CHUNK = 1000  # steps per call, short enough to notice signals
 
 
-def spread(episodes: int, num_envs: int) -> np.ndarray:
-  """Ids [episodes] i32 of environments of a run, evenly over all `num_envs` that it has."""
+def spread_env_ids(episodes: int, num_envs: int) -> np.ndarray:
+  """Return ids [episodes] i32 spread evenly over the `num_envs` environments of a run."""
   return ((2 * np.arange(episodes) + 1) * num_envs // (2 * episodes)).astype(np.int32)
 
 
-def host_evaluator(
+def make_host_evaluator(
   agent: Agent,
   spec: HostSpec,
   episodes: int,
@@ -40,10 +40,18 @@ def host_evaluator(
   num_envs: int | None = None,
   deadline: float = HOST_DEADLINE,
 ) -> Callable[[Any, int], np.ndarray]:
-  """As `evaluator`, from parameters and a seed, of environments on the host; whole games, with unclipped rewards.
+  """Return a function that evaluates parameters in host environments.
 
-  Raises, when called:
-    RunError: if an episode is still going after `max_steps`, or an environment fails.
+  The function takes parameters and a seed, and returns the returns [episodes] of whole games, with
+  unclipped rewards. It raises RunError if an episode is too long, or an environment fails.
+
+  Args:
+    agent: bound agent.
+    spec: environment to play in.
+    episodes: number of episodes.
+    max_steps: longest episode.
+    num_envs: number of environments of the run, over which ids are spread. Default: `episodes`.
+    deadline: seconds within which environments must answer.
   """
 
   @functools.partial(jax.jit, donate_argnums=1)
@@ -51,31 +59,33 @@ def host_evaluator(
     with outside_loops():
       return agent.act(params, state, timestep, key)
 
-  every = spread(episodes, num_envs or episodes)
+  env_ids = spread_env_ids(episodes, num_envs or episodes)
 
-  def some(params: Any, start: int, seed: int) -> np.ndarray:
-    ids = every[start : start + HOST_AT_ONCE]
+  def evaluate_round(params: Any, start: int, seed: int) -> np.ndarray:
+    ids = env_ids[start : start + HOST_AT_ONCE]
     n = len(ids)
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
     round_key = jax.random.fold_in(jax.random.key(seed), start)
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), deadline))
-    watched = _Watched(spec.name, pool, deadline)
+    watched = _WatchedPool(spec.name, pool, deadline)
     play = functools.partial(
-      _host_round, act, agent, spec, params, watched, ids, round_key, max_steps
+      _play_round, act, agent, spec, params, watched, ids, round_key, max_steps
     )
     try:
-      return watched.during(play)
+      return watched.run(play)
     except HostError as e:
       raise RunError(f'{spec.name} failed: {e}') from e
 
   def evaluate(params: Any, seed: int) -> np.ndarray:
-    return np.concatenate([some(params, i, seed) for i in range(0, episodes, HOST_AT_ONCE)])
+    return np.concatenate(
+      [evaluate_round(params, i, seed) for i in range(0, episodes, HOST_AT_ONCE)]
+    )
 
   return evaluate
 
 
-class _Watched:
-  """A pool in a thread of its own, which can be left if it does not answer."""
+class _WatchedPool:
+  """Pool used in a thread of its own, which is abandoned if the pool does not answer."""
 
   def __init__(self, name: str, pool: HostEnvironment, deadline: float) -> None:
     self.num_envs = pool.num_envs
@@ -83,16 +93,19 @@ class _Watched:
     self._timer, self._over = AnswerTimer(pool.num_envs), threading.Event()
 
   def reset(self) -> None:
+    """Reset all environments."""
     with self._timer:
       self._timer.ask(np.arange(self.num_envs))
       self._pool.reset()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions to environments `env_id`."""
     with self._timer:
       self._timer.ask(env_id)
       self._pool.send(env_id, action)
 
   def recv(self) -> Arrival:
+    """Return the next arrival."""
     if self._over.is_set():
       raise HostError(f'{self._name}: the pool is closed')
     with self._timer:
@@ -100,8 +113,8 @@ class _Watched:
     self._timer.answered(arrival.env_id)
     return arrival
 
-  def during(self, work: Callable[[], np.ndarray]) -> np.ndarray:
-    """What `work` returns, which is the pool's only use.
+  def run(self, work: Callable[[], np.ndarray]) -> np.ndarray:
+    """Run `work`, the only user of the pool, in a thread and return its result.
 
     Raises:
       HostError: if the environments do not answer within the deadline.
@@ -117,26 +130,28 @@ class _Watched:
       self._over.set()
       if not worker.wait(CLOSE_SECONDS):
         self._pool.kill()
-    found: np.ndarray = worker.result()
-    return found
+    returns: np.ndarray = worker.result()
+    return returns
 
 
-def _host_round(
+def _play_round(
   act: Callable[[Any, Any, Any, Array], Any],
   agent: Agent,
   spec: HostSpec,
   params: Any,
-  pool: _Watched,
+  pool: _WatchedPool,
   env_id: np.ndarray,
   key: Array,
   max_steps: int,
 ) -> np.ndarray:
+  """Play one episode in each environment of the pool and return their scores [n]."""
   n = pool.num_envs
   check = Checker(spec, n, agent)
-  state = jax.jit(agent.initial_state)(jnp.asarray(env_id))  # each array its own: it is donated
+  # arrays of their own, because they are donated
+  state = jax.jit(agent.initial_state)(jnp.asarray(env_id))
   total, done, run_id = np.zeros(n), np.zeros(n, bool), np.zeros(n, np.int64)
   pool.reset()
-  for t in range(max_steps + 1):  # the first arrival is no step
+  for t in range(max_steps + 1):  # the first arrival follows a reset
     arrival = pool.recv()
     check(arrival)
     restarted = arrival.run_id != run_id

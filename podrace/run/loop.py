@@ -22,7 +22,7 @@ from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.checkpointing import Saves
 from podrace.run.directory import continued, last_line, machine, read_record, saved_steps
-from podrace.run.evaluate import evaluated
+from podrace.run.evaluate import bind_eval_env
 from podrace.run.log import Log
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
 from podrace.run.periodic_evaluation import Evaluations
@@ -86,7 +86,7 @@ def train(
       warm_start.params  # noqa: B018, refuses parameters that do not fit
     program = assemble(resolved, server, addresses, options.run_dir)
     if config.eval_env and jax.process_index() == 0:
-      evaluated(config)
+      bind_eval_env(config)
     warn_if_too_short(config, program, console.warn)
     run = Run(config, program, options, console, config.seeds, server)
     if addresses is not None:

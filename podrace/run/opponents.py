@@ -1,4 +1,4 @@
-"""Trained agents as opponents in games of two."""
+"""Trained agents as opponents in two-player games."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, read_run_record
-from podrace.run.evaluate import evaluable, newest_params
+from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 from podrace.types import MID, Array, TimeStep
 
-CHAIN = 100  # generations of opponents, each trained against the one before
+CHAIN = 100  # most generations of opponents, each trained against the one before
 
 
 def check_chain(run_dir: Path, env: str) -> None:
-  """Follow the records of a run's opponent, and of the opponent of that run, to the first generation.
+  """Follow the records of a run's opponent, and of opponents before it, to the first generation.
 
   Args:
-    run_dir: of the run.
-    env: where it was trained.
+    run_dir: directory of the run.
+    env: environment in which the run was trained.
 
   Raises:
     UsageError: if the chain is a circle, or longer than CHAIN.
@@ -44,20 +44,20 @@ def check_chain(run_dir: Path, env: str) -> None:
       raise UsageError(
         f'opponent {seen[0]} was trained against one that cannot be read: {e}'
       ) from e
-    if record is None:  # deleted since
+    if record is None:  # the run was deleted
       return
     env = record['env']
 
 
 def _opponent_of(env: str) -> str | None:
-  """The directory that an environment of pgx names as its opponent."""
+  """Return the directory that a pgx environment names as its opponent, or None."""
   library, _, options = parse(env)
   opponent = str(options.get('opponent', OPPONENTS[0]))
   return None if library != 'pgx' or opponent in OPPONENTS else opponent
 
 
 def _without_trained(env: str) -> str:
-  """The same game against an opponent by name: of an opponent its agent sees no more than the spaces."""
+  """Return the same game against a named opponent. An opponent's agent needs only its spaces."""
   if _opponent_of(env) is None:
     return env
   return ','.join(part for part in env.split(',') if not part.startswith('opponent='))
@@ -66,41 +66,46 @@ def _without_trained(env: str) -> str:
 def _is_same(a: Path, b: Path) -> bool:
   try:
     return a.samefile(b)
-  except (OSError, ValueError):  # ValueError: a NUL in the name
+  except (OSError, ValueError):  # ValueError: the name has a NUL
     return a.absolute() == b.absolute()
 
 
-def from_run(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array]:
-  """How the newest checkpoint of a run moves in a game of pgx: as in training, but without a search.
+def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array]:
+  """Return the move function of a run's newest checkpoint in a pgx game, without a search.
 
-  Of a run of several seeds it is the first one.
+  It acts as in training. Of a run of many seeds it is the first.
+
+  Args:
+    run_dir: directory of the run.
+    game: name of the pgx game.
 
   Raises:
-    UsageError: if there is no such run or checkpoint, it goes on, has another game, has a memory of its own, or is its
-      own opponent.
+    UsageError: if there is no such run or checkpoint, or the run is unfinished, has another game,
+      is recurrent, or is its own opponent.
   """
   config = load_config(run_dir)
-  library, theirs, _ = parse(config.env)
-  if (library, theirs) != ('pgx', game):
+  library, trained_game, _ = parse(config.env)
+  if (library, trained_game) != ('pgx', game):
     raise UsageError(f'opponent {run_dir} has learned {config.env}, not pgx:{game}')
   if not (run_dir / 'summary.json').exists():
     raise UsageError(
-      f'opponent {run_dir} has not come to its end: its newest checkpoint may change; wait for it, or go on with it'
+      f'opponent {run_dir} has not come to its end: its newest checkpoint may change; wait for it, '
+      'or go on with it'
     )
   check_chain(run_dir, config.env)
-  agent, _ = evaluable(dataclasses.replace(config, env=_without_trained(config.env)))
+  agent, _ = bind_agent_and_env(dataclasses.replace(config, env=_without_trained(config.env)))
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)
   ids = jnp.zeros(1, jnp.int32)
   if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
     raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
-  params = jax.device_get(newest_params(config, agent, run_dir)[1])
+  params = jax.device_get(restore_newest_params(config, agent, run_dir)[1])
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[0], params)
 
   def move(state: Any, observation: Any, key: Array) -> Array:
-    seen = jax.tree.map(lambda x: x[None], observation)
-    timestep = TimeStep(seen, jnp.zeros(1), jnp.ones(1), jnp.full(1, MID, jnp.int8))
+    batched = jax.tree.map(lambda x: x[None], observation)
+    timestep = TimeStep(batched, jnp.zeros(1), jnp.ones(1), jnp.full(1, MID, jnp.int8))
     output, _ = agent.act(params, agent.initial_state(ids), timestep, key)
     action: Array = output.action[0]
     return action

@@ -1,7 +1,8 @@
-"""Evaluations while a run goes on: in a thread of their own, into eval.jsonl.
+"""Evaluations during a run, made by a thread of their own and written to eval.jsonl.
 
-The run writes the parameters to evaluate to a file, and goes on. The thread takes one file after the other, and
-removes it once its line is written. So a run that is killed loses none: the next life begins with what is left.
+The run writes parameters to a file and continues. The thread evaluates one file after another, and
+removes each after its line is written. A killed run therefore loses no evaluation: the resumed run
+begins with the remaining files.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 from podrace.architectures.sebulba.actors import CLOSE_SECONDS
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
-from podrace.run.evaluate import described, evaluated, returns_of
+from podrace.run.evaluate import bind_eval_env, make_returns, summarize_returns
 from podrace.run.metrics import JsonLines, read
 from podrace.settings.config import Config
 from podrace.system.files import make_folder, write_whole
@@ -28,16 +29,22 @@ from podrace.system.threads import Worker
 from podrace.topology import on_host
 
 FILE_BYTES = 2**34  # largest file of parameters
-MANY = 4  # parameters that wait, from which on there is a warning
+MANY = 4  # number of waiting evaluations that causes a warning
 
 
 class Evaluations:
-  """The evaluations of a run.
+  """The periodic evaluations of a run.
+
+  Owner: the run, which calls `finish` or `close`.
+  Ends when: all parameters are evaluated after `finish`, or after the current evaluation at
+  `close`.
 
   Args:
-    resumed_at: the step that the run goes on from; later evaluations are made again.
-    warn: says that they take longer than their interval.
-    seconds: those that the run has taken, for the lines.
+    config: configuration of the run.
+    run_dir: directory of the run.
+    resumed_at: step that the run resumes from. Later evaluations are made again.
+    warn: receives a warning if evaluations take longer than their interval.
+    seconds: returns the run's wall time, for the lines.
   """
 
   def __init__(
@@ -53,8 +60,8 @@ class Evaluations:
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
-    self._kind: Any = None  # the structure of the parameters
-    self._shapes: list[Any] = []  # of its leaves
+    self._kind: Any = None  # tree structure of the parameters
+    self._shapes: list[Any] = []  # shape and dtype of each leaf
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
     for step in set(self._steps()) - set(self._left):
       self._path(step).unlink()
@@ -70,7 +77,7 @@ class Evaluations:
     return self._folder / f'{step}.safetensors'
 
   def resume(self, params: Any) -> None:
-    """Begins with what an earlier life left; `params` are of the run, for their structure."""
+    """Queue the files of an earlier process. `params` are the run's, for their structure."""
     self._take_structure(params)
     for step in self._left:
       self._waiting.put((step, self._seconds()))
@@ -80,10 +87,10 @@ class Evaluations:
     self._shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
 
   def begin(self, step: int, params: Any) -> None:
-    """Evaluates these parameters when it is their turn; they are copied before this returns.
+    """Queue an evaluation of `params`, which are copied before this returns.
 
     Raises:
-      what an earlier evaluation raised.
+      Exception: the failure of an earlier evaluation.
     """
     self._worker.check()
     from safetensors.numpy import save
@@ -98,15 +105,16 @@ class Evaluations:
     if self._waiting.qsize() > MANY and not self._warned:
       self._warned = True
       self._warn(
-        f'{self._waiting.qsize()} evaluations wait: each takes longer than --eval-every {self._config.eval_every:,} '
-        'steps do. The run ends when all are made; give a larger one, or fewer --eval-episodes'
+        f'{self._waiting.qsize()} evaluations wait: each takes longer than --eval-every '
+        f'{self._config.eval_every:,} steps do. The run ends when all are made; '
+        'give a larger one, or fewer --eval-episodes'
       )
 
   def finish(self, step: int, params: Any) -> None:
-    """Evaluates the last parameters, if that has not begun, and returns when all are made.
+    """Evaluate the last parameters unless that is queued, and return when all evaluations are made.
 
     Raises:
-      what an evaluation raised.
+      Exception: the failure of an evaluation.
     """
     if self._begun < step:
       self.begin(step, params)
@@ -115,22 +123,20 @@ class Evaluations:
     self._folder.rmdir()
 
   def close(self) -> None:
-    """Leaves the rest to the run's next life."""
+    """Leave the remaining files to the resumed run."""
     self._stopped = True
     self._waiting.put(None)
-    self._worker.wait(CLOSE_SECONDS)  # JAX does not like to be left in the middle
+    self._worker.wait(CLOSE_SECONDS)  # JAX may crash if a computation is abandoned at exit
 
   def _work(self) -> None:
     evaluate = None
-    device = jax.local_devices(backend='cpu')[
-      0
-    ]  # not in the way of the run's devices, if it has others
+    device = jax.local_devices(backend='cpu')[0]  # leaves the run's accelerators alone
     with jax.default_device(device):
-      while (found := self._waiting.get()) is not None and not self._stopped:
-        evaluate = evaluate or _evaluator(self._config)
-        step, wall_s = found
+      while (item := self._waiting.get()) is not None and not self._stopped:
+        evaluate = evaluate or _make_evaluator(self._config)
+        step, wall_s = item
         params = jax.device_put(
-          jax.tree.unflatten(self._kind, _read(self._path(step), self._shapes)), device
+          jax.tree.unflatten(self._kind, _read_leaves(self._path(step), self._shapes)), device
         )
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
@@ -148,24 +154,28 @@ class Evaluations:
     film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
 
 
-def _read(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
-  """The leaves that `begin` wrote; an earlier life may have written them, and the file be damaged since."""
+def _read_leaves(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
+  """Read leaves that `begin` wrote, perhaps in an earlier process.
+
+  Raises:
+    UsageError: if the file is damaged, or has other shapes.
+  """
   from safetensors.numpy import load
 
   try:
     arrays = load(read_bytes(path, FILE_BYTES))
     leaves = [arrays[str(i)] for i in range(len(shapes))]
-  except Exception as e:  # SafetensorError derives from Exception alone
+  except Exception as e:  # SafetensorError derives from Exception only
     raise UsageError(f'{path} holds no parameters to evaluate: {e}; remove it to go on') from e
   if [(x.shape, x.dtype) for x in leaves] != list(shapes):
     raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
   return leaves
 
 
-def _evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:
-  """From parameters to what a line has of their returns. As `podrace eval`, with the run's seed."""
-  agent, env = evaluated(config)
+def _make_evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:
+  """Return a function from parameters to the metrics that `podrace eval` gives."""
+  agent, env = bind_eval_env(config)
   if can_be_greedy(agent):
     agent = greedily(agent)
-  returns = returns_of(config, agent, env, config.eval_episodes)
-  return lambda params: described(returns(params, config.seed))
+  returns = make_returns(config, agent, env, config.eval_episodes)
+  return lambda params: summarize_returns(returns(params, config.seed))

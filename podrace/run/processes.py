@@ -1,7 +1,8 @@
-"""How the processes of one run meet, by jax.distributed: the first of them is the coordinator, and listens.
+"""How the processes of a run meet through jax.distributed. The first one is the coordinator.
 
-Its address is given to all, or found by JAX in what a cluster's manager says, or chosen by the first process, which
-announces it in a file (podrace.distributed.net.announce) that the others read.
+All processes are given the coordinator's address, or JAX detects it from a cluster's environment
+variables, or the first process chooses one and announces it in a file
+(podrace.distributed.net.announce).
 """
 
 from __future__ import annotations
@@ -22,31 +23,34 @@ from podrace.errors import RunError
 from podrace.system.output import tell
 from podrace.system.threads import Worker
 
-SILENCE_SECONDS = 30  # after which a process of the run is taken for dead, and the others end
-PATIENCE = 300.0  # seconds in which the first process must listen where it announces
-PAUSE = 0.2  # seconds between looks at an announcement
+SILENCE_SECONDS = 30  # silence after which a process counts as dead, and the rest end
+PATIENCE = 300.0  # seconds within which the first process must listen at its address
+PAUSE = 0.2  # seconds between attempts
 
 T = TypeVar('T')
 log = logging.getLogger('podrace')
 
 
 class Place(NamedTuple):
-  """Where a process is among those of a run."""
+  """Position of this process among the processes of a run."""
 
-  coordinator: str  # HOST:PORT, where the first one listens, or announced:FILE#coordinator
+  coordinator: str  # HOST:PORT of the first process, or announced:FILE#coordinator
   num_processes: int
   process_id: int
-  local_devices: tuple[int, ...] | None = None
-  # ^ GPUs that are this process's; None: all of its machine
-  bind: str = ''  # HOST:PORT where the first one listens, if it is known to others by another name
+  local_devices: tuple[int, ...] | None = None  # GPUs of this process; None: all of its machine
+  bind: str = ''  # HOST:PORT at which the first process listens, if its public name differs
 
   @property
-  def by_announcement(self) -> bool:
-    """The first process chooses its port, and the others read which."""
+  def is_announced(self) -> bool:
+    """Whether the first process chooses its port, and the rest read it from a file."""
     return bool(self.bind) or addresses.announced_at(self.coordinator) is not None
 
   def check(self) -> None:
-    """Raises ValueError if the numbers don't fit, or the address is not HOST:PORT."""
+    """Check numbers and address.
+
+    Raises:
+      ValueError: if the numbers do not fit, or the address is not HOST:PORT.
+    """
     if not 0 <= self.process_id < self.num_processes:
       raise ValueError(
         f'--process-id {self.process_id} is not one of {self.num_processes} processes'
@@ -54,7 +58,8 @@ class Place(NamedTuple):
     if addresses.announced_at(self.coordinator) is not None:
       if not self.process_id:
         raise ValueError(
-          f'--coordinator {self.coordinator}: the first process listens, at HOST:PORT; the others read where'
+          f'--coordinator {self.coordinator}: the first process listens, at HOST:PORT; the others '
+          'read where'
         )
       return
     host, _, port = self.coordinator.rpartition(':')
@@ -62,11 +67,11 @@ class Place(NamedTuple):
     if not host or not port.isdigit() or not (0 < int(port) < 2**16 or chooses):
       raise ValueError(f'--coordinator takes HOST:PORT, not {self.coordinator!r}')
 
-  def chosen(self) -> Place:
-    """The place of the first process with the port that it chooses, if that is 0; else itself.
+  def with_port(self) -> Place:
+    """Return the place with a free port, if this is the first process and its port is 0.
 
     Raises:
-      ValueError: if it can't listen there.
+      ValueError: if it cannot listen there.
     """
     host, _, port = self.coordinator.rpartition(':')
     if self.process_id or port != '0':
@@ -77,21 +82,22 @@ class Place(NamedTuple):
         at = f'{host}:{free.getsockname()[1]}'
     except OSError as e:
       raise ValueError(f'--coordinator {self.coordinator}: {e.strerror or e}') from e
-    return self._replace(coordinator=reachable(at), bind=at)
+    return self._replace(coordinator=reachable_address(at), bind=at)
 
 
-def reachable(at: str) -> str:
-  """HOST:PORT as other machines can use it."""
+def reachable_address(at: str) -> str:
+  """Return HOST:PORT as other machines can use it."""
   return addresses.reachable(f'tcp://{at}').removeprefix('tcp://')
 
 
-def detected_place() -> Place:
-  """The place that a cluster's manager has given this process, as JAX finds it in the environment.
+def detect_place() -> Place:
+  """Return the place that JAX detects from a cluster's environment variables.
 
   Raises:
-    ValueError: if there is no such manager, or what it says makes no sense.
+    ValueError: if there is no such cluster, or its variables make no sense.
   """
-  # JAX's own detection is within `initialize`, which would listen at all of the machine's addresses.
+  # Private, because the public way is inside `initialize`, which would listen at all addresses of
+  # the machine.
   from jax._src.clusters import ClusterEnv
 
   detect = ClusterEnv.auto_detect_unset_distributed_params
@@ -101,54 +107,55 @@ def detected_place() -> Place:
     raise ValueError(f"--coordinator auto: the cluster's variables make no sense: {e!r}") from e
   if coordinator is None or count is None or number is None:
     raise ValueError(
-      '--coordinator auto: this process was started by none of SLURM (srun), Open MPI (mpirun), Kubernetes (with the '
-      'package kubernetes) and Cloud TPU; give HOST:PORT, --num-processes and --process-id'
+      '--coordinator auto: this process was started by none of SLURM (srun), Open MPI (mpirun), '
+      'Kubernetes (with the package kubernetes) and Cloud TPU; give '
+      'HOST:PORT, --num-processes and --process-id'
     )
   return Place(coordinator, count, number, None if local is None else tuple(local))
 
 
-def awaited(announced: str, patience: float = PATIENCE) -> str:
-  """HOST:PORT of the first process, once it listens where it says.
+def wait_for_coordinator(announced: str, patience: float = PATIENCE) -> str:
+  """Wait until the first process listens where it announces, and return its HOST:PORT.
 
-  What it announced before it was started again is read, too; most often nobody listens there any more.
-
-  Raises:
-    RunError: if it does not in time.
-  """
-
-  def there() -> str:
-    found = addresses.current(announced)
-    addresses.connect(found, 1.0).close()
-    return found.removeprefix('tcp://')
-
-  return tried(there, f'the first process, at {announced}', patience)
-
-
-def tried(attempt: Callable[[], T], what: str, patience: float) -> T:
-  """What an attempt returns, once it raises no OSError.
+  An announcement of an earlier start is also read. Usually nothing listens there any more.
 
   Raises:
-    RunError: if it does all the time.
+    RunError: if it does not listen in time.
   """
-  end, said = time.monotonic() + patience, False
+
+  def connect() -> str:
+    address = addresses.current(announced)
+    addresses.connect(address, 1.0).close()
+    return address.removeprefix('tcp://')
+
+  return retry(connect, f'the first process, at {announced}', patience)
+
+
+def retry(attempt: Callable[[], T], subject: str, patience: float) -> T:
+  """Call `attempt` until it raises no OSError, and return its result.
+
+  Raises:
+    RunError: if it fails for `patience` seconds.
+  """
+  end, has_warned = time.monotonic() + patience, False
   while True:
     try:
       return attempt()
     except OSError as e:
       why = e.strerror or str(e)
       if time.monotonic() > end:
-        raise RunError(f'{what}: not there after {patience:.0f} s: {why}') from e
-      if not said:
-        log.warning('waiting for %s: %s', what, why)
-      said = True
+        raise RunError(f'{subject}: not there after {patience:.0f} s: {why}') from e
+      if not has_warned:
+        log.warning('waiting for %s: %s', subject, why)
+      has_warned = True
     time.sleep(PAUSE)
 
 
-class Moves:
-  """Ends this process if the first one announces another address, while it is entered.
+class MoveWatch:
+  """Context that ends this process if the first process announces another address.
 
-  JAX tries the old one for minutes, and has no way to stop. Whoever started the processes starts this
-  one again.
+  JAX tries the old address for minutes and cannot be stopped. The launcher starts this process
+  again.
   """
 
   def __init__(self, announced: str, coordinator: str) -> None:
@@ -163,30 +170,30 @@ class Moves:
 
   def _watch(self) -> None:
     while not self._joined.wait(PAUSE):
-      with contextlib.suppress(OSError):  # it is not there again yet
+      with contextlib.suppress(OSError):  # nothing is announced yet
         if addresses.current(self._announced) != f'tcp://{self._coordinator}':
           tell('podrace: the first process has started again elsewhere; so must this one')
           os._exit(1)
 
 
 def join_processes(place: Place) -> None:
-  """Makes this one of several processes of one run (jax.distributed; Gloo on CPU).
+  """Join the processes of a run (jax.distributed, Gloo on CPU).
 
   The first process listens on exactly the address it was given, nothing wider.
 
   Raises:
-    ValueError: if the numbers don't fit, or the address is not HOST:PORT.
+    ValueError: if the numbers do not fit, or the address is not HOST:PORT.
     RunError: if the first process, or its name, is not there in time.
   """
   place.check()
   coordinator, num_processes, process_id, local_devices, bind = place
   moves: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
   if addresses.announced_at(coordinator) is not None:
-    coordinator = awaited(coordinator)
-    moves = Moves(place.coordinator, coordinator)
+    coordinator = wait_for_coordinator(coordinator)
+    moves = MoveWatch(place.coordinator, coordinator)
   host, _, port = coordinator.rpartition(':')
-  # A name may come with its machine, as that of a pod.
-  tried(lambda: socket.getaddrinfo(host, int(port)), f'--coordinator {coordinator}', PATIENCE)
+  # A name may appear only with its machine, such as that of a pod.
+  retry(lambda: socket.getaddrinfo(host, int(port)), f'--coordinator {coordinator}', PATIENCE)
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
   jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from the run
   with moves:
@@ -195,24 +202,25 @@ def join_processes(place: Place) -> None:
       num_processes,
       process_id,
       local_devices,
-      cluster_detection_method='deactivate',  # it would change what is given; `detected_place` has asked
+      # it would change the arguments; `detect_place` has detected
+      cluster_detection_method='deactivate',
       coordinator_bind_address=None if process_id else bind or coordinator,
       heartbeat_timeout_seconds=SILENCE_SECONDS,
       shutdown_timeout_seconds=SILENCE_SECONDS,
     )
 
 
-def is_one_of_several() -> bool:
-  """Whether this process has joined others, and not left them."""
+def has_joined() -> bool:
+  """Return whether this process has joined a run of many processes, and not left it."""
   return jax.distributed.is_initialized()
 
 
 def leave_processes(seconds: float | None = None) -> None:
-  """Waits until all processes of the run are here: one that is gone first takes the others down.
+  """Wait until all processes of the run are here. JAX aborts the rest if one exits early.
 
   Args:
-    seconds: that are waited at most, whatever becomes of it.
+    seconds: longest time to wait. Default: no limit.
   """
-  if is_one_of_several():
+  if has_joined():
     leaving = Worker('leaving', jax.distributed.shutdown)
     leaving.join() if seconds is None else leaving.wait(seconds)

@@ -1,7 +1,7 @@
-"""The newest metrics of a run over HTTP, in the text format that Prometheus reads.
+"""Endpoint that serves a run's newest metrics over HTTP in Prometheus' text format.
 
-https://prometheus.io/docs/instrumenting/exposition_formats/. One thread serves all connections without blocking, each for
-a bounded time: a reader that is slow or says nothing delays neither other readers nor the run.
+One thread serves all connections without blocking, each for a limited time. A reader that is slow
+or silent delays neither another reader nor the run.
 """
 
 from __future__ import annotations
@@ -13,7 +13,12 @@ import re
 import socket as sockets
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any
+
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors
@@ -22,18 +27,17 @@ from podrace.errors import UsageError
 from podrace.run.metrics import Line
 from podrace.system.threads import Worker
 
-SECONDS = 2.0  # that a connection may take
-READERS = 32  # connections at most, fewer where few files may be open; then the oldest goes
-REQUEST_BYTES = 2**14  # of a request, at most
-PAUSE = 0.2  # seconds until new connections are accepted again, where files ran out
-FORMAT = 'text/plain; version=0.0.4; charset=utf-8'
+SECONDS = 2.0  # time limit of a connection
+READERS = 32  # most connections, fewer where few files may be open; the oldest is closed first
+REQUEST_BYTES = 2**14  # largest request
+PAUSE = 0.2  # seconds without new connections after the process ran out of files
 
 
-def checked(where: str, insecure: bool) -> str:
-  """The address of HOST:PORT.
+def check_listen_address(where: str, insecure: bool) -> str:
+  """Return the address for HOST:PORT.
 
   Raises:
-    UsageError: if it is none, or one beyond this machine that is not asked for.
+    UsageError: if it is not HOST:PORT, or other machines can reach it and `insecure` is false.
   """
   address = f'tcp://{where}'
   try:
@@ -46,29 +50,49 @@ def checked(where: str, insecure: bool) -> str:
     )
   if not (insecure or addresses.is_local(address)):
     raise UsageError(
-      f'--metrics-listen {where} can be reached from other machines: give a HOST of this one, as 127.0.0.1; or '
-      '--metrics-insecure, with which anybody who reaches it can read the metrics, unencrypted'
+      f'--metrics-listen {where} can be reached from other machines: give a HOST of this one, such '
+      'as 127.0.0.1; or --metrics-insecure, with which any of them can read the metrics, '
+      'unencrypted'
     )
   return address
 
 
-def exposition(line: Line, at: float) -> bytes:
-  """A line of metrics, written `at` that time; lists have a sample for each seed. What has no value is left out."""
-  found: dict[str, list[str]] = {}
+def render_metrics(line: Line, at: float) -> bytes:
+  """Render a line of metrics in Prometheus' text format.
+
+  A list becomes one sample per seed. Metrics without a number are left out. If two names map to
+  one, the first is kept.
+
+  Args:
+    line: line of metrics.
+    at: time of the line, in seconds since the epoch.
+  """
+  families: dict[str, GaugeMetricFamily] = {}
   for name, value in {**line, 'written_timestamp_seconds': at}.items():
     metric = 'podrace_' + re.sub(r'[^a-zA-Z0-9_]', '_', name)
-    if isinstance(value, list):
-      samples = [(f'{metric}{{seed="{i}"}}', x) for i, x in enumerate(value)]
-    else:
-      samples = [(metric, value)]
-    rows = [f'{sample} {float(x)!r}' for sample, x in samples if isinstance(x, int | float)]
-    if rows:
-      found.setdefault(metric, [f'# TYPE {metric} gauge', *rows])
-  return ''.join(f'{row}\n' for rows in found.values() for row in rows).encode()
+    is_list = isinstance(value, list)
+    family = GaugeMetricFamily(metric, '', labels=['seed'] if is_list else [])
+    for i, x in enumerate(value if is_list else [value]):
+      if isinstance(x, int | float):
+        family.add_metric([str(i)] if is_list else [], x)
+    if family.samples:
+      families.setdefault(metric, family)
+  return generate_latest(_Families(families.values()))
 
 
-class _Answer(http.server.BaseHTTPRequestHandler):
-  """What is answered to a request: its bytes are in `wfile`."""
+class _Families(Collector):
+  """The metric families of one line."""
+
+  def __init__(self, families: Iterable[Metric]) -> None:
+    self._families = families
+
+  def collect(self) -> Iterable[Metric]:
+    """Return the families."""
+    return self._families
+
+
+class _Response(http.server.BaseHTTPRequestHandler):
+  """HTTP response to one request. Its bytes are in `wfile`."""
 
   server_version, sys_version = 'podrace', ''
 
@@ -78,21 +102,22 @@ class _Answer(http.server.BaseHTTPRequestHandler):
     self.handle_one_request()
 
   def do_GET(self) -> None:
+    """Answer with the metrics, or 404 for another path."""
     if self.path != '/metrics':
       self.send_error(404, 'the metrics are at /metrics')
       return
     self.send_response(200)
-    self.send_header('Content-Type', FORMAT)
+    self.send_header('Content-Type', CONTENT_TYPE_PLAIN_0_0_4)
     self.send_header('Content-Length', str(len(self._text)))
     self.end_headers()
     self.wfile.write(self._text)
 
   def log_message(self, format: str, *args: Any) -> None:
-    """Requests are not logged."""
+    """Ignore the message: requests are not logged."""
 
 
-class _Reader:
-  """A connection: its request as far as it has come, and what is left of the answer."""
+class _Connection:
+  """Connection of a reader: the request received so far, and the unsent part of the response."""
 
   def __init__(self, socket: sockets.socket) -> None:
     socket.setblocking(False)
@@ -100,33 +125,34 @@ class _Reader:
     self.request, self.answer = b'', memoryview(b'')
 
   def read(self) -> bool:
-    """Reads what has come; whether the request is whole, or as long as it may be."""
+    """Read available data. Return whether the request is complete or at its limit."""
     data = self.socket.recv(REQUEST_BYTES)
     self.request += data
     ends = b'\r\n\r\n' in self.request or b'\n\n' in self.request
     return ends or not data or len(self.request) >= REQUEST_BYTES
 
   def write(self) -> bool:
-    """Sends what there is room for; whether all is sent."""
+    """Send as much as the socket accepts. Return whether all is sent."""
     self.answer = self.answer[self.socket.send(self.answer) :]
     return not self.answer
 
 
 class Endpoint:
-  """A sink that serves the newest line at /metrics, until it is closed.
+  """Sink that serves the newest line at /metrics.
 
-  Owner: the run, which closes it. Its thread ends with `close`, which raises what has failed in it.
+  Owner: the run, which calls `close`.
+  Ends when: `close` is called. It raises a failure of the thread.
 
   Args:
-    address: as of `checked`.
+    address: address as returned by `check_listen_address`.
 
   Raises:
-    SecurityError: if it can't listen there.
+    SecurityError: if it cannot listen at the address.
   """
 
   def __init__(self, address: str) -> None:
     self._socket, self.address = addresses.listen(address)
-    self._loop, self._readers = Loop(), dict[_Reader, None]()  # the oldest first
+    self._loop, self._readers = Loop(), dict[_Connection, None]()  # ordered by age
     self._paused_until: float | None = None
     self._closing, self.text = threading.Event(), b''
     self._loop.add(self._socket, READ, self)
@@ -134,13 +160,15 @@ class Endpoint:
 
   @property
   def url(self) -> str:
-    """Where the metrics are."""
+    """URL of the metrics."""
     return f'http://{addresses.reachable(self.address).removeprefix("tcp://")}/metrics'
 
   def write(self, line: Line) -> None:
-    self.text = exposition(line, time.time())
+    """Replace the served metrics."""
+    self.text = render_metrics(line, time.time())
 
   def close(self) -> None:
+    """End the thread and all connections."""
     self._closing.set()
     self._loop.wake()
     self._worker.wait()
@@ -156,23 +184,23 @@ class Endpoint:
         for key, _ in self._loop.wait(self._seconds()):
           if key.data is self:
             self._accept()
-          elif key.data in self._readers:  # else it was ended for a newer one
+          elif key.data in self._readers:  # else it was closed in favour of a newer one
             self._serve(key.data)
-        self._look_at_the_clock()
+        self._check_deadlines()
     finally:
       for reader in [*self._readers]:
         self._end(reader)
 
   def _seconds(self) -> float:
-    """Until the time of the oldest reader is over."""
+    """Return the time until the next deadline."""
     now = time.monotonic()
-    ends = [reader.until for reader in self._readers][:1]
+    ends = [connection.until for connection in self._readers][:1]
     return max(min([now + 60.0, *ends, *filter(None, [self._paused_until])]) - now, 0.0)
 
-  def _look_at_the_clock(self) -> None:
+  def _check_deadlines(self) -> None:
     now = time.monotonic()
-    for reader in [reader for reader in self._readers if reader.until <= now]:
-      self._end(reader)
+    for connection in [connection for connection in self._readers if connection.until <= now]:
+      self._end(connection)
     if self._paused_until is not None and self._paused_until <= now:
       self._paused_until = None
       self._loop.add(self._socket, READ, self)
@@ -180,38 +208,36 @@ class Endpoint:
   def _accept(self) -> None:
     try:
       socket, _ = self._socket.accept()
-    except OSError as e:  # the reader has left, or there are no more files
-      if (
-        e.errno in descriptors.LACKING
-      ):  # else the kernel would say at once again that there is one
+    except OSError as e:  # the reader has left, or the process has no free file
+      if e.errno in descriptors.LACKING:  # else the kernel would report the same connection at once
         self._paused_until = time.monotonic() + PAUSE
         self._loop.remove(self._socket)
       return
-    reader = _Reader(socket)
-    self._loop.add(socket, READ, reader)
-    self._readers[reader] = None
+    connection = _Connection(socket)
+    self._loop.add(socket, READ, connection)
+    self._readers[connection] = None
     while len(self._readers) > max(min(READERS, descriptors.limit() // 32), 1):
       self._end(next(iter(self._readers)))
 
-  def _serve(self, reader: _Reader) -> None:
+  def _serve(self, connection: _Connection) -> None:
     is_over = False
     try:
-      if reader.answer:
-        is_over = reader.write()
-      elif reader.read():
-        reader.answer = memoryview(_Answer(reader.request, self.text).wfile.getvalue())  # type: ignore[attr-defined]
-        is_over = not reader.answer  # the connection has ended without a request
-        self._loop.change(reader.socket, WRITE, reader)
+      if connection.answer:
+        is_over = connection.write()
+      elif connection.read():
+        connection.answer = memoryview(_Response(connection.request, self.text).wfile.getvalue())  # type: ignore[attr-defined]
+        is_over = not connection.answer  # the connection ended without a request
+        self._loop.change(connection.socket, WRITE, connection)
       if is_over:
-        self._end(reader)
+        self._end(connection)
     except BlockingIOError:
       return
     except OSError:
-      self._end(reader)
+      self._end(connection)
 
-  def _end(self, reader: _Reader) -> None:
-    del self._readers[reader]
-    self._loop.remove(reader.socket)
-    with contextlib.suppress(OSError):  # the reader has ended it
-      reader.socket.shutdown(sockets.SHUT_WR)
-    reader.socket.close()
+  def _end(self, connection: _Connection) -> None:
+    del self._readers[connection]
+    self._loop.remove(connection.socket)
+    with contextlib.suppress(OSError):  # the reader has closed it
+      connection.socket.shutdown(sockets.SHUT_WR)
+    connection.socket.close()

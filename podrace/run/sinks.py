@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl: TensorBoard and Weights & Biases."""
+"""Optional metrics sinks beside metrics.jsonl: TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UsageError, unknown
-from podrace.run.metrics import SETTING_NAME, SETTINGS, Line, Sink, read
+from podrace.run.metrics import Line, Sink, read
 from podrace.system.files import WANDB, make_folder, open_new
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.importing import why_not
 
+SETTINGS = 10_000  # largest number of settings of a configuration
+SETTING_NAME = 1000  # largest number of characters of a setting's name
+
 
 class TensorBoard:
-  """Event files in the run directory, through tensorboardX.
+  """Event files in the run directory, written through tensorboardX.
 
-  Its writer may lose what it was given last. So a resumed run tells everything again, out of
-  metrics.jsonl, and TensorBoard forgets what it had.
+  The writer may lose its newest events at a kill. A resumed run therefore writes all of
+  metrics.jsonl again, and TensorBoard discards its earlier events.
   """
 
   def __init__(self, run_dir: Path) -> None:
@@ -30,30 +33,32 @@ class TensorBoard:
     from tensorboardX.summary import hparams
 
     folder = make_folder(run_dir / 'tensorboard')
-    suffix = f'.{secrets.token_hex(8)}'  # a name that nobody can guess, and so no link can have
+    suffix = f'.{secrets.token_hex(8)}'  # an unguessable name, so no link can be waiting there
     self._writer = SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)
-    config = configuration(run_dir)
+    config = read_config(run_dir)
     self._writer.add_text('config', f'```json\n{json.dumps(config, indent=2)}\n```', 0)
-    for summary in hparams(flat(config), {}):  # into this file: `add_hparams` would make another
+    for summary in hparams(flatten_config(config), {}):  # `add_hparams` would write another file
       self._writer.file_writer.add_summary(summary)
     for line in read(run_dir / 'metrics.jsonl'):
       self.write(line)
 
   def write(self, line: Line) -> None:
-    for name, value in numbers(line).items():
+    """Write the scalars of a line."""
+    for name, value in to_scalars(line).items():
       self._writer.add_scalar(name, value, line['step'])
 
   def close(self) -> None:
+    """Close the event file."""
     self._writer.close()
 
 
 class WandB:
-  """Weights & Biases, which ignores steps that it has; its environment variables apply."""
+  """Weights & Biases, which ignores steps that it has. Its environment variables apply."""
 
   def __init__(self, run_dir: Path) -> None:
     import wandb
 
-    record = run_dir / 'wandb-id'  # not the directory's name, which another run may have as well
+    record = run_dir / 'wandb-id'  # the directory's name may not be unique
     if not os.path.lexists(record):
       with open_new(record) as file:
         file.write(secrets.token_hex(8) + '\n')
@@ -63,64 +68,68 @@ class WandB:
       name=run_dir.absolute().name,
       dir=str(make_folder(run_dir / WANDB).parent),
       resume='allow',
-      config=configuration(run_dir),
-      allow_val_change=True,  # as by --override
+      config=read_config(run_dir),
+      allow_val_change=True,  # --override changes values
     )
 
   def write(self, line: Line) -> None:
-    self._run.log(numbers(line), step=line['step'])
+    """Log the scalars of a line."""
+    self._run.log(to_scalars(line), step=line['step'])
 
   def close(self) -> None:
+    """Finish the run at Weights & Biases."""
     self._run.finish()
 
 
 def _run_id(path: Path) -> str:
-  """Return the id of a run at Weights & Biases; raises UsageError if the file holds none."""
+  """Read the id of a run at Weights & Biases.
+
+  Raises:
+    UsageError: if the file does not hold an id.
+  """
   text = read_bytes(path, 100).decode(errors='replace').strip()
   if not re.fullmatch(r'[0-9A-Za-z_-]+', text):
     raise UsageError(f'{path} has {text!r}, expected an id of letters and digits: remove it')
   return text
 
 
-def numbers(line: Line) -> dict[str, float]:
-  """The numbers in a line, by name; those of a list, of each seed, as NAME/0, NAME/1, ...
-
-  What has no value is left out.
-  """
-  found: dict[str, Any] = {}
+def to_scalars(line: Line) -> dict[str, float]:
+  """Return the numbers of a line by name. A list becomes NAME/0, NAME/1, ..., one per seed."""
+  scalars: dict[str, Any] = {}
   for name, value in line.items():
     if isinstance(value, list):
-      found |= {f'{name}/{i}': x for i, x in enumerate(value)}
+      scalars |= {f'{name}/{i}': x for i, x in enumerate(value)}
     elif name != 'step':
-      found[name] = value
-  return {k: x for k, x in found.items() if isinstance(x, int | float)}
+      scalars[name] = value
+  return {k: x for k, x in scalars.items() if isinstance(x, int | float)}
 
 
-def configuration(run_dir: Path) -> dict[str, Any]:
-  """What config.json records of a run; empty if it is not there."""
+def read_config(run_dir: Path) -> dict[str, Any]:
+  """Return a run's config.json, or {} if the file does not exist."""
   return read_json(run_dir / 'config.json') or {}
 
 
-def flat(tree: dict[str, Any]) -> dict[str, bool | int | float | str]:
-  """Return the values of a configuration by their paths, such as agent.network.hidden, in types that every sink knows.
+def flatten_config(tree: dict[str, Any]) -> dict[str, bool | int | float | str]:
+  """Map the path of each setting, such as agent.network.hidden, to a value that all sinks accept.
 
   Raises:
-    UsageError: if there are more than SETTINGS, or a path is longer than SETTING_NAME. A long name of an object would
-      be there again for each of its members.
+    UsageError: if there are more than SETTINGS, or a path is longer than SETTING_NAME. A long name
+      of an object would be repeated for each of its members.
   """
-  found: dict[str, bool | int | float | str] = {}
+  settings: dict[str, bool | int | float | str] = {}
   for path, x in _settings(tree, ''):
-    found[path] = x if isinstance(x, bool | int | float | str) else json.dumps(x)
-    if len(found) > SETTINGS:
+    settings[path] = x if isinstance(x, bool | int | float | str) else json.dumps(x)
+    if len(settings) > SETTINGS:
       raise UsageError(f'config.json has more than {SETTINGS:,} settings')
-  return found
+  return settings
 
 
 def _settings(tree: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
   for name, x in tree.items():
     if (length := len(prefix) + len(name)) > SETTING_NAME:
       raise UsageError(
-        f'config.json has a setting with a name of {length:,} characters, expected at most {SETTING_NAME:,}'
+        f'config.json has a setting with a name of {length:,} characters, expected at most '
+        f'{SETTING_NAME:,}'
       )
     if isinstance(x, dict):
       yield from _settings(x, f'{prefix}{name}.')
@@ -136,8 +145,8 @@ def check_sinks(sinks: Sequence[str | Sink], run_dir: Path | None = None) -> Non
   """Check the sinks of a run.
 
   Raises:
-    UsageError: if there is no sink of a name, its library cannot be imported, or the run directory has settings for it,
-      which may name a server that gets the user's key.
+    UsageError: if a name is unknown, its library cannot be imported, or the run directory has a
+      settings file for the sink, which may name a server that would get the user's key.
   """
   for name in sinks:
     if not isinstance(name, str):
@@ -150,6 +159,6 @@ def check_sinks(sinks: Sequence[str | Sink], run_dir: Path | None = None) -> Non
       raise UsageError(why_not(f'sink {name!r}', name, e)) from e
     if name == WANDB and run_dir and os.path.lexists(path := run_dir / WANDB / 'settings'):
       raise UsageError(
-        f'{path} may send your metrics and your key to another server: remove it, or take environment variables '
-        'such as WANDB_BASE_URL for your own settings'
+        f'{path} may send your metrics and your key to another server: remove it, or take '
+        'environment variables such as WANDB_BASE_URL for your own settings'
       )

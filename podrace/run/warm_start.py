@@ -12,7 +12,7 @@ from podrace import hooks
 from podrace.errors import UsageError
 from podrace.run.build import agreement
 from podrace.run.directory import load_config
-from podrace.run.evaluate import evaluable, newest_params
+from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import changes, option, to_json
@@ -39,7 +39,7 @@ class WarmStart:
         f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
       )
     _check_units(source, other, config)
-    params = newest_params(other, evaluable(other)[0], source)[1]
+    params = restore_newest_params(other, bind_agent_and_env(other)[0], source)[1]
     if other.seeds == 1:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params

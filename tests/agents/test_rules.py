@@ -23,7 +23,7 @@ from podrace.envs.base import NextStepReset
 from podrace.envs.states import rules, with_state
 from podrace.hooks import greedily
 from podrace.networks import ActorCritic, LearnedModel
-from podrace.run.evaluate import evaluator
+from podrace.run.evaluate import make_evaluator
 from podrace.settings.agents import bind
 from podrace.types import LAST, TimeStep
 
@@ -275,7 +275,7 @@ class Player:
 def returns_of(move: Any, opponent: Any, games: int) -> np.ndarray:
   env = with_state('game', against(opponent))
   with jax.debug_key_reuse(False):
-    found: np.ndarray = evaluator(Player(move, env.dynamics), env, games)(  # type: ignore[arg-type,attr-defined]
+    found: np.ndarray = make_evaluator(Player(move, env.dynamics), env, games)(  # type: ignore[arg-type,attr-defined]
       (), jax.random.key(0)
     )
   return found
@@ -359,18 +359,18 @@ def test_it_never_loses(tmp_path: Path) -> None:
   Random play loses 93% of its games against perfect play, and 29% against itself.
   """
   from podrace.run.directory import load_config
-  from podrace.run.evaluate import evaluable, newest_params
+  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 
   run_dir = tmp_path / 'run'
   with pytest.raises(SystemExit, match='0'):
     cli.main(['train', 'muzero-tictactoe', '--devices', '1', '--run-dir', str(run_dir)])
   config = load_config(run_dir)
-  agent, _ = evaluable(config)
-  _, params, _ = newest_params(config, agent, run_dir)
+  agent, _ = bind_agent_and_env(config)
+  _, params, _ = restore_newest_params(config, agent, run_dir)
   agent = greedily(dataclasses.replace(agent, simulations=64))
   for opponent in (perfect, random_move):
     env = with_state('game', against(opponent))
     with jax.debug_key_reuse(False):
-      found = evaluator(agent, env, 1000)(params, jax.random.key(0))
+      found = make_evaluator(agent, env, 1000)(params, jax.random.key(0))
     assert not (found < 0).any(), (opponent, float((found < 0).mean()))
   assert found.mean() > 0.9  # against random play

@@ -36,7 +36,7 @@ from podrace.agents.sac import SAC
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
-from podrace.experiments.bench import combined_rate, learner_rate, memory
+from podrace.experiments.bench import count_bytes, measure_combined, measure_learner
 from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
@@ -337,7 +337,7 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   )
   held = jax.tree.leaves((state.train, state.memory, state.previous))
   expected = batch + sum(x.addressable_shards[0].data.nbytes for x in held)
-  told = memory(program.driver())
+  told = count_bytes(program.driver())
   assert told['learner_device'] == expected
   assert told['replay'] == sum(
     x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.memory)
@@ -359,12 +359,14 @@ def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> N
     return state, priority
 
   driver.learning = Learning(learning, noted)  # type: ignore[assignment]
-  monkeypatch.setattr('podrace.experiments.bench.together', lambda work, seconds: float(work[0]()))
-  learner_rate(driver, program.init(keys(0)), 0.0)
+  monkeypatch.setattr(
+    'podrace.experiments.bench.measure_threads', lambda work, seconds: float(work[0]())
+  )
+  measure_learner(driver, program.init(keys(0)), 0.0)
   ready = program.learning.windows.schedule.ready
   assert ready == 15 and calls == [(i, 0) for i in range(1, 16)] + [(16, 4)]
   calls.clear()
-  combined_rate(driver, program.init(keys(0)), keys(0), 0.0)
+  measure_combined(driver, program.init(keys(0)), keys(0), 0.0)
   assert calls[15:18] == [(16, 4), (17, 8), (18, 12)]
 
 

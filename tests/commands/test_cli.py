@@ -58,7 +58,7 @@ from podrace.commands import (
 from podrace.commands.shared_options import PEER_TIMEOUT
 from podrace.distributed.net.session_messages import SILENCE
 from podrace.experiments import runs as directories
-from podrace.experiments.bench import allowed
+from podrace.experiments.bench import sample_allowed
 from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.networks import ActorCritic
@@ -531,7 +531,7 @@ def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
 def test_random_actions_that_masks_allow(space: spaces.Space) -> None:
   rng = np.random.default_rng(0)
   mask = np.tile(np.array([[1, 0, 0, 1, 1]], np.int8), (200, 1))
-  action = allowed(space, mask, rng)
+  action = sample_allowed(space, mask, rng)
   if isinstance(space, spaces.Discrete):
     assert set(action.tolist()) == {0, 3, 4}
   else:

@@ -262,5 +262,5 @@ def test_a_run_that_was_stopped_while_it_compiled_is_not_listed(
   with Process(tmp_path / 'log', '-c', f'import os; os.chdir({str(tmp_path)!r})\n{HANGS}', *given) as process:  # fmt: skip
     assert process.wait() == 143, process.output
   assert ('--run-dir' in process.output) == named
-  listed = [run.path.name for run in map(runs.look, runs.find(tmp_path))]
+  listed = [run.path.name for run in map(runs.inspect_run, runs.find(tmp_path))]
   assert listed == (['mine'] if named else [])

@@ -14,7 +14,7 @@ from test_runs import called
 
 from podrace.errors import UsageError
 from podrace.experiments import curves, plot, scores
-from podrace.experiments.labels import labels
+from podrace.experiments.labels import make_labels
 
 
 def make(
@@ -54,8 +54,8 @@ def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
     [[1.0], [3.0]],
     [[2.0]],
   ]
-  assert labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
-  assert labels(groups[:1]) == ['ppo']
+  assert make_labels(groups) == ['learning-rate 0.001', 'learning-rate 0.0001']
+  assert make_labels(groups[:1]) == ['ppo']
 
 
 def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_intervals_have_the_truth_as_often_as_they_say() -> None:
   rng, hits = np.random.default_rng(0), 0
   for _ in range(300):
     tasks = [rng.normal(mean, 1.0, 20) for mean in (0.0, 10.0)]
-    low, high = curves.interval(tasks, curves.mean, resamples=500)
+    low, high = curves.bootstrap_interval(tasks, curves.mean, resamples=500)
     hits += low <= 5.0 <= high
   assert 0.90 <= hits / 300 <= 0.98
   # Not stratified it would be as wide as tasks differ.
@@ -118,8 +118,8 @@ def test_intervals_have_the_truth_as_often_as_they_say() -> None:
 
 def test_a_band_follows_each_curve_as_far_as_it_goes() -> None:
   x = np.arange(0.0, 101.0)
-  found = curves.band([
-    curves.Curve(x, x, Path('a')), curves.Curve(x[:51], x[:51] + 2, Path('b')),
+  found = curves.make_band([
+    curves.RunCurve(x, x, Path('a')), curves.RunCurve(x[:51], x[:51] + 2, Path('b')),
   ])  # fmt: skip
   both = found.x <= 50
   np.testing.assert_allclose(found.center, np.where(both, found.x + 1, found.x))
@@ -132,7 +132,7 @@ def test_a_band_follows_each_curve_as_far_as_it_goes() -> None:
 
 def test_the_end_of_a_curve_is_its_last_tenth() -> None:
   x = np.arange(1.0, 101.0)
-  assert curves.final(curves.Curve(x, np.where(x >= 90, x, 0.0), Path())) == 95.0
+  assert curves.final_mean(curves.RunCurve(x, np.where(x >= 90, x, 0.0), Path())) == 95.0
 
 
 def test_profiles_and_probabilities_weigh_tasks_alike() -> None:
@@ -142,14 +142,21 @@ def test_profiles_and_probabilities_weigh_tasks_alike() -> None:
   )
   assert curves.probability_of_improvement(ours, theirs) == pytest.approx((1.5 / 4 + 1.5 / 2) / 2)
   assert curves.probability_of_improvement(ours, ours) == 0.5
-  assert curves.profile(ours, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [1.0, 0.75, 0.5, 0.0]
+  assert curves.performance_profile(ours, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [
+    1.0,
+    0.75,
+    0.5,
+    0.0,
+  ]
 
 
 def test_human_normalised_scores() -> None:
   assert len(scores.ATARI) == 57
-  assert scores.human_normalised('pong', -20.7) == 0 and scores.human_normalised('pong', 14.6) == 1
-  assert scores.game('ale:pong,sticky=0.25') == 'pong' and scores.game('ale:tetris') is None
-  assert scores.game('gymnax:pong') is None
+  assert scores.normalize_human('pong', -20.7) == 0 and scores.normalize_human('pong', 14.6) == 1
+  assert (
+    scores.atari_game('ale:pong,sticky=0.25') == 'pong' and scores.atari_game('ale:tetris') is None
+  )
+  assert scores.atari_game('gymnax:pong') is None
 
 
 def test_five_games_predict_the_median_of_57(tmp_path: Path) -> None:
@@ -157,7 +164,7 @@ def test_five_games_predict_the_median_of_57(tmp_path: Path) -> None:
   # Rainbow's scores in them (Hessel et al. 2018, table 6); its median over 57 games is 2.23.
   rainbow = {'battle_zone': 62010.0, 'double_dunk': -0.3, 'name_this_game': 13136.0}
   rainbow |= {'phoenix': 108528.7, 'qbert': 33817.5}
-  found = scores.atari5({k: scores.human_normalised(k, x) for k, x in rainbow.items()})
+  found = scores.atari5({k: scores.normalize_human(k, x) for k, x in rainbow.items()})
   assert found == pytest.approx(2.23, rel=0.15)
   for name, score in rainbow.items():
     make(tmp_path / name, [(50, 0.0), (100, score)], env=f'ale:{name}')
@@ -247,5 +254,5 @@ def test_aggregates_need_the_same_tasks(tmp_path: Path) -> None:
 
 
 def test_many_lines_are_all_different() -> None:
-  styles = [json.dumps(plot.style(i)) for i in range(28)]
+  styles = [json.dumps(plot.line_style(i)) for i in range(28)]
   assert len(set(styles)) == 28

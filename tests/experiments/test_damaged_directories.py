@@ -128,7 +128,9 @@ def test_the_live_view_of_damaged_runs(damaged: dict[str, Path]) -> None:
   for path in damaged.values():
     with ends(), contextlib.suppress(UsageError):
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
-      assert not unprintable(follow.shown(runs.look(path), lines, ['loss', 'episode_return']))
+      assert not unprintable(
+        follow.shown(runs.inspect_run(path), lines, ['loss', 'episode_return'])
+      )
 
 
 def test_a_report_has_what_can_be_read(
@@ -146,7 +148,7 @@ def test_curves_of_what_can_be_read(damaged: dict[str, Path], x: curves.X) -> No
   for metric in ('episode_return', 'loss'):
     with ends():
       groups, wrong = curves.read(runs.find(damaged['none'].parent), metric, x)
-      assert len(labels.labels(groups)) == len(groups)
+      assert len(labels.make_labels(groups)) == len(groups)
     drawn = {curve.run for group in groups for curve in group.curves}
     assert damaged['none'] in drawn and len(drawn) + len(wrong) == len(damaged) + len(GOOD)
 

@@ -13,17 +13,17 @@ from test_curves import make
 from test_runs import called
 
 from podrace.experiments import curves, scores
-from podrace.experiments.labels import CAP, labels
+from podrace.experiments.labels import CAP, make_labels
 
 
 def test_agents_are_told_apart_by_their_names(tmp_path: Path) -> None:
   a = make(tmp_path / 'a', [(10, 1.0)])
   b = make(tmp_path / 'b', [(10, 2.0)], name='dqn', n_step=3)
   groups, _ = curves.read([a, b], 'episode_return', 'steps')
-  assert labels(groups) == ['ppo', 'dqn']
+  assert make_labels(groups) == ['ppo', 'dqn']
 
 
-def many(folder: Path, n: int, **more: Any) -> list[curves.Group]:
+def many(folder: Path, n: int, **more: Any) -> list[curves.CurveGroup]:
   """Groups of one agent that differ in 15 settings each, and in the same environment."""
   for i in range(n):
     settings = {f'setting_of_the_agent_{k}': i + k / 7 for k in range(15)}
@@ -41,12 +41,12 @@ def test_a_label_says_no_more_than_tells_a_panel_apart(tmp_path: Path) -> None:
   ):
     make(tmp_path / f'{name}-{env}', [(10, 1.0)], env=env, name=name, **settings)
   groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
-  assert [(g.env, x) for g, x in zip(groups, labels(groups), strict=True)] == [
+  assert [(g.env, x) for g, x in zip(groups, make_labels(groups), strict=True)] == [
     ('podrace:catch', 'impala'), ('gymnax:CartPole-v1', 'ppo'), ('podrace:catch', 'ppo'),
   ]  # fmt: skip
   make(tmp_path / 'z', [(10, 1.0)], clip=0.2, epochs=4, entropy_cost=0.02)
   groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
-  assert sorted(labels(groups)) == [
+  assert sorted(make_labels(groups)) == [
     'impala',
     'ppo',
     'ppo, entropy-cost 0.01',
@@ -58,7 +58,7 @@ def test_labels_are_short_and_never_shared(tmp_path: Path) -> None:
   groups = many(tmp_path / 'a', 5) + many(
     tmp_path / 'b', 3, name='my.own.module.of.agents:WithAVeryLongName' * 2
   )
-  found = labels(groups)
+  found = make_labels(groups)
   assert len(set(found)) == 8 and max(map(len, found)) <= CAP
   assert all(x.startswith('ppo, setting-of-the-agent-0 ') and x.endswith(', …') for x in found[:5])
   assert found[5:] == [f'{found[5][:-2]}#{n}' for n in (1, 2, 3)]
@@ -73,8 +73,8 @@ def test_any_groups_are_told_apart(seed: int) -> None:
     for _ in range(40)
   ]
   unique = [json.loads(x) for x in {json.dumps(c, sort_keys=True) for c in configs}]
-  groups = [curves.Group(c, []) for c in unique]
-  found = labels(groups)
+  groups = [curves.CurveGroup(c, []) for c in unique]
+  found = make_labels(groups)
   assert len({(g.env, x) for g, x in zip(groups, found, strict=True)}) == len(groups)
   assert max(map(len, found)) <= CAP
 
@@ -84,9 +84,9 @@ def test_a_sweep_in_one_program_is_named_after_its_agent() -> None:
     'agent.name': 'podrace.agents.population:Varied', 'agent.agent.class': 'podrace.agents.ppo:PPO',
     'agent.agent.clip': 0.2, 'agent.values': '[0.1, 0.2]',
   }  # fmt: skip
-  one = curves.Group(swept, [])
-  assert labels([one]) == ['ppo (sweep)']
-  assert labels([one, curves.Group({'agent.name': 'ppo', 'agent.clip': 0.2}, [])]) == [
+  one = curves.CurveGroup(swept, [])
+  assert make_labels([one]) == ['ppo (sweep)']
+  assert make_labels([one, curves.CurveGroup({'agent.name': 'ppo', 'agent.clip': 0.2}, [])]) == [
     'ppo (sweep)',
     'ppo',
   ]

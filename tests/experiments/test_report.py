@@ -69,7 +69,7 @@ def opened(out: Path) -> Iterator[Any]:
 def page(runs: Path) -> Iterator[Any]:
   """The report in Chromium; nothing may be asked of a network."""
   out = runs.parent / 'report.html'
-  report.write(sorted(p for p in runs.iterdir()), out)
+  report.write_report(sorted(p for p in runs.iterdir()), out)
   with opened(out) as found:
     yield found
 
@@ -82,7 +82,7 @@ def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
     record = json.loads((tmp_path / name / 'config.json').read_text())
     (tmp_path / name / 'config.json').write_text(json.dumps({**record, 'env': env}))
   paths = [tmp_path / 'catch', runs / 'b', tmp_path / 'own']
-  report.write(paths, tmp_path / 'r.html')
+  report.write_report(paths, tmp_path / 'r.html')
   with opened(tmp_path / 'r.html') as page:
     assert page.said == []
     panels = page.locator('.panel')
@@ -108,7 +108,7 @@ def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
     assert head == ['run', 'return, last tenth', 'last evaluation']
     page.set_viewport_size({'width': 360, 'height': 700})
     assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
-  report.write([tmp_path / 'catch', tmp_path / 'pong'], tmp_path / 'r.html')
+  report.write_report([tmp_path / 'catch', tmp_path / 'pong'], tmp_path / 'r.html')
   with opened(tmp_path / 'r.html') as page:
     cells = page.locator('#scores tr').nth(2).locator('td').all_text_contents()
     assert cells[-2] == 'random play -20.7, human 14.6' and float(cells[-1]) > 0.5
@@ -220,9 +220,9 @@ def test_what_differs_comes_first(page: Any) -> None:
 
 
 def test_the_data_of_a_run(runs: Path) -> None:
-  from podrace.experiments.runs import look
+  from podrace.experiments.runs import inspect_run
 
-  found = report.gathered(look(runs / 'b'))
+  found = report.collect_run(inspect_run(runs / 'b'))
   assert found['state'] == 'finished' and found['faults'] == {
     'env_restarts': 0,
     'dropped_steps': 0,
@@ -235,14 +235,14 @@ def test_the_data_of_a_run(runs: Path) -> None:
 
 
 def test_scores_of_atari(tmp_path: Path, runs: Path) -> None:
-  from podrace.experiments.runs import look
+  from podrace.experiments.runs import inspect_run
 
   shutil.copytree(runs / 'a', tmp_path / 'pong')
   record = json.loads((tmp_path / 'pong/config.json').read_text())
   (tmp_path / 'pong/config.json').write_text(json.dumps({**record, 'env': 'ale:pong'}))
   summary = json.loads((tmp_path / 'pong/summary.json').read_text())
   (tmp_path / 'pong/summary.json').write_text(json.dumps({**summary, 'episode_return': 14.6}))
-  found = report.gathered(look(tmp_path / 'pong'))
+  found = report.collect_run(inspect_run(tmp_path / 'pong'))
   assert found['anchors'] == 'random play -20.7, human 14.6'
   assert found['normalised'] == pytest.approx(1.0)
 
@@ -253,16 +253,16 @@ def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None
   (folder / 'long.mp4').write_bytes(bytes(report.VIDEO_BYTES + 1))
   (folder / 'short.gif').write_bytes(b'GIF89a')
   (folder / 'link.mp4').symlink_to('/etc/hostname')
-  found, left_out = report._videos(folder)
+  found, left_out = report._read_videos(folder)
   assert [v['name'] for v in found] == ['short']
   assert len(left_out) == 1 and left_out[0].startswith('long.mp4: 8.0 MiB')
   (tmp_path / 'other').symlink_to(folder)
-  assert report._videos(tmp_path / 'other') == ([], [])
+  assert report._read_videos(tmp_path / 'other') == ([], [])
 
 
 def test_long_curves_are_thinned_and_keep_their_end() -> None:
   lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
-  found = report._columns(lines)
+  found = report._collect_columns(lines)
   assert len(found['step']) <= report.POINTS + 1 and found['step'][-1] == 2_501
   assert found['gradient_steps_total'][-1] == 5_002
 
@@ -302,7 +302,7 @@ def test_what_the_command_refuses(
 
 def test_nothing_to_report(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='there is nothing to report: no runs are there'):
-    report.write([], tmp_path / 'r.html')
+    report.write_report([], tmp_path / 'r.html')
 
 
 def test_it_imports_no_jax() -> None:

@@ -62,14 +62,14 @@ def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, st
 def test_a_finished_run_has_the_return_of_its_summary(tmp_path: Path) -> None:
   summary = dict(step=1000, episode_return=0.75, steps_per_s=321.0)
   path = make(tmp_path / 'a', line(500, 0.1), line(1000, 0.5), summary=summary)
-  found = runs.look(path)
+  found = runs.inspect_run(path)
   assert (found.state, found.step, found.total_steps) == ('finished', 1000, 1000)
   assert (found.episode_return, found.steps_per_s) == (0.75, 321.0)
   assert found.size == sum(f.stat().st_size for f in path.iterdir())
 
 
 def test_a_run_without_a_last_word_was_killed(tmp_path: Path) -> None:
-  found = runs.look(make(tmp_path / 'a', line(300, 0.25), line(400)))
+  found = runs.inspect_run(make(tmp_path / 'a', line(300, 0.25), line(400)))
   assert (found.state, found.step) == ('killed', 400)
   assert found.episode_return == 0.25  # of the newest line that has one
 
@@ -77,8 +77,8 @@ def test_a_run_without_a_last_word_was_killed(tmp_path: Path) -> None:
 def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300, 0.25), end={'state': 'failed', 'why': 'earlier'})
   with lock(path):
-    assert (runs.look(path).state, runs.look(path).why) == ('running', '')
-  assert (runs.look(path).state, runs.look(path).why) == ('failed', 'earlier')
+    assert (runs.inspect_run(path).state, runs.inspect_run(path).why) == ('running', '')
+  assert (runs.inspect_run(path).state, runs.inspect_run(path).why) == ('failed', 'earlier')
 
 
 def test_a_run_whose_learner_is_to_start_again_is_running(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_run_whose_learner_is_to_start_again_is_running(tmp_path: Path) -> Non
 def test_a_run_that_cannot_be_read_is_shown_as_broken(tmp_path: Path, text: str) -> None:
   path = make(tmp_path / 'a', line(300, 0.25))
   (path / 'config.json').write_text(text)
-  found = runs.look(path)
+  found = runs.inspect_run(path)
   assert found.state == 'broken' and 'config.json' in found.why
 
 
@@ -101,7 +101,7 @@ def test_a_broken_last_line_is_left_out(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300, 0.25))
   with (path / 'metrics.jsonl').open('ab') as file:
     file.write(b'\x00\xff\n[]\n{"step": 400, "epi')
-  assert runs.look(path).step == 300
+  assert runs.inspect_run(path).step == 300
 
 
 def test_runs_are_found_at_any_depth_and_not_within_runs(tmp_path: Path) -> None:
@@ -121,13 +121,13 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
     (ValueError(), ('failed', 'ValueError()')),
   ):
     with pytest.raises(type(error)), run_end.note_end(path, Stopped):
-      assert runs.look(path).state == 'killed'  # as if it ended here
+      assert runs.inspect_run(path).state == 'killed'  # as if it ended here
       raise error
-    found = runs.look(path)
+    found = runs.inspect_run(path)
     assert (found.state, found.why) == expected
   with pytest.raises(UsageError), run_end.note_end(path, Stopped):
     raise UsageError('refused')
-  assert (runs.look(path).state, runs.look(path).why) == ('failed', 'ValueError()')
+  assert (runs.inspect_run(path).state, runs.inspect_run(path).why) == ('failed', 'ValueError()')
   with pytest.raises(OSError), run_end.note_end(path, Stopped, lambda: False):
     raise OSError("the directory is another run's")
   assert not (path / 'end.json').exists()
@@ -143,14 +143,14 @@ def test_the_reason_is_the_first_cause(tmp_path: Path) -> None:
       raise ZeroDivisionError('of my own')
     except ZeroDivisionError as e:
       raise RunError('Traceback ...\nthe run failed; the run is saved at step 300') from e
-  assert runs.look(path).why == 'ZeroDivisionError: of my own'
+  assert runs.inspect_run(path).why == 'ZeroDivisionError: of my own'
 
 
 def test_steps_are_those_of_whole_updates_and_of_the_newest_checkpoint(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
   (path / 'config.json').write_text(json.dumps(CONFIG | {'num_envs': 64, 'unroll_length': 5}))
   (path / 'checkpoints' / '640').mkdir(parents=True)
-  assert (runs.look(path).step, runs.look(path).total_steps) == (640, 1280)
+  assert (runs.inspect_run(path).step, runs.inspect_run(path).total_steps) == (640, 1280)
 
 
 def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,7 +275,9 @@ def test_follow_prints_each_line_once(tmp_path: Path, capsys: pytest.CaptureFixt
   assert out.splitlines()[:2] == ['step 100  episode_return 0.5  loss 1.5', 'step 200']
   assert out.splitlines()[-1] == f'{a}: ppo in podrace:catch, failed (w), step 200 of 1,000'
   assert called(capsys, 'follow', str(tmp_path))[0] == 2
-  shown = follow.shown(runs.look(a), [line(100, 0.5), line(200, 1.5)], ['episode_return', 'none'])
+  shown = follow.shown(
+    runs.inspect_run(a), [line(100, 0.5), line(200, 1.5)], ['episode_return', 'none']
+  )
   assert '20%' in shown and '▁█' in shown and 'none' not in shown
 
 
@@ -284,7 +286,7 @@ def test_follow_wraps_no_curve(tmp_path: Path, columns: int) -> None:
   lines = [line(4 * i, i - 31_234.5, loss=float(i)) for i in range(250)]
   a = make(tmp_path / 'a', *lines)
   names = ['episode_return', 'steps_per_s', 'loss']
-  seen = dataclasses.replace(runs.look(a), state=run_end.RUNNING)
+  seen = dataclasses.replace(runs.inspect_run(a), state=run_end.RUNNING)
   _, *rows = follow.shown(seen, lines, names, columns).splitlines()
   assert max(map(len, rows)) <= columns and rows[-3].endswith('  -30,986')
   assert max(map(len, rows)) == min(columns, 14 + 2 + follow.WIDTH + 2 + len('-30,986'))
@@ -297,8 +299,8 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path, cache: Path) -> None:
     tmp_path / 'train.txt', 1, cache,
   )  # fmt: skip
   try:
-    until(lambda: run.exists() and runs.look(run).step > 0)
-    assert runs.look(run).state == 'running'
+    until(lambda: run.exists() and runs.inspect_run(run).step > 0)
+    assert runs.inspect_run(run).state == 'running'
     with pytest.raises(UsageError, match='still running'):
       runs.remove(run)
     follower = Podrace(('follow', str(run), '--every', '0.05'), tmp_path / 'follow.txt', 1, cache)
@@ -308,7 +310,7 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path, cache: Path) -> None:
     assert follower.wait() == 0
   finally:
     train.kill()
-  assert (runs.look(run).state, runs.look(run).why) == ('stopped', 'SIGTERM')
+  assert (runs.inspect_run(run).state, runs.inspect_run(run).why) == ('stopped', 'SIGTERM')
   assert 'stopped (SIGTERM)' in follower.output.splitlines()[-1]
   until_lines = [x for x in follower.output.splitlines() if x.startswith('step ')]
   assert len(until_lines) == len(set(until_lines)) > 0

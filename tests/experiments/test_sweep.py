@@ -22,7 +22,7 @@ from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings, together
-from podrace.experiments.sweep.settings import Choices, Range
+from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
 from podrace.policy.export import export
 from podrace.run.directory import is_running
 from podrace.run.evaluate import evaluate
@@ -69,9 +69,9 @@ def test_what_is_varied() -> None:
     ['agent.learning_rate=1e-4,3e-4', '--num-envs=8..64', 'agent.clip=log:0.1..1']
   )
   assert found == {
-    'agent.learning-rate': Choices(('1e-4', '3e-4')),
-    'num-envs': Range(8, 64, whole=True),
-    'agent.clip': Range(0.1, 1.0, log=True),
+    'agent.learning-rate': ChoiceSpace(('1e-4', '3e-4')),
+    'num-envs': RangeSpace(8, 64, whole=True),
+    'agent.clip': RangeSpace(0.1, 1.0, log=True),
   }
 
 
@@ -93,16 +93,26 @@ def test_what_cannot_be_varied(texts: list[str], message: str) -> None:
 
 
 def test_a_grid_has_all_combinations() -> None:
-  found = settings.grid({'a': Choices(('1', 'x')), 'b': Choices(('1e-3', '2.5', '1e3'))})
+  found = settings.make_grid(
+    {'a': ChoiceSpace(('1', 'x')), 'b': ChoiceSpace(('1e-3', '2.5', '1e3'))}
+  )
   assert found == [{'a': a, 'b': b} for a in (1, 'x') for b in (0.001, 2.5, 1000)]
   with pytest.raises(UsageError, match='a is a range, of which there is no grid'):
-    settings.grid({'a': Range(0, 1)})
+    settings.make_grid({'a': RangeSpace(0, 1)})
 
 
 def test_random_settings_fill_their_ranges() -> None:
-  spaces = {'a': Range(1e-4, 1.0, log=True), 'b': Range(1, 4, whole=True), 'c': Choices(('x', 'y'))}
-  found = settings.random(spaces, 4_000, seed=3)
-  assert found == settings.random(spaces, 4_000, seed=3) != settings.random(spaces, 4_000, seed=4)
+  spaces = {
+    'a': RangeSpace(1e-4, 1.0, log=True),
+    'b': RangeSpace(1, 4, whole=True),
+    'c': ChoiceSpace(('x', 'y')),
+  }
+  found = settings.draw_random(spaces, 4_000, seed=3)
+  assert (
+    found
+    == settings.draw_random(spaces, 4_000, seed=3)
+    != settings.draw_random(spaces, 4_000, seed=4)
+  )
   logs = np.log10([s['a'] for s in found])
   assert logs.min() >= -4 and logs.max() <= 0 and abs(logs.mean() + 2) < 0.1
   assert {s['b'] for s in found} == {1, 2, 3, 4} and {s['c'] for s in found} == {'x', 'y'}
@@ -137,10 +147,10 @@ def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -
 
 
 def _params(run_dir: Path, config: Any) -> Any:
-  from podrace.run.evaluate import evaluable, newest_params
+  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
 
-  agent, _ = evaluable(config)
-  return newest_params(config, agent, run_dir)[1]
+  agent, _ = bind_agent_and_env(config)
+  return restore_newest_params(config, agent, run_dir)[1]
 
 
 def test_the_record_of_settings_makes_them_again() -> None:
@@ -175,9 +185,7 @@ def test_a_field_that_is_none_is_refused() -> None:
 
 def test_values_that_the_agent_refuses_are_refused() -> None:
   with pytest.raises(UsageError, match='discount must be within'):
-    together.varied(
-      podrace.configure('cartpole'), [{'agent.discount': 0.9}, {'agent.discount': 1.9}]
-    )
+    together.vary(podrace.configure('cartpole'), [{'agent.discount': 0.9}, {'agent.discount': 1.9}])
 
 
 def test_a_value_within_a_part_of_the_agent() -> None:
@@ -251,7 +259,7 @@ def test_a_population(
 
 
 def test_a_population_takes_over_from_the_best() -> None:
-  population = together.Population({'agent.learning-rate': Range(0.1, 10.0)}, seed=1)
+  population = together.Population({'agent.learning-rate': RangeSpace(0.1, 10.0)}, seed=1)
   rest = together_rest(np.array([1.0, 2.0, 3.0, 9.0], np.float32))
   train = TrainState({'w': jax.numpy.arange(4.0)}, rest)
   line = {'step': 5, 'episode_return_by_seed': [3.0, None, 1.0, 7.0]}
@@ -384,7 +392,7 @@ def test_a_sweep_waits_for_what_a_killed_one_left_behind(tmp_path: Path) -> None
     assert orphan.stdin
     orphan.stdin.close()  # it ends now, and not before
 
-  processes.carry_out([(path, ['train'])], 1, lambda path, code: codes.append(code), say=say)
+  processes.run_trials([(path, ['train'])], 1, lambda path, code: codes.append(code), say=say)
   orphan.wait()
   orphan.stdout.close()
   assert codes == [0] and len(said) == 1 and 'is still training' in said[0]

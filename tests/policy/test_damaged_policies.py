@@ -296,11 +296,11 @@ def test_opponents_that_lead_back_are_refused(tmp_path: Path) -> None:
   with ends(), pytest.raises(UsageError, match='opponent of itself'):
     opponents.check_chain(a, env)
   with ends(), pytest.raises(UsageError, match='opponent of itself'):
-    opponents.from_run(a, 'tic_tac_toe')
+    opponents.load_opponent(a, 'tic_tac_toe')
   generation(b, f'{tmp_path}/./c')
   (tmp_path / 'c').symlink_to(b)
   with ends(), pytest.raises(UsageError, match='opponent of itself'):
-    opponents.from_run(b, 'tic_tac_toe')
+    opponents.load_opponent(b, 'tic_tac_toe')
 
 
 def test_chains_of_opponents_have_an_end(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_chains_of_opponents_have_an_end(tmp_path: Path) -> None:
     generation(tmp_path / f'{i}', str(tmp_path / f'{i + 1}')) for i in range(opponents.CHAIN + 1)
   ]
   with ends(), pytest.raises(UsageError, match='generations'):
-    opponents.from_run(tmp_path / '0', 'tic_tac_toe')
+    opponents.load_opponent(tmp_path / '0', 'tic_tac_toe')
   opponents.check_chain(
     tmp_path / '90', envs[90]
   )  # the last one was trained against one that is gone

@@ -441,7 +441,7 @@ def test_what_podrace_brings_is_not_looked_at_again(monkeypatch: pytest.MonkeyPa
   def refuse(*args: Any) -> None:
     raise AssertionError('it was')
 
-  monkeypatch.setattr(check_agent._Agent, 'check', refuse)
+  monkeypatch.setattr(check_agent._AgentCheck, 'check', refuse)
   monkeypatch.setattr(contract, 'rollout', refuse)
   for agent in (Impala(network=NETWORK), PPO(network=NETWORK)):
     build.build(Config(agent, num_envs=8, unroll_length=8))

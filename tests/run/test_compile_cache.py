@@ -176,7 +176,7 @@ def test_processes_that_do_not_come_are_waited_for_a_while_at_most(
       raise RuntimeError('they are gone')
     gate.wait()
 
-  monkeypatch.setattr(processes, 'is_one_of_several', lambda: True)
+  monkeypatch.setattr(processes, 'has_joined', lambda: True)
   monkeypatch.setattr(processes.jax.distributed, 'shutdown', shutdown)
   monkeypatch.setattr(cli, 'LEAVE_SECONDS', 0.01)
 
@@ -242,8 +242,8 @@ def test_a_directory_that_others_may_write_to_is_not_used(
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   monkeypatch.setattr(jax.config, 'update', lambda *_: pytest.fail('it was used'))
   monkeypatch.setattr(type(jax.config), 'jax_compilation_cache_dir', None, raising=False)
-  compile_cache.directory().mkdir(parents=True)
-  os.chmod(compile_cache.directory(), 0o777)
+  compile_cache.cache_directory().mkdir(parents=True)
+  os.chmod(compile_cache.cache_directory(), 0o777)
   said: list[str] = []
   compile_cache.enable(said.append)
   assert len(said) == 1 and 'others may write to it' in said[0]

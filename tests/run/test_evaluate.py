@@ -27,8 +27,14 @@ from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import directory, loop
-from podrace.run.evaluate import evaluate, evaluator, newest_params, returns_of, summarised
-from podrace.run.evaluate_host import host_evaluator, spread
+from podrace.run.evaluate import (
+  evaluate,
+  format_result,
+  make_evaluator,
+  make_returns,
+  restore_newest_params,
+)
+from podrace.run.evaluate_host import make_host_evaluator, spread_env_ids
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -67,7 +73,7 @@ class Idle:
 
 
 def test_long_episodes_count_as_much_as_short_ones() -> None:
-  returns = evaluator(Idle(), NextStepReset(Lengths()), 1200)((), jax.random.key(0))
+  returns = make_evaluator(Idle(), NextStepReset(Lengths()), 1200)((), jax.random.key(0))
   assert returns.shape == (1200,)
   counts = np.bincount(returns.astype(int), minlength=9)[1:]
   assert counts.min() > 100 and counts.max() < 200  # 150 expected of each length
@@ -81,19 +87,19 @@ def test_an_episode_that_does_not_end() -> None:
       return state, transition(jnp.zeros([1]), 1.0, False, False)
 
   with pytest.raises(errors.RunError, match='3 of 3 episodes have not ended in 2000 steps'):
-    evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
+    make_evaluator(Idle(), NextStepReset(Endless()), 3, max_steps=2000)((), jax.random.key(0))
 
 
 @pytest.mark.slow
 def test_the_limit_of_steps_is_exact() -> None:
   env, key = NextStepReset(Lengths()), jax.random.key(0)  # 8 steps at most
-  assert evaluator(Idle(), env, 100, max_steps=8)((), key).max() == 8
+  assert make_evaluator(Idle(), env, 100, max_steps=8)((), key).max() == 8
   with pytest.raises(errors.RunError, match='of 100 episodes have not ended in 7 steps'):
-    evaluator(Idle(), env, 100, max_steps=7)((), key)
+    make_evaluator(Idle(), env, 100, max_steps=7)((), key)
   spec = host.make('gymnasium:host_envs:Truncated-v0')  # 4 steps
-  assert (host_evaluator(Idle(), spec, 3, max_steps=4)((), 0) == 4).all()
+  assert (make_host_evaluator(Idle(), spec, 3, max_steps=4)((), 0) == 4).all()
   with pytest.raises(errors.RunError, match='3 of 3 episodes have not ended in 3 steps'):
-    host_evaluator(Idle(), spec, 3, max_steps=3)((), 0)
+    make_host_evaluator(Idle(), spec, 3, max_steps=3)((), 0)
 
 
 def test_it_is_compiled_once() -> None:
@@ -104,7 +110,7 @@ def test_it_is_compiled_once() -> None:
       traced.append(None)
       return super().act(*args)
 
-  returns = evaluator(Counted(), NextStepReset(Lengths()), 1200)
+  returns = make_evaluator(Counted(), NextStepReset(Lengths()), 1200)
   first, again, other = (returns((), jax.random.key(seed)) for seed in (0, 0, 1))
   once = len(traced)
   np.testing.assert_array_equal(first, again)
@@ -119,7 +125,7 @@ def test_it_is_compiled_once() -> None:
 def test_episodes_are_spread_over_the_environments_of_the_run(
   episodes: int, num_envs: int, expected: list[int]
 ) -> None:
-  assert spread(episodes, num_envs).tolist() == expected
+  assert spread_env_ids(episodes, num_envs).tolist() == expected
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +151,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
   def params(config: Config, agent: Any, run_dir: Path) -> Any:
     return 0, agent.init(jax.random.key(0)).params, []
 
-  monkeypatch.setattr('podrace.run.evaluate.newest_params', params)
+  monkeypatch.setattr('podrace.run.evaluate.restore_newest_params', params)
   EPSILONS.clear()
   evaluate(tmp_path, 4, acting=('sampled',), allow_code=['test_evaluate'])
   jax.effects_barrier()
@@ -185,7 +191,7 @@ def test_greedy_and_sampled_are_both_said(trained: Path) -> None:
   of_sampled = {k.removeprefix('sampled_'): x for k, x in both.items() if k.startswith('sampled_')}
   assert {**of_sampled, 'step': both['step']} == sampled
   assert greedy['episode_return_mean'] != sampled['episode_return_mean']
-  line = summarised(both)
+  line = format_result(both)
   assert f'greedy {both["episode_return_mean"]:.2f} ± ' in line
   assert f'sampled {both["sampled_episode_return_mean"]:.2f} ± ' in line
   assert '\n' not in line and '20 episodes each, step 2,560' in line
@@ -229,11 +235,11 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
 def test_statistics_of_training_are_used(trained: Path) -> None:
   config = directory.load_config(trained)
   agent = bind(config.agent, make(config.env))
-  _, params, _ = newest_params(config, agent, trained)
+  _, params, _ = restore_newest_params(config, agent, trained)
   assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:
-    return np.concatenate(returns_of(config, agent, make(config.env), 200, 100)(params, 0))
+    return np.concatenate(make_returns(config, agent, make(config.env), 200, 100)(params, 0))
 
   assert (
     returns(params).mean() == evaluate(trained, 200, acting=('sampled',))['episode_return_mean']
@@ -278,14 +284,14 @@ def test_parameters_may_be_scalars(tmp_path: Path) -> None:
 def test_games_on_the_host_count_whole_and_once() -> None:
   """More than are stepped together; 4 steps each, of which the fifth arrival is the last."""
   spec = host.make('gymnasium:host_envs:Truncated-v0')
-  returns = host_evaluator(Idle(), spec, 40)((), 0)
+  returns = make_host_evaluator(Idle(), spec, 40)((), 0)
   np.testing.assert_array_equal(returns, np.full(40, 4.0))
 
 
 def test_games_on_the_host_that_do_not_end() -> None:
   spec = host.make('gymnasium:host_envs:Same-v0')
   with pytest.raises(errors.RunError, match='2 of 2 episodes have not ended in 50 steps'):
-    host_evaluator(Idle(), spec, 2, max_steps=50)((), 0)
+    make_host_evaluator(Idle(), spec, 2, max_steps=50)((), 0)
 
 
 def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,14 +307,14 @@ def test_games_on_the_host_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('podrace.run.evaluate_host.CLOSE_SECONDS', 0.1)
   told = 'envpool:CartPole-v1: environments have not answered for'
   with pytest.raises(errors.RunError, match=told):
-    host_evaluator(Idle(), dataclasses.replace(spec, make=make), 2, deadline=0.2)((), 0)
+    make_host_evaluator(Idle(), dataclasses.replace(spec, make=make), 2, deadline=0.2)((), 0)
   forever.set()
 
 
 def test_atari_is_scored_unclipped() -> None:
   """A whole game with several rewards of 10 and more, as the game counts them."""
   spec = host.make('ale:ms_pacman')
-  evaluated = host_evaluator(Idle(), spec, 2)
+  evaluated = make_host_evaluator(Idle(), spec, 2)
   returns = evaluated((), 0)
   assert (returns >= 60).all() and (returns % 10 == 0).all()
   np.testing.assert_array_equal(returns, evaluated((), 0))
@@ -338,7 +344,7 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   def fail(*args: Any) -> None:
     raise errors.HostError('failed in its worker:\nZeroDivisionError: the game broke')
 
-  monkeypatch.setattr('podrace.run.evaluate_host._host_round', fail)
+  monkeypatch.setattr('podrace.run.evaluate_host._play_round', fail)
   with pytest.raises(SystemExit) as end:
     cli.main(['eval', str(tmp_path / 'run'), '--episodes', '2', '--allow-code', 'host_envs'])
   assert end.value.code == 1

@@ -166,7 +166,7 @@ def test_a_process_finds_its_place(
 ) -> None:
   for name, value in variables(2, 1234).items():
     monkeypatch.setenv(name, value)
-  assert processes.detected_place() == (f'{host}:1234', 4, 2, (2,), '')
+  assert processes.detect_place() == (f'{host}:1234', 4, 2, (2,), '')
 
 
 def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv(name, value)
   monkeypatch.setenv('SLURM_NTASKS', 'four')
   with pytest.raises(ValueError, match=r'variables make no sense.*four'):
-    processes.detected_place()
+    processes.detect_place()
 
 
 @pytest.mark.slow

@@ -83,11 +83,11 @@ def test_a_number_that_json_has_no_word_for() -> None:
   assert files.number(float('-inf')) is None
   assert files.number(1) == 1.0
   given = line(1, episode_return=None, loss=0.25)
-  assert set(sinks.numbers(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
+  assert set(sinks.to_scalars(given)) == {'wall_s', 'steps_per_s', 'episode_length', 'loss'}
 
 
 def test_sinks_have_each_seeds_return() -> None:
-  found = sinks.numbers(line(1, episode_return_by_seed=[0.5, None, 2.0]))
+  found = sinks.to_scalars(line(1, episode_return_by_seed=[0.5, None, 2.0]))
   names = {k: x for k, x in found.items() if '/' in k}
   assert names == {'episode_return_by_seed/0': 0.5, 'episode_return_by_seed/2': 2.0}
 
@@ -239,9 +239,9 @@ def test_nothing_to_tell_shows_nothing(screen: Screen) -> None:
 
 
 def test_durations() -> None:
-  assert progress.duration(0) == '0:00:00'
-  assert progress.duration(3725.4) == '1:02:05'
-  assert progress.duration(-3) == '0:00:00'
+  assert progress.format_duration(0) == '0:00:00'
+  assert progress.format_duration(3725.4) == '1:02:05'
+  assert progress.format_duration(-3) == '0:00:00'
 
 
 def test_lines_survive_without_close(tmp_path: Path) -> None:

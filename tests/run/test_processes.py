@@ -15,7 +15,7 @@ from podrace import cli
 from podrace.distributed.net.announce import Announcement, read
 from podrace.errors import RunError
 from podrace.run import processes
-from podrace.run.processes import Place, awaited, join_processes
+from podrace.run.processes import Place, join_processes, wait_for_coordinator
 from podrace.system.threads import Worker
 
 
@@ -46,17 +46,17 @@ def test_a_place_that_cannot_be(place: Place, said: str) -> None:
 def test_the_first_process_chooses_a_port(host: str, known: str, bound: str) -> None:
   place = Place(f'{host}:0', 2, 0)
   place.check()
-  found = place.chosen()
+  found = place.with_port()
   port = found.coordinator.removeprefix(f'{known}:')
   assert 0 < int(port) < 2**16 and found.bind == f'{bound}:{port}'
-  assert found.chosen() is found
+  assert found.with_port() is found
   found.check()
 
 
 def test_a_port_that_is_given_stays() -> None:
   for place in Place('h:7', 2, 0), Place('announced:f#coordinator', 2, 1):
     place.check()
-    assert place.chosen() is place
+    assert place.with_port() is place
 
 
 def test_what_was_announced_before_a_restart_is_not_taken(tmp_path: Path) -> None:
@@ -65,7 +65,9 @@ def test_what_was_announced_before_a_restart_is_not_taken(tmp_path: Path) -> Non
   with socket.create_server(('127.0.0.1', 0)) as closed:
     gone = closed.getsockname()[1]
   Announcement(file, 'coordinator').make(f'tcp://127.0.0.1:{gone}')
-  waiting = Worker('waiting', lambda: found.append(awaited(f'announced:{file}#coordinator')))
+  waiting = Worker(
+    'waiting', lambda: found.append(wait_for_coordinator(f'announced:{file}#coordinator'))
+  )
   with socket.create_server(('127.0.0.1', 0)) as there:
     at = f'127.0.0.1:{there.getsockname()[1]}'
     Announcement(file, 'coordinator').make(f'tcp://{at}')
@@ -86,7 +88,7 @@ def test_a_first_process_that_does_not_come(
   with pytest.raises(
     RunError, match=f'the first process, at announced:.*: not there after 0 s: .*{why}'
   ):
-    awaited(f'announced:{file}#coordinator', 0.1)
+    wait_for_coordinator(f'announced:{file}#coordinator', 0.1)
   assert caplog.text.count('waiting for the first process') == 1
 
 

@@ -16,8 +16,8 @@ from processes import lines
 
 from podrace.errors import SecurityError, UsageError
 from podrace.run import prometheus
-from podrace.run.prometheus import Endpoint, checked
-from podrace.run.prometheus import exposition as exposed
+from podrace.run.prometheus import Endpoint, check_listen_address
+from podrace.run.prometheus import render_metrics as exposed
 
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(\{seed="\d+"\})? (\S+)')
 LINE = {'step': 10, 'loss': 0.1, 'episode_return': None, 'info_a/b c': 1e300, 'info_a_b c': 2.0,
@@ -30,8 +30,10 @@ def samples(text: str) -> dict[str, float]:
   typed: list[str] = []
   assert text.endswith('\n') or not text
   for row in text.splitlines():
-    if row.startswith('#'):
+    if row.startswith('# TYPE '):
       typed.append(row.removeprefix('# TYPE ').removesuffix(' gauge'))
+      continue
+    if row.startswith('# HELP '):
       continue
     sample = SAMPLE.fullmatch(row)
     assert sample and sample[1] == typed[-1], row
@@ -55,16 +57,16 @@ def test_a_line_as_prometheus_reads_it() -> None:
 )
 def test_what_is_no_address(where: str) -> None:
   with pytest.raises(UsageError, match='takes HOST:PORT'):
-    checked(where, True)
+    check_listen_address(where, True)
 
 
 def test_other_machines_must_be_asked_for() -> None:
   for where in ('127.0.0.1:9100', 'localhost:9100', '[::1]:9100'):
-    assert checked(where, False) == f'tcp://{where}'
+    assert check_listen_address(where, False) == f'tcp://{where}'
   for where in ('0.0.0.0:9100', '*:9100', '10.0.0.1:9100', 'gpu1:9100', '[::]:9100'):
-    assert checked(where, True)
+    assert check_listen_address(where, True)
     with pytest.raises(UsageError, match=r'can be reached from other machines.*--metrics-insecure'):
-      checked(where, False)
+      check_listen_address(where, False)
 
 
 @pytest.fixture
@@ -85,7 +87,7 @@ def get(endpoint: Endpoint, path: str = '/metrics') -> tuple[int, str]:
   answer = connection.getresponse()
   found = answer.status, answer.read().decode()
   if answer.status == 200:
-    assert answer.getheader('Content-Type') == prometheus.FORMAT
+    assert answer.getheader('Content-Type') == 'text/plain; version=0.0.4; charset=utf-8'
   connection.close()
   return found
 

@@ -29,15 +29,15 @@ ALLOWED = {
   'system/output.py: os.open(os.devnull, os.O_RDWR)': 'the null device',
   "system/output.py: open(os.devnull, 'w', encoding='utf-8')": 'the null device',
   "system/process.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
-  'envs/host/gymnasium.py: file.truncate(length)': 'memory',
+  'envs/host/worker_pool.py: file.truncate(length)': 'memory',
   "system/output.py: open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)": 'standard output',
   "run/checkpoint/__init__.py: ocp.CheckpointManager(str(self._plain.path), item_names=(*ITEMS, 'meta'), options=options)": 'the directory has just been checked; it makes new ones in it',
   'run/checkpoint/__init__.py: (target / entry.name).symlink_to(entry)': 'in a new directory with a name that nobody can guess',
   'run/checkpoint/__init__.py: link.symlink_to(entry)': 'in a new directory with a name that nobody can guess',
   'system/files/reading.py: zipfile.ZipFile(file)': 'it only reads',
-  'run/metrics.py: SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)': 'the directory has just been checked; nobody can guess the name of the file',
-  'run/metrics.py: wandb.init(...)': 'a directory of its own, with links of its own',
-  'experiments/sweep/plan.py: JournalFileBackend(str(journal), lock)': 'the file has just been checked',
+  'run/sinks.py: SummaryWriter(str(folder), purge_step=0, filename_suffix=suffix)': 'the directory has just been checked; nobody can guess the name of the file',
+  'run/sinks.py: wandb.init(...)': 'a directory of its own, with links of its own',
+  'experiments/sweep/proposals.py: JournalFileBackend(str(journal), lock)': 'the file has just been checked',
   "run/video/film.py: av.open(str(mp4.absolute()), 'w')": 'in a new directory with a name that nobody can guess',
   'run/video/film.py: first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)': 'in a new directory with a name that nobody can guess',
   'experiments/plot.py: figure.savefig(content, dpi=150, format=out.suffix[1:])': 'memory',
@@ -192,7 +192,7 @@ def test_each_text_is_opened_with_its_encoding() -> None:
   own |= {'places(program, directory).open()', 'Addresses(program, private, directory).open()'}
   left = {x for x in found if x.partition(': ')[2] not in own}
   of_bytes = {
-    'envs/host/gymnasium.py: tempfile.TemporaryFile()',
+    'envs/host/worker_pool.py: tempfile.TemporaryFile()',
     "run/video/film.py: av.open(str(mp4.absolute()), 'w')",
   }
   assert left == of_bytes

@@ -1,20 +1,18 @@
-"""A sweep from its beginning, or from where it was, to its table, its picture and the best command."""
+"""A sweep: its record, its trials, and its table, picture and best command."""
 
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.sweep import processes, settings
-from podrace.experiments.sweep.settings import Choices, Range, Setting, Spaces
-from podrace.run.metrics import Line
-from podrace.run.run_end import summarize_failure
+from podrace.experiments.sweep.proposals import OptunaStudy, check_optuna
+from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
@@ -24,85 +22,101 @@ from podrace.settings.record import (
   unrecorded_options,
   with_unrecorded,
 )
-from podrace.system.files import check_folder, make_user_folder, open_append, open_lock, write_whole
+from podrace.system.files import check_folder, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
-from podrace.system.importing import why_not
 
-Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each
+Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each trial
 
 
 @dataclasses.dataclass(frozen=True)
 class Sweep:
-  """What a sweep is."""
+  """Settings of a sweep."""
 
   folder: Path
   config: Config
-  given: list[str]  # arguments of `podrace train`
+  options: list[str]  # arguments of `podrace train`
   spaces: Spaces
   method: str
   trials: int
   every: int  # steps between changes of a population
   prune: bool
   jobs: int
-  separate: bool  # a process each
+  separate: bool  # one process for each trial
 
-  def described(self) -> dict[str, Any]:
-    """What must be the same when it goes on."""
+  def record(self) -> dict[str, Any]:
+    """Return the record that must stay the same when the sweep is resumed."""
     spaces = {name: dataclasses.asdict(space) for name, space in self.spaces.items()}
     for space in spaces.values():
       if 'values' in space:
         space['values'] = list(space['values'])
     return {
-      'config': to_json(self.config), 'vary': spaces, 'method': self.method, 'trials': self.trials, 'every': self.every,
-      'prune': self.prune, 'processes': self.separate,
-    }  # fmt: skip
+      'config': to_json(self.config),
+      'vary': spaces,
+      'method': self.method,
+      'trials': self.trials,
+      'every': self.every,
+      'prune': self.prune,
+      'processes': self.separate,
+    }
 
 
-def carry_out(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
-  """Trains all settings that are not trained yet; what came of them, best first.
+def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
+  """Train all settings that are not trained yet, and return the results, best first.
+
+  Args:
+    sweep: settings of the sweep.
+    say: receives progress messages.
 
   Raises:
-    UsageError: if the settings can't be right, or the directory holds another sweep.
+    UsageError: if the settings are wrong, or the directory holds another sweep.
     RunError: if no setting could be trained.
   """
-  sweep = continued(sweep)
+  sweep = complete_from_record(sweep)
   if sweep.method == 'tpe':
-    _check_optuna()
-    begin(sweep)
-    found = _proposed(sweep, say)
+    check_optuna()
+    record_sweep(sweep)
+    results = _train_proposed(sweep, say)
   else:
     seed = sweep.config.seed
-    tried = (
-      settings.grid(sweep.spaces)
+    settings_list = (
+      settings.make_grid(sweep.spaces)
       if sweep.method == 'grid'
-      else settings.random(sweep.spaces, sweep.trials, seed)
+      else settings.draw_random(sweep.spaces, sweep.trials, seed)
     )
-    found = _all(sweep, tried, say)
-  found.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
-  if found[0]['score'] is None:
-    raise RunError(f'no setting could be trained: see output.txt in {found[0]["run"]}')
-  results = sweep.folder / 'results.json'
-  write_whole(results, json.dumps(found, indent=2) + '\n')
-  best = found[0]
-  command = ['podrace', *processes.arguments(sweep.given, best['settings'])]
+    results = _train_all(sweep, settings_list, say)
+  results.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
+  if results[0]['score'] is None:
+    raise RunError(f'no setting could be trained: see output.txt in {results[0]["run"]}')
+  results_path = sweep.folder / 'results.json'
+  write_whole(results_path, json.dumps(results, indent=2) + '\n')
+  best = results[0]
+  command = ['podrace', *processes.make_arguments(sweep.options, best['settings'])]
   if sweep.method == 'pbt':
     command = ['podrace', 'export', best['run'], 'policy', '--member', str(best['member'])]
   return {
-    'best': best, 'command': shlex.join(command), 'results': str(results), 'plot': _draw(sweep, found), 'trials': found,
-  }  # fmt: skip
+    'best': best,
+    'command': shlex.join(command),
+    'results': str(results_path),
+    'plot': _draw(sweep, results),
+    'trials': results,
+  }
 
 
-def continued(sweep: Sweep) -> Sweep:
-  """Return the sweep with fields that the record of its directory lacks as it began."""
-  record = (_recorded(sweep) or {}).get('config')
+def complete_from_record(sweep: Sweep) -> Sweep:
+  """Return the sweep with fields that its older record lacks at their values of then."""
+  record = (_read_record(sweep) or {}).get('config')
   if not isinstance(record, dict):
     return sweep
-  given = [*sweep.given, *unrecorded_options(sweep.config, record)]
-  return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), given=given)
+  options = [*sweep.options, *unrecorded_options(sweep.config, record)]
+  return dataclasses.replace(sweep, config=with_unrecorded(sweep.config, record), options=options)
 
 
-def _recorded(sweep: Sweep) -> dict[str, Any] | None:
-  """What the sweep's directory records; None if there is nothing yet."""
+def _read_record(sweep: Sweep) -> dict[str, Any] | None:
+  """Return the record in the sweep's directory, or None.
+
+  Raises:
+    UsageError: if it is damaged.
+  """
   path = sweep.folder / 'sweep.json'
   check_folder(sweep.folder, '--dir')
   try:
@@ -111,9 +125,13 @@ def _recorded(sweep: Sweep) -> dict[str, Any] | None:
     raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
 
 
-def begin(sweep: Sweep) -> None:
-  """Records the sweep, or finds that it is the one that is there."""
-  before, now = _recorded(sweep), sweep.described()
+def record_sweep(sweep: Sweep) -> None:
+  """Record the sweep, or check that its directory holds the same one.
+
+  Raises:
+    UsageError: if the directory holds another sweep.
+  """
+  before, now = _read_record(sweep), sweep.record()
   if before is not None:
     if isinstance(record := before.get('config'), dict):
       before['config'] = completed(record, user_code.named(now['config']))
@@ -126,8 +144,8 @@ def begin(sweep: Sweep) -> None:
   write_whole(sweep.folder / 'sweep.json', json.dumps(now, indent=2) + '\n')
 
 
-def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
-  """Trains settings that are known from the beginning."""
+def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
+  """Train settings that are known from the beginning."""
   from podrace.experiments.sweep import together
 
   why = '--processes' if sweep.separate else together.why_not(sweep.config, tried)
@@ -136,10 +154,10 @@ def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Tria
       raise UsageError(f'--method pbt is one program, and these settings cannot be: {why}')
     if len(tried) < 2 or sweep.config.seeds > 1:
       raise UsageError('--method pbt needs at least 2 --trials, each of one seed')
-  begin(sweep)
+  record_sweep(sweep)
   if why:
     say(f'a process for each of {len(tried)} settings: {why}')
-    return _in_processes(sweep, tried, say)
+    return _train_in_processes(sweep, tried, say)
   say(f'{len(tried)} settings in one program')
   config, population = sweep.config, None
   if sweep.method == 'pbt':
@@ -153,7 +171,10 @@ def _all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Tria
     tried = [{n: last[p][i] for n, p in names.items()} for i in range(len(tried))]
     write_whole(sweep.folder / 'population.json', json.dumps(population.history) + '\n')
   return [
-    {'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir), 'member': i * len(r)}
+    {
+      'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir),
+      'member': i * len(r),
+    }
     for i, (s, r) in enumerate(zip(tried, returns, strict=True))
   ]  # fmt: skip
 
@@ -163,159 +184,32 @@ def _mean(returns: list[float | None]) -> float | None:
   return sum(known) / len(known) if known else None
 
 
-def _in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
+def _train_in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
-  found: Trials = []
-  commands = ((p, processes.arguments(sweep.given, s)) for p, s in paths.items())
+  results: Trials = []
+  commands = ((p, processes.make_arguments(sweep.options, s)) for p, s in paths.items())
 
-  def ended(path: Path, code: int) -> None:
-    found.append(_trial(path, paths[path], code))
+  def record_end(path: Path, code: int) -> None:
+    results.append(processes.make_result(path, paths[path], code))
 
-  processes.carry_out(commands, sweep.jobs, ended, say=say)
-  return found
-
-
-def _trial(path: Path, setting: Setting, code: int) -> dict[str, Any]:
-  summary = processes.summary_of(path) or {}
-  score = summary.get('episode_return')
-  returns = summary.get('episode_return_by_seed') or [score]
-  state = 'finished' if summary else 'pruned' if code == 0 else f'failed, exit code {code}'
-  return {'settings': setting, 'score': score, 'scores': returns, 'state': state, 'run': str(path)}
+  processes.run_trials(commands, sweep.jobs, record_end, say=say)
+  return results
 
 
-# --- Optuna ---------------------------------------------------------------------------------------
-
-
-def _check_optuna() -> None:
-  try:
-    import optuna  # noqa: F401
-  except Exception as e:
-    raise UsageError(why_not('--method tpe', 'sweep', e)) from e
-
-
-class JournalLock:
-  """Optuna's lock of its journal. Optuna's own is a link, and a stale link to nothing is waited for without end."""
-
-  def __init__(self, journal: Path) -> None:
-    self._path = journal.with_name(f'{journal.name}.flock')
-    self._file: IO[str] | None = None
-
-  def acquire(self) -> bool:
-    """Wait until no other process has the journal."""
-    self._file = open_lock(self._path)
-    fcntl.flock(self._file, fcntl.LOCK_EX)
-    return True
-
-  def release(self) -> None:
-    """Let other processes have the journal."""
-    if self._file is not None:
-      self._file.close()
-
-
-def _proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
-  """Settings that Optuna proposes, each from what came of those before."""
-  import optuna
-  from optuna.storages import JournalStorage
-  from optuna.storages.journal import JournalFileBackend
-  from optuna.trial import TrialState
-
-  optuna.logging.set_verbosity(optuna.logging.WARNING)
-  journal = sweep.folder / 'study.log'
-  lock: Any = JournalLock(journal)
-  open_append(journal).close()  # Optuna opens it by its path, again and again
-  try:
-    study = optuna.create_study(
-      storage=JournalStorage(JournalFileBackend(str(journal), lock)),
-      study_name='sweep',
-      direction='maximize',
-      sampler=optuna.samplers.TPESampler(seed=sweep.config.seed),
-      pruner=optuna.pruners.SuccessiveHalvingPruner()
-      if sweep.prune
-      else optuna.pruners.NopPruner(),
-      load_if_exists=True,
-    )
-    _check_trials(study, sweep)
-  except Exception as e:  # Optuna expects its own lines, and fails in many ways at other ones
-    raise UsageError(
-      f'{journal} is not the log of this sweep: {summarize_failure(e)}; remove it to begin anew'
-    ) from e
-  begun = study.get_trials(states=[TrialState.RUNNING])
-  asked: dict[Path, Any] = {}
-  found: Trials = []
-
-  def setting_of(trial: Any) -> Setting:
-    return {name: _suggested(trial, name, space) for name, space in sweep.spaces.items()}
-
-  def commands() -> Iterator[tuple[Path, list[str]]]:
-    for frozen in begun:  # a sweep that died was in the middle of them
-      yield prepared(optuna.trial.Trial(study, frozen._trial_id))
-    while len(study.get_trials()) < sweep.trials:
-      yield prepared(study.ask())
-
-  def prepared(trial: Any) -> tuple[Path, list[str]]:
-    path = sweep.folder / f'{trial.number:04d}'
-    asked[path] = trial
-    return path, processes.arguments(sweep.given, setting_of(trial))
-
-  def line(path: Path, line: Line) -> bool:
-    if line.get('episode_return') is None or not sweep.prune:
-      return False
-    asked[path].report(line['episode_return'], line['step'])
-    return bool(asked[path].should_prune())
-
-  def ended(path: Path, code: int) -> None:
-    trial = _trial(path, asked[path].params, code)
-    state = {'finished': TrialState.COMPLETE, 'pruned': TrialState.PRUNED}.get(
-      trial['state'], TrialState.FAIL
-    )
-    if trial['score'] is None and state is TrialState.COMPLETE:
-      state = TrialState.FAIL
-    study.tell(asked[path], trial['score'] if state is TrialState.COMPLETE else None, state)
-
+def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
+  """Train settings that Optuna proposes."""
+  study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  processes.carry_out(commands(), sweep.jobs, ended, line, say)
-  for frozen in study.get_trials():
-    path = sweep.folder / f'{frozen.number:04d}'
-    code = 0 if frozen.state is TrialState.PRUNED else 1
-    found.append(_trial(path, dict(frozen.params), code))
-  return found
-
-
-def _check_trials(study: Any, sweep: Sweep) -> None:
-  """Check trials of a log that another user may have written: their settings become arguments of `podrace train`.
-
-  Raises:
-    ValueError: for a setting that is not of this sweep, a value that is not in its space, or a score that is no number.
-  """
-  trials = study.get_trials(deepcopy=False)
-  if len(trials) > sweep.trials:
-    raise ValueError(f'it has {len(trials)} trials, expected at most {sweep.trials}')
-  for trial in trials:
-    for name, value in trial.params.items():
-      space = sweep.spaces.get(name)
-      if space is None:
-        raise ValueError(f'trial {trial.number} has {name:.99}, which the sweep does not vary')
-      if not space.has(value):
-        raise ValueError(f'trial {trial.number} has {name} {value!r:.99}, expected {space}')
-    scores = trial.intermediate_values
-    for score in (*(trial.values or ()), *scores, *scores.values()):
-      if not isinstance(score, int | float):
-        raise ValueError(f'trial {trial.number} has the score {score!r:.99}, expected a number')
-
-
-def _suggested(trial: Any, name: str, space: Choices | Range) -> Any:
-  if isinstance(space, Choices):
-    return trial.suggest_categorical(name, [settings.value_of(v) for v in space.values])
-  if space.whole:
-    return trial.suggest_int(name, int(space.low), int(space.high), log=space.log)
-  return trial.suggest_float(name, space.low, space.high, log=space.log)
+  commands = ((path, processes.make_arguments(sweep.options, s)) for path, s in study.settings())
+  processes.run_trials(commands, sweep.jobs, study.finish, study.report, say)
+  return study.results()
 
 
 # --- the picture ----------------------------------------------------------------------------------
 
 
-def _draw(sweep: Sweep, found: Trials) -> str | None:
-  """The returns by each varied field, as a picture; None without matplotlib."""
+def _draw(sweep: Sweep, trials: Trials) -> str | None:
+  """Draw the returns by each varied field. Return None without matplotlib."""
   from podrace.experiments import plot
 
   try:
@@ -323,14 +217,14 @@ def _draw(sweep: Sweep, found: Trials) -> str | None:
   except ImportError:
     return None
   out = sweep.folder / 'sweep.png'
-  plot.draw_sweep(found, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
+  plot.draw_sweep(trials, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
   return str(out)
 
 
-def _is_log(space: Choices | Range) -> bool:
-  """Whether the values of a space span a factor of 20 and more, above 0."""
-  if isinstance(space, Range):
+def _is_log(space: ChoiceSpace | RangeSpace) -> bool:
+  """Return whether the values of a space are above 0 and span at least a factor of 20."""
+  if isinstance(space, RangeSpace):
     return space.log
-  values = [settings.value_of(v) for v in space.values]
+  values = [settings.parse_value(v) for v in space.values]
   numbers = [v for v in values if isinstance(v, int | float)]
   return len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 20 * min(numbers)

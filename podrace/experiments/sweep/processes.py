@@ -1,4 +1,4 @@
-"""A process for each setting: `podrace train`, as a person would call it."""
+"""One `podrace train` process for each setting."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from podrace.system.output import tell
 from podrace.system.process import python
 from podrace.system.signals import Stop
 
-POLL = 0.2  # seconds between looks at the trials that go on
-GRACE = 60.0  # seconds that a trial has to save and end
+POLL = 0.2  # seconds between looks at the running trials
+GRACE = 60.0  # seconds within which a trial must save and end
 
 
 class Trial:
-  """One setting under way."""
+  """A running process that trains one setting.
+
+  Owner: the sweep, which calls `stop`.
+  Ends when: the run ends, or after `stop`.
+  """
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
@@ -38,11 +42,11 @@ class Trial:
 
   @property
   def code(self) -> int | None:
-    """Its exit code; None while it goes on."""
+    """Exit code, or None while the process runs."""
     return self._process.poll()
 
   def new_lines(self) -> Iterator[Line]:
-    """The lines of its metrics since the last call."""
+    """Yield the metrics lines since the last call."""
     with (
       contextlib.suppress(OSError, UnreadableFile),
       open_regular(self.run_dir / 'metrics.jsonl') as file,
@@ -58,7 +62,7 @@ class Trial:
           yield line
 
   def stop(self) -> None:
-    """Ends it: SIGTERM, after which it saves, and SIGKILL if it does not end."""
+    """Send SIGTERM, after which the run saves. Send SIGKILL if it does not end within GRACE."""
     self._process.send_signal(signal.SIGTERM)
     try:
       self._process.wait(GRACE)
@@ -67,72 +71,93 @@ class Trial:
       self._process.wait()
 
 
-def arguments(given: list[str], setting: Setting) -> list[str]:
-  """The command of a setting: the sweep's own options, and the varied ones."""
+def make_arguments(options: list[str], setting: Setting) -> list[str]:
+  """Return the command of a setting: the sweep's own options, then the varied ones."""
   varied = [x for name, value in setting.items() for x in (f'--{name}', *str(value).split())]
-  return ['train', *given, *varied]
+  return ['train', *options, *varied]
 
 
-def summary_of(run_dir: Path) -> dict[str, Any] | None:
-  """What summary.json holds; None if the run is not finished, or has to write it again."""
+def read_summary(run_dir: Path) -> dict[str, Any] | None:
+  """Return summary.json, or None if the run is unfinished or the file is damaged."""
   with contextlib.suppress(UnreadableFile):
     return read_object(run_dir / 'summary.json', SUMMARY)
   return None
 
 
-def _stop(trials: list[Trial]) -> None:
+def make_result(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
+  """Return the result of a trial: its setting, score, scores by seed, state and run."""
+  summary = read_summary(run_dir) or {}
+  score = summary.get('episode_return')
+  scores = summary.get('episode_return_by_seed') or [score]
+  state = 'finished' if summary else 'pruned' if code == 0 else f'failed, exit code {code}'
+  return {
+    'settings': setting, 'score': score, 'scores': scores, 'state': state, 'run': str(run_dir),
+  }  # fmt: skip
+
+
+def _stop_trials(trials: list[Trial]) -> None:
   for trial in trials:
     trial.stop()
 
 
-def carry_out(
+def run_trials(
   trials: Iterable[tuple[Path, list[str]]],
   jobs: int,
   ended: Callable[[Path, int], None],
   line: Callable[[Path, Line], bool] = lambda path, line: False,
   say: Callable[[str], None] = tell,
 ) -> None:
-  """Runs trials, `jobs` at a time; those that are finished are not run again.
+  """Run trials, `jobs` at a time. Finished trials are not run again.
 
-  One that another process still trains in is waited for: a sweep that was killed leaves its trials behind.
+  A killed sweep leaves running trials behind. A trial that another process still runs is waited
+  for.
 
   Args:
-    trials: run directory and command of each; the next one is asked for when there is room.
-    ended: called with the exit code of each.
-    line: called with each new line of metrics; whether the trial is to end.
+    trials: run directory and command of each trial, read when a process is free.
+    jobs: number of processes.
+    ended: receives the run directory and exit code of each trial.
+    line: receives each new line of metrics. Returns whether the trial is to end.
+    say: receives progress messages.
 
   Raises:
-    Stopped: on a signal; the trials have saved then.
+    Stopped: on a signal, after the trials have saved.
   """
-  going: list[Trial] = []
+  running: list[Trial] = []
   waiting = iter(trials)
   orphan: tuple[Path, list[str]] | None = None
   with Stop() as stop, contextlib.ExitStack() as stack:
-    stack.callback(_stop, going)
+    stack.callback(_stop_trials, running)
     while True:
       if stop.signum:
         raise Stopped(stop.signum)
-      while len(going) < jobs and (found := orphan or next(waiting, None)) is not None:
-        path, command = found
+      while len(running) < jobs and (trial := orphan or next(waiting, None)) is not None:
+        path, command = trial
         if is_running(path):
           if orphan is None:
             say(f'waits for {path}, which is still training: the sweep before was killed')
-          orphan = found
+          orphan = trial
           break
         orphan = None
-        if summary_of(path) is not None:
+        if read_summary(path) is not None:
           ended(path, 0)
         else:
-          going.append(Trial(command, path))
-      if not going and orphan is None:
+          running.append(Trial(command, path))
+      if not running and orphan is None:
         return
-      for trial in list(going):
-        code = trial.code
-        ends = [line(trial.run_dir, each) for each in trial.new_lines()]
-        if any(ends) and code is None:
-          trial.stop()
-          code = 0
-        if code is not None:
-          going.remove(trial)
-          ended(trial.run_dir, code)
+      _update_trials(running, ended, line)
       time.sleep(POLL)
+
+
+def _update_trials(
+  running: list[Trial], ended: Callable[[Path, int], None], line: Callable[[Path, Line], bool]
+) -> None:
+  """Hand on new lines, stop trials that are to end, and remove trials that have ended."""
+  for trial in list(running):
+    code = trial.code
+    ends = [line(trial.run_dir, each) for each in trial.new_lines()]
+    if any(ends) and code is None:
+      trial.stop()
+      code = 0
+    if code is not None:
+      running.remove(trial)
+      ended(trial.run_dir, code)

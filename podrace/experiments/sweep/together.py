@@ -1,4 +1,4 @@
-"""All settings in one program of Anakin, and population-based training there."""
+"""All settings in one Anakin program, and population-based training there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podrace import envs
 from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
-from podrace.experiments.sweep.settings import Range, Setting, Spaces
+from podrace.experiments.sweep.settings import RangeSpace, Setting, Spaces
 from podrace.run import loop
 from podrace.run.build import build
 from podrace.run.metrics import Line
@@ -21,24 +21,24 @@ from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
 from podrace.types import TrainState
 
-SHARE = 0.25  # of a population: the worst that take over, from the best
-FACTORS = (0.8, 1.25)  # by which their values change then
+SHARE = 0.25  # share of a population that is replaced, and that replaces
+FACTORS = (0.8, 1.25)  # factors of a replaced member's hyper-parameters
 
 
 def why_not(config: Config, settings: list[Setting]) -> str:
-  """Why these settings can't be one program; '' if they can."""
+  """Return the reason why the settings cannot be one program, or ''."""
   if config.architecture != 'anakin':
     return f'{config.env} runs under {config.architecture}'
   for name in settings[0]:
-    path = path_of(name)
-    if not name.startswith('agent.') or not isinstance(_value(config.agent, path), float):
+    path = field_path(name)
+    if not name.startswith('agent.') or not isinstance(_get_value(config.agent, path), float):
       return f'{name} is no number with a fraction of the agent'
   try:
-    _act_without(config, [path_of(name) for name in settings[0]])
-  except _Read:
+    _act_without(config, [field_path(name) for name in settings[0]])
+  except _FieldRead:
     return f'acting reads {" or ".join(settings[0])}'
   try:
-    build(varied(config, settings[:2]))
+    build(vary(config, settings[:2]))
   except (jax.errors.ConcretizationTypeError, TypeError, UsageError) as e:
     return (
       f'the agent needs {" or ".join(settings[0])} when it is compiled ({str(e).splitlines()[0]})'
@@ -46,15 +46,15 @@ def why_not(config: Config, settings: list[Setting]) -> str:
   return ''
 
 
-class _Read(Exception):
-  """Something was read that must not be."""
+class _FieldRead(Exception):
+  """A field was read that acting must not read."""
 
 
-class _Unread:
-  """Stands for a value; whatever is done with it raises _Read."""
+class _Guard:
+  """Placeholder of a value. Any use raises _FieldRead."""
 
   def _fail(self, *args: Any) -> Any:
-    raise _Read
+    raise _FieldRead
 
   __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _fail
   __pow__ = __rpow__ = __neg__ = __bool__ = __float__ = __int__ = __index__ = __jax_array__ = _fail
@@ -63,14 +63,14 @@ class _Unread:
 
 
 def _act_without(config: Config, paths: list[str]) -> None:
-  """Traces the acting of an agent, which has no access to these fields: members share all but the parameters.
+  """Trace the agent's acting without access to fields, because members share all but parameters.
 
   Raises:
-    _Read: if it reads one.
+    _FieldRead: if it reads one.
   """
   env = envs.make(config.env)
   agent = bind_run(config, env)
-  unread = with_values(agent, dict.fromkeys(paths, _Unread()))
+  unread = with_values(agent, dict.fromkeys(paths, _Guard()))
 
   def act(key: Any) -> Any:
     params, (_, timestep) = agent.init(key).params, batch(env, 2).reset(key)
@@ -80,13 +80,13 @@ def _act_without(config: Config, paths: list[str]) -> None:
     jax.eval_shape(act, jax.random.key(0))
 
 
-def path_of(name: str) -> str:
-  """A field of the agent, by its option."""
+def field_path(name: str) -> str:
+  """Return the path of an agent's field from its option."""
   path = name.removeprefix('agent.').replace('-', '_')
   return 'lambda_' if path == 'lambda' else path
 
 
-def _value(settings: Any, path: str) -> Any:
+def _get_value(settings: Any, path: str) -> Any:
   for name in path.split('.'):
     if not hasattr(settings, name):
       raise UsageError(f'--vary agent.{path}: {type(settings).__name__} has no field {name}')
@@ -94,16 +94,16 @@ def _value(settings: Any, path: str) -> Any:
   return settings
 
 
-def varied(config: Config, settings: list[Setting]) -> Config:
-  """A configuration with all settings, each with the seeds of `config`.
+def vary(config: Config, settings: list[Setting]) -> Config:
+  """Return a configuration of all settings, each with the seeds of `config`.
 
   Raises:
-    UsageError: for a setting that the agent refuses.
+    UsageError: if the agent refuses a setting.
   """
-  paths = tuple(map(path_of, settings[0]))
-  for setting in settings:  # by the agent's own checks
+  paths = tuple(map(field_path, settings[0]))
+  for setting in settings:  # the agent checks each setting
     try:
-      _replaced(config.agent, {path_of(n): float(v) for n, v in setting.items()})
+      _replace(config.agent, {field_path(n): float(v) for n, v in setting.items()})
     except (ValueError, TypeError) as e:
       raise UsageError(f'--vary {setting}: {e}') from e
   values = tuple(float(v) for setting in settings for v in setting.values())
@@ -111,10 +111,10 @@ def varied(config: Config, settings: list[Setting]) -> Config:
   return dataclasses.replace(config, agent=agent, seeds=config.seeds * len(settings))
 
 
-def _replaced(settings: Any, values: dict[str, float]) -> Any:
+def _replace(settings: Any, values: dict[str, float]) -> Any:
   for path, value in values.items():
     name, _, rest = path.partition('.')
-    inner = _replaced(getattr(settings, name), {rest: value}) if rest else value
+    inner = _replace(getattr(settings, name), {rest: value}) if rest else value
     settings = dataclasses.replace(settings, **{name: inner})
   return settings
 
@@ -122,10 +122,10 @@ def _replaced(settings: Any, values: dict[str, float]) -> Any:
 def train(
   config: Config, settings: list[Setting], run_dir: Path, population: Population | None, quiet: bool
 ) -> list[list[float | None]]:
-  """Trains all, or goes on; the returns of each setting's seeds."""
+  """Train or resume all settings, and return the returns of each setting's seeds."""
   callbacks = [] if population is None else [population]
-  made = varied(config, settings)
-  summary = loop.train(made, run_dir, quiet=quiet, callbacks=callbacks)
+  population_config = vary(config, settings)
+  summary = loop.train(population_config, run_dir, quiet=quiet, callbacks=callbacks)
   returns = summary.get('episode_return_by_seed') or [summary['episode_return']]
   each = config.seeds
   return [returns[i : i + each] for i in range(0, len(returns), each)]
@@ -134,25 +134,30 @@ def train(
 class Population:
   """Population-based training (Jaderberg et al. 2017, arXiv 1711.09846), as a callback.
 
-  At each line the worst quarter of the members, by their returns since the last one, take over the learned values
-  and the hyper-parameters of members of the best quarter, and multiply each hyper-parameter by 0.8 or 1.25. What
-  the environments do goes on. It draws from the seed and the step, so a resumed run is the same.
+  At each line, the worst quarter of the members by their returns since the last line copy the
+  learned values and hyper-parameters of members of the best quarter, and multiply each
+  hyper-parameter by 0.8 or 1.25. Environments go on. Random draws depend on the seed and the step,
+  so a resumed run is the same.
   """
 
   def __init__(self, spaces: Spaces, seed: int) -> None:
-    self._spaces = {path_of(name): space for name, space in spaces.items()}
+    self._spaces = {field_path(name): space for name, space in spaces.items()}
     self._seed = seed
-    self.history: list[dict[str, Any]] = []  # of each change: step, from, to, values
+    self.history: list[dict[str, Any]] = []  # step, from, to and values of each change
 
-  def __call__(self, line: Line) -> None: ...
+  def __call__(self, line: Line) -> None:
+    """Ignore the line: `transform` uses it."""
 
   def state(self) -> Any:
+    """Return the history, to be saved."""
     return self.history
 
   def restore(self, state: Any) -> None:
+    """Restore the history."""
     self.history = state
 
   def transform(self, train: TrainState, line: Line) -> TrainState:
+    """Replace the worst members."""
     returns = np.array([-np.inf if r is None else r for r in line['episode_return_by_seed']])
     count = max(1, int(SHARE * len(returns)))
     order = np.argsort(returns, kind='stable')
@@ -166,7 +171,7 @@ class Population:
     values = {name: np.array(x) for name, x in train.rest.values.items()}
     for name, space in self._spaces.items():
       changed = values[name][worst] * rng.choice(FACTORS, count)
-      if isinstance(space, Range):
+      if isinstance(space, RangeSpace):
         changed = np.clip(changed, space.low, space.high)
       values[name][worst] = changed
     self.history.append({

@@ -1,4 +1,4 @@
-"""Videos of a trained policy: episodes, with their steps and returns drawn in, as MP4 and GIF."""
+"""Videos of a trained policy: episodes with captions of step and return, as MP4 and GIF."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import evaluable, newest_params
-from podrace.run.evaluate_host import spread
+from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.video import stages
-from podrace.run.video.pictures import Numbers, numbers
+from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
@@ -29,14 +29,14 @@ from podrace.system.importing import why_not
 from podrace.system.output import tell
 from podrace.system.process import scratch_directory
 
-BAR = 24  # pixels above a picture, for words
-GIF_FRAMES = 600  # at most; longer episodes lose frames evenly
+BAR = 24  # height of the caption above a picture, in pixels
+GIF_FRAMES = 600  # most frames; longer episodes lose frames evenly
 GIF_WIDTH = 320
 
 
 @dataclasses.dataclass
 class Episode:
-  """One that was filmed."""
+  """One filmed episode and its files."""
 
   number: int
   episode_return: float
@@ -46,7 +46,7 @@ class Episode:
 
 
 class Film:
-  """An MP4 and a GIF under way."""
+  """An MP4 and a GIF that are being written."""
 
   def __init__(self, mp4: Path, gif: Path, fps: int) -> None:
     import av
@@ -54,15 +54,15 @@ class Film:
     self._gif, self._fps = gif, fps
     self._container = av.open(str(mp4.absolute()), 'w')  # FFmpeg takes `a:b` for a protocol
     self._stream: Any = None
-    self._kept: list[Any] = []  # for the GIF, every `_every`-th frame
+    self._kept: list[Any] = []  # frames of the GIF: one of each `_every`
     self._every, self._count = 1, 0
 
   def add(self, picture: np.ndarray) -> None:
-    """A frame [H, W, 3] u8; all are of one size."""
+    """Append a frame [H, W, 3] u8. All frames have the same size."""
     import av
     from PIL import Image
 
-    picture = even(picture)
+    picture = pad_to_even(picture)
     if self._stream is None:
       stream: Any = self._container.add_stream('libx264', rate=self._fps)
       stream.height, stream.width = picture.shape[:2]
@@ -80,27 +80,26 @@ class Film:
     self._count += 1
 
   def close(self) -> None:
-    """Writes what is left."""
+    """Write the remaining frames and close both files."""
     if self._stream is not None:
       for packet in self._stream.encode():
         self._container.mux(packet)
     self._container.close()
     if self._kept:
       first, *rest = self._kept
-      milliseconds = max(
-        20, round(1000 * self._every / self._fps)
-      )  # viewers show none for less than 20
+      # viewers ignore durations below 20 ms
+      milliseconds = max(20, round(1000 * self._every / self._fps))
       first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)
 
 
-def even(picture: np.ndarray) -> np.ndarray:
-  """With even sides, as H.264 needs them."""
+def pad_to_even(picture: np.ndarray) -> np.ndarray:
+  """Pad a picture to even sides, as H.264 requires."""
   h, w = picture.shape[:2]
   return np.ascontiguousarray(np.pad(picture, ((0, h % 2), (0, w % 2), (0, 0))))
 
 
-def with_words(picture: np.ndarray, words: str) -> np.ndarray:
-  """The picture under a bar with words."""
+def add_caption(picture: np.ndarray, words: str) -> np.ndarray:
+  """Return the picture below a bar with `words`."""
   from PIL import Image, ImageDraw
 
   image = Image.new('RGB', (max(picture.shape[1], 200), picture.shape[0] + BAR))
@@ -110,7 +109,7 @@ def with_words(picture: np.ndarray, words: str) -> np.ndarray:
 
 
 def check_libraries() -> None:
-  """Raises UsageError without what writes videos."""
+  """Raise UsageError if a library that writes videos is missing."""
   try:
     import av  # noqa: F401
     import PIL  # noqa: F401
@@ -118,7 +117,7 @@ def check_libraries() -> None:
     raise UsageError(why_not('a video', 'video', e)) from e
 
 
-def episode(
+def play_episode(
   stage: Stage,
   act: Callable[[Any, Any, Any], tuple[Any, Any]],
   state: Any,
@@ -126,26 +125,39 @@ def episode(
   max_steps: int,
   show: Callable[[np.ndarray], None],
 ) -> tuple[float, int]:
-  """Plays one episode and shows each of its frames, those of numbers at its end; its return and its steps."""
+  """Play one episode and show each of its frames. Frames of numbers are shown at its end.
+
+  Args:
+    stage: environment to play in.
+    act: function from timestep, state and key to action and state.
+    state: the agent's state at the beginning.
+    seed: seed of the environment and the actions.
+    max_steps: number of steps after which the episode is cut.
+    show: receives each frame [H, W, 3] u8.
+
+  Returns:
+    The return and the number of steps.
+  """
   timestep = stage.reset(seed)
   key, total, over = jax.random.key(seed), 0.0, False
-  waiting: list[tuple[Numbers, str]] = []  # their bars are on the scale of the whole episode
+  # bars need the ranges of the whole episode
+  waiting: list[tuple[NumericObservation, str]] = []
   for step in range(max_steps + 1):
     words = f'step {step}   return {total:g}' + ('   end' if over else '')
     frame = stage.frame()
-    if isinstance(frame, Numbers):
+    if isinstance(frame, NumericObservation):
       waiting.append((frame, words))
     else:
-      show(with_words(frame, words))
+      show(add_caption(frame, words))
     if over or step == max_steps:
       break
     action, state = act(timestep, state, jax.random.fold_in(key, step))
     timestep, reward, over = stage.step(action)
     total += reward
   if waiting:
-    drawn = numbers([x for x, _ in waiting])
+    drawn = draw_numbers([x for x, _ in waiting])
     for picture, (_, words) in zip(drawn, waiting, strict=True):
-      show(with_words(picture, words))
+      show(add_caption(picture, words))
   return total, step
 
 
@@ -160,57 +172,71 @@ def watch(
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
-  """Films episodes of the newest checkpoint of a run, and keeps the best and the median one.
+  """Film episodes of a run's newest checkpoint, and keep the best and the median one.
 
   Args:
-    out: a directory for the videos; None: RUN/videos.
-    sampled: acts as in training, not greedily.
-    max_steps: of an episode; a longer one is cut.
-    show: shows frames instead; nothing is written then.
+    run_dir: directory of the run.
+    out: directory of the videos. Default: RUN/videos.
+    episodes: number of episodes.
+    seed: seed of the first episode. Each further one adds 1.
+    sampled: whether to act as in training instead of greedily.
+    max_steps: number of steps after which an episode is cut.
+    fps: frames per second.
+    show: receives the frames, and no file is written. Default: write files.
+    allow_code: modules of the user that the run may import.
 
   Raises:
-    UsageError: if there is no run or no checkpoint, if its environment can't be drawn, or if a library is missing.
+    UsageError: if there is no run or no checkpoint, the environment cannot be drawn, or a library
+      is missing.
   """
   if show is None:
     check_libraries()
   config = load_config(run_dir, allow_code)
-  agent, _ = evaluable(config)
-  step, params, _ = newest_params(config, agent, run_dir)
+  agent, _ = bind_agent_and_env(config)
+  step, params, _ = restore_newest_params(config, agent, run_dir)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
     return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
-  with _on_stage(config, params, sampled, tell) as (stage, act, begin):
+  with _open_stage(config, params, sampled, tell) as (stage, act, begin):
     for i in range(episodes):
-      episode(stage, act, begin(), seed + i, max_steps, show)
+      play_episode(stage, act, begin(), seed + i, max_steps, show)
   return {'step': step, 'episodes': episodes}
 
 
 @contextlib.contextmanager
-def _on_stage(
+def _open_stage(
   config: Config,
   params: Any,
   sampled: bool,
   say: Callable[[str], None] | None,
-  elsewhere: str = '',
+  other_env: str = '',
 ) -> Iterator[tuple[Stage, Any, Any]]:
-  """The environment of a run, or another one, drawn; how its agent acts there; and the state of acting at first."""
+  """Return a drawn environment, a function that acts there, and one that returns the first state.
+
+  Args:
+    config: configuration of the run.
+    params: parameters of its agent.
+    sampled: whether to act as in training instead of greedily.
+    say: receives a note if the observation is drawn.
+    other_env: environment to play in. Default: the run's own.
+  """
   env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
   agent = bind_run(config, env)
-  if elsewhere:
-    env = host.make(elsewhere) if config.architecture == 'sebulba' else envs.make(elsewhere)
+  if other_env:
+    env = host.make(other_env) if config.architecture == 'sebulba' else envs.make(other_env)
   if not sampled and can_be_greedy(agent):
     agent = greedily(agent)
-  if config.seeds > 1:  # the first one's
+  if config.seeds > 1:  # the first seed
     params = jax.tree.map(lambda x: x[0], params)
-  jitted, ids = jax.jit(agent.act), jnp.asarray(spread(1, config.num_envs))
+  jitted, ids = jax.jit(agent.act), jnp.asarray(spread_env_ids(1, config.num_envs))
 
   def act(timestep: Any, state: Any, key: Any) -> tuple[Any, Any]:
     output, state = jitted(params, state, timestep, key)
     return jax.tree.map(np.asarray, output.action), state
 
-  stage = stages.make(elsewhere or config.env, env)
+  stage = stages.make_stage(other_env or config.env, env)
   if stage.note and say is not None:
-    say(f'podrace watch: {elsewhere or config.env}: {stage.note}')
+    say(f'podrace watch: {other_env or config.env}: {stage.note}')
   try:
     yield stage, act, lambda: agent.initial_state(ids)
   finally:
@@ -230,48 +256,58 @@ def film(
   say: Callable[[str], None] | None = None,
   env: str = '',
 ) -> dict[str, Any]:
-  """Films episodes of a run's parameters at `step`, and keeps the best and the median one in `folder`.
+  """Film episodes of parameters, and keep the best and the median one in `folder`.
 
   Args:
-    say: gets a line, where it is the observation that is drawn.
-    env: another environment than the run's, with the same spaces.
+    config: configuration of the run.
+    params: parameters of its agent.
+    folder: directory of the videos.
+    step: step of the parameters, for the names of the files.
+    episodes: number of episodes.
+    seed: seed of the first episode. Each further one adds 1.
+    sampled: whether to act as in training instead of greedily.
+    max_steps: number of steps after which an episode is cut.
+    fps: frames per second.
+    say: receives a note if the observation is drawn.
+    env: another environment with the same spaces. Default: the run's own.
 
   Raises:
-    UsageError: if the environment can't be drawn.
+    UsageError: if the environment cannot be drawn.
   """
   with (
     scratch_directory('.draft-', folder) as draft,
-    _on_stage(config, params, sampled, say, env) as (stage, act, begin),
+    _open_stage(config, params, sampled, say, env) as (stage, act, begin),
   ):
-    found = [
-      _film(stage, act, begin(), draft, i, seed + i, max_steps, fps) for i in range(episodes)
+    films = [
+      _film_episode(stage, act, begin(), draft, i, seed + i, max_steps, fps)
+      for i in range(episodes)
     ]
-    return {'step': step, 'episodes': episodes, **_kept(found, folder, step)}
+    return {'step': step, 'episodes': episodes, **_keep_best_and_median(films, folder, step)}
 
 
-def _film(
+def _film_episode(
   stage: Stage, act: Any, state: Any, folder: Path, number: int, seed: int, max_steps: int, fps: int
 ) -> Episode:
   mp4, gif = (folder / f'{number}.{kind}' for kind in ('mp4', 'gif'))
   film = Film(mp4, gif, fps)
   try:
-    total, steps = episode(stage, act, state, seed, max_steps, film.add)
+    total, steps = play_episode(stage, act, state, seed, max_steps, film.add)
   finally:
     film.close()
   return Episode(number, total, steps, mp4, gif)
 
 
-def _kept(found: list[Episode], folder: Path, step: int) -> dict[str, Any]:
-  """Keeps the best and the median episode; of a single one, that."""
-  order = sorted(found, key=lambda e: e.episode_return)
+def _keep_best_and_median(films: list[Episode], folder: Path, step: int) -> dict[str, Any]:
+  """Move the best and the median episode to `folder`, or the only one."""
+  order = sorted(films, key=lambda e: e.episode_return)
   chosen = {'best': order[-1]}
   if len(order) > 1:
     chosen['median'] = order[(len(order) - 1) // 2]
-  result: dict[str, Any] = {'returns': [e.episode_return for e in found]}
-  for what, e in chosen.items():
-    result[what] = {'episode': e.number, 'return': e.episode_return, 'steps': e.steps}
+  result: dict[str, Any] = {'returns': [e.episode_return for e in films]}
+  for rank, e in chosen.items():
+    result[rank] = {'episode': e.number, 'return': e.episode_return, 'steps': e.steps}
     for kind, path in (('mp4', e.mp4), ('gif', e.gif)):
-      target = folder / f'{step}-{what}.{kind}'
+      target = folder / f'{step}-{rank}.{kind}'
       write_whole(target, path.read_bytes())
-      result[what][kind] = str(target)
+      result[rank][kind] = str(target)
   return result

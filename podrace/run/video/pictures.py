@@ -1,4 +1,4 @@
-"""Pictures of observations, without a display: images and grids as they are, numbers as bars."""
+"""Pictures of observations without a display: images and grids as they are, numbers as bars."""
 
 from __future__ import annotations
 
@@ -10,81 +10,89 @@ import numpy as np
 
 from podrace.envs.spaces import leaves, values
 
-SMALLEST = 256  # pixels of the longer side; smaller pictures are enlarged by whole factors
-# Of the channels of a grid, as in podrace.experiments.plot: those who are colour-blind can distinguish them.
+SMALLEST = 256  # least pixels of the longer side
+# Colours of a grid's channels, distinguishable with colour blindness, as in
+# podrace.experiments.plot.
 PALETTE = np.array(
-  [(0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233), (240, 228, 66), (255, 255, 255)],
+  [
+    (0, 114, 178), (213, 94, 0), (0, 158, 115), (204, 121, 167), (230, 159, 0), (86, 180, 233),
+    (240, 228, 66), (255, 255, 255),
+  ],
   np.uint8,
 )  # fmt: skip
 GROUND, TRACK, ZERO, BAR, WORDS = (18,) * 3, (46,) * 3, (120,) * 3, (86, 180, 233), (235,) * 3
-NAMED = 24  # numbers at most that have a row with name and value each; more are thin bars
+NAMED = 24  # most numbers that get a row with name and value; more become thin bars
 NAME_WIDTH, BAR_WIDTH, VALUE_WIDTH = 64, 176, 80  # pixels of a row
 
 
 @dataclasses.dataclass(frozen=True)
-class Numbers:
-  """An observation without any image. How long its bars are depends on the rest of the episode: see `numbers`."""
+class NumericObservation:
+  """An observation without an image. Its bars depend on the whole episode: see `draw_numbers`."""
 
   names: tuple[str, ...]
   values: np.ndarray  # [N] f32
 
 
 def to_image(x: Any) -> np.ndarray:
-  """Any image, with 0 to 1 or 0 to 255, as [H, W, 3] u8."""
+  """Return an image with values 0 to 1 or 0 to 255 as [H, W, 3] u8."""
   x = np.asarray(x)
   if x.dtype != np.uint8:
-    most = 1 if x.max(initial=0) <= 1 else 255
-    x = np.clip(x * (255 / most), 0, 255).astype(np.uint8)
+    largest = 1 if x.max(initial=0) <= 1 else 255
+    x = np.clip(x * (255 / largest), 0, 255).astype(np.uint8)
   x = x[..., None] if x.ndim == 2 else x
   return np.repeat(x, 3, axis=-1) if x.shape[-1] == 1 else x[..., :3]
 
 
-def draw(space: Any, observation: Any) -> np.ndarray | Numbers:
-  """A picture of an observation: of its first part that has two axes or more; else all its numbers."""
+def draw(space: Any, observation: Any) -> np.ndarray | NumericObservation:
+  """Draw the first part of an observation with at least two axes, or return its numbers."""
   parts = [np.asarray(x) for x in values(space, observation)]
   for x in parts:
     if x.ndim == 3 and x.shape[0] < min(x.shape[1:]) and x.dtype == np.uint8:
-      return enlarged(to_image(x[-1]))  # frames that are stacked: the newest
+      return enlarge(to_image(x[-1]))  # the newest of stacked frames
     if x.ndim == 3 and x.dtype == np.uint8 and x.shape[-1] in (1, 3):
-      return enlarged(to_image(x))
+      return enlarge(to_image(x))
     if x.ndim == 3:
-      return enlarged(grid(x))
+      return enlarge(draw_grid(x))
     if x.ndim == 2:
-      return enlarged(to_image(x.astype(np.float32) / max(float(np.abs(x).max(initial=0)), 1e-9)))
+      return enlarge(to_image(x.astype(np.float32) / max(float(np.abs(x).max(initial=0)), 1e-9)))
   named = zip((name for name, _ in leaves(space, '')), parts, strict=True)
-  names = [n for name, x in named for n in _names(name.lstrip('/'), x.size)]
-  return Numbers(tuple(names), np.concatenate([np.ravel(x).astype(np.float32) for x in parts]))
+  names = [n for name, x in named for n in _number_names(name.lstrip('/'), x.size)]
+  return NumericObservation(
+    tuple(names), np.concatenate([np.ravel(x).astype(np.float32) for x in parts])
+  )
 
 
-def _names(part: str, size: int) -> list[str]:
-  """What the numbers of one part of an observation are called."""
+def _number_names(part: str, size: int) -> list[str]:
+  """Return a name for each number of one part of an observation."""
   if size == 1 and part:
     return [part]
   return [f'{part}[{i}]' if part else str(i) for i in range(size)]
 
 
-def grid(x: np.ndarray) -> np.ndarray:
-  """[H, W, C] of which each channel has a colour; the last one that is set in a cell is shown."""
+def draw_grid(x: np.ndarray) -> np.ndarray:
+  """Draw [H, W, C] with a colour per channel. The last channel set in a cell is visible."""
   picture = np.full((*x.shape[:2], 3), 24, np.uint8)
   for channel in range(x.shape[-1]):
     picture[x[..., channel] > 0] = PALETTE[channel % len(PALETTE)]
   return picture
 
 
-def numbers(episode: Sequence[Numbers]) -> Sequence[np.ndarray]:
-  """A picture of each of an episode's observations: a bar for each number, on the scale of its range in the episode."""
-  every = np.stack([x.values for x in episode])
-  finite = np.where(np.isfinite(every), every, np.nan)
+def draw_numbers(episode: Sequence[NumericObservation]) -> Sequence[np.ndarray]:
+  """Draw a bar for each number of each observation, on the scale of its range in the episode."""
+  values = np.stack([x.values for x in episode])
+  finite = np.where(np.isfinite(values), values, np.nan)
   known = ~np.isnan(finite).all(0)
-  low, high = np.zeros((2, every.shape[1]), np.float32)
+  low, high = np.zeros((2, values.shape[1]), np.float32)
   low[known], high[known] = np.nanmin(finite[:, known], 0), np.nanmax(finite[:, known], 0)
-  return _Drawn(episode, low, high)
+  return _DrawnEpisode(episode, low, high)
 
 
-class _Drawn(Sequence[np.ndarray]):
-  """Each picture is made when it is asked for: those of an episode would fill the memory."""
+class _DrawnEpisode(Sequence[np.ndarray]):
+  """Pictures of an episode, drawn when they are read, because all of them would fill the memory."""
 
-  def __init__(self, episode: Sequence[Numbers], low: np.ndarray, high: np.ndarray) -> None:
+  def __init__(
+    self, episode: Sequence[NumericObservation], low: np.ndarray, high: np.ndarray
+  ) -> None:
     self._episode, self._low, self._high = episode, low, high
 
   def __len__(self) -> int:
@@ -92,26 +100,29 @@ class _Drawn(Sequence[np.ndarray]):
 
   def __getitem__(self, i: Any) -> Any:
     x = self._episode[i]
-    draws = rows if len(x.values) <= NAMED else thin_bars
+    draws = draw_rows if len(x.values) <= NAMED else draw_thin_bars
     return draws(x, self._low, self._high)
 
 
-def part_of_range(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-  """From 0 at the lower end to 1 at the higher one; 0.5 where both are one, or x is NaN."""
+def scale_to_range(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+  """Map x from [low, high] to [0, 1]. Return 0.5 for an empty range or NaN."""
   width = np.where(high > low, high - low, 1)
   part = np.clip((np.nan_to_num(x, nan=np.nan, posinf=1e38, neginf=-1e38) - low) / width, 0, 1)
   return np.where((high > low) & ~np.isnan(x), part, 0.5)
 
 
-def rows(x: Numbers, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-  """A row for each number: its name, a bar from zero, or from the end of the range that is nearer to it, and its value."""
+def draw_rows(x: NumericObservation, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+  """Draw a row for each number: its name, a bar and its value.
+
+  The bar begins at zero, or at the end of the range that is nearer to zero.
+  """
   from PIL import Image, ImageDraw
 
   n = len(x.values)
   row = min(40, max(16, 200 // max(n, 1)))
   image = Image.new('RGB', (NAME_WIDTH + BAR_WIDTH + VALUE_WIDTH, row * n + 8), GROUND)
   pen = ImageDraw.Draw(image)
-  ends, zeros = (part_of_range(v, low, high) for v in (x.values, np.zeros(n, np.float32)))
+  ends, zeros = (scale_to_range(v, low, high) for v in (x.values, np.zeros(n, np.float32)))
   for i, (name, value) in enumerate(zip(x.names, x.values, strict=True)):
     top = 4 + i * row
     end, zero = (NAME_WIDTH + round(p[i] * (BAR_WIDTH - 1)) for p in (ends, zeros))
@@ -127,12 +138,14 @@ def rows(x: Numbers, low: np.ndarray, high: np.ndarray) -> np.ndarray:
   return np.asarray(image)
 
 
-def thin_bars(x: Numbers, low: np.ndarray, high: np.ndarray, height: int = 128) -> np.ndarray:
-  """A bar for each number, side by side."""
+def draw_thin_bars(
+  x: NumericObservation, low: np.ndarray, high: np.ndarray, height: int = 128
+) -> np.ndarray:
+  """Draw a bar for each number, side by side."""
   n = len(x.values)
   width = max(3, 320 // n)
   picture = np.full((height, width * n, 3), GROUND, np.uint8)
-  ends, zeros = (part_of_range(v, low, high) for v in (x.values, np.zeros(n, np.float32)))
+  ends, zeros = (scale_to_range(v, low, high) for v in (x.values, np.zeros(n, np.float32)))
   for i, (end, zero) in enumerate(zip(ends, zeros, strict=True)):
     columns = slice(i * width, (i + 1) * width - 1)
     a, b = sorted(height - 1 - round(float(p) * (height - 1)) for p in (end, zero))
@@ -143,7 +156,7 @@ def thin_bars(x: Numbers, low: np.ndarray, high: np.ndarray, height: int = 128) 
   return picture
 
 
-def enlarged(picture: np.ndarray) -> np.ndarray:
-  """By a whole factor, so that its longer side has SMALLEST pixels or more."""
+def enlarge(picture: np.ndarray) -> np.ndarray:
+  """Enlarge a picture by a whole factor, so that its longer side has at least SMALLEST pixels."""
   factor = -(-SMALLEST // max(picture.shape[:2]))
   return picture.repeat(factor, 0).repeat(factor, 1) if factor > 1 else picture

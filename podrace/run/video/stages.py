@@ -1,7 +1,7 @@
-"""One environment that can be looked at: it acts as a pool of one, and draws itself.
+"""One environment that can be filmed: a pool of one that draws itself.
 
-What is drawn: Atari in colour, by a second game with the same seed and the same actions; Gymnasium's `rgb_array`;
-of environments in JAX what their libraries draw of a state. Where there is none of it, the observation is drawn.
+Atari is drawn in colour by a second game with the same seed and actions, Gymnasium by `rgb_array`,
+and a JAX environment by its library. Without any of them the observation is drawn.
 """
 
 from __future__ import annotations
@@ -20,35 +20,36 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import over
 from podrace.errors import RunError, UsageError
-from podrace.run.video.pictures import Numbers, draw, enlarged, to_image
+from podrace.run.video.pictures import NumericObservation, draw, enlarge, to_image
 from podrace.types import LAST, TimeStep
 
 
 class Stage(Protocol):
   """One environment and its picture."""
 
-  note: str  # why it is the observation that is drawn; '' if the environment draws itself
+  note: str  # reason why the observation is drawn; '' if the environment draws itself
 
   def reset(self, seed: int) -> TimeStep:
-    """The FIRST of a new episode, [1, ...]."""
+    """Begin a new episode and return its FIRST timestep [1, ...]."""
     ...
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    """The next timestep [1, ...], the reward as the environment has it, and whether the whole game is over."""
+    """Return the next timestep [1, ...], the unclipped reward, and whether the game is over."""
     ...
 
-  def frame(self) -> np.ndarray | Numbers:
-    """The picture now, [H, W, 3] u8; or the observation, if there is no image in it."""
+  def frame(self) -> np.ndarray | NumericObservation:
+    """Return the picture [H, W, 3] u8, or the observation if it has no image."""
     ...
 
-  def close(self) -> None: ...
+  def close(self) -> None:
+    """Close the environment."""
 
 
-def make(name: str, env: Any) -> Stage:
-  """The stage of an environment that `envs.make` or `host.make` made of this name.
+def make_stage(name: str, env: Any) -> Stage:
+  """Return the stage of environment `env`, made by `envs.make` or `host.make` from `name`.
 
   Raises:
-    UsageError: if it can't be drawn.
+    UsageError: if it cannot be drawn.
   """
   library, inner, options = env_names.parse(name)
   if isinstance(env, HostSpec):
@@ -63,13 +64,13 @@ def make(name: str, env: Any) -> Stage:
 
 
 class JaxStage:
-  """An environment in JAX."""
+  """Stage of an environment in JAX."""
 
   def __init__(self, env: Any) -> None:
     both = batch(env, 1)
     self._reset, self._step = jax.jit(both.reset), jax.jit(both.step)
     self._space = env.observation_space
-    self._drawing = drawing(env)
+    self._drawing = find_draw_function(env)
     self.note = (
       '' if self._drawing else 'it draws no picture of itself: this is what the agent sees'
     )
@@ -77,27 +78,30 @@ class JaxStage:
     self._timestep: Any = None
 
   def reset(self, seed: int) -> TimeStep:
+    """Begin a new episode."""
     key, self._key = jax.random.split(jax.random.key(seed))
     self._state, self._timestep = self._reset(key)
     return self._timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """Step the environment."""
     self._key, key = jax.random.split(self._key)
     self._state, timestep = self._step(self._state, action, key[None])
     self._timestep = timestep
     return timestep, float(timestep.reward[0]), bool(timestep.step_type[0] == LAST)
 
-  def frame(self) -> np.ndarray | Numbers:
+  def frame(self) -> np.ndarray | NumericObservation:
+    """Draw the state, or the observation."""
     if self._drawing is not None:
-      return enlarged(to_image(self._drawing(first(self._state))))
-    return draw(self._space, jax.tree.map(np.asarray, first(self._timestep.observation)))
+      return enlarge(to_image(self._drawing(first_of_batch(self._state))))
+    return draw(self._space, jax.tree.map(np.asarray, first_of_batch(self._timestep.observation)))
 
   def close(self) -> None:
-    pass
+    """Do nothing."""
 
 
 class PoolStage:
-  """A pool of one environment on the host."""
+  """Stage of one environment in a host pool."""
 
   note = ''
 
@@ -106,24 +110,27 @@ class PoolStage:
     self._pool: Any = None
 
   def reset(self, seed: int) -> TimeStep:
+    """Begin a new episode in a new pool."""
     self.close()
     self._pool = self._spec.make(PoolArgs(1, 1, np.array([seed], np.uint32), 1, 60.0))
     self._pool.reset()
     return self._pool.recv().timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """Step the environment."""
     self._pool.send(everyone(1), action)
     arrival = self._pool.recv()
     return arrival.timestep, float(arrival.score[0]), bool(arrival.ended[0])
 
   def close(self) -> None:
+    """Close the pool."""
     if self._pool is not None:
       self._pool.close()
       self._pool = None
 
 
 class AtariStage(PoolStage):
-  """An Atari game, and its twin with the same seed and actions, whose frames are in colour."""
+  """An Atari game, drawn in colour by a twin with the same seed and actions."""
 
   def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
     super().__init__(spec)
@@ -136,24 +143,32 @@ class AtariStage(PoolStage):
     self._picture: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    found = super().reset(seed)
+    """Begin a new episode in both games."""
+    timestep = super().reset(seed)
     self._twin = self._twin_of()
     self._picture, _ = self._twin.reset(seed=np.array([seed], np.int64) % 2**31)
-    return found
+    return timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    found = super().step(action)
-    # With episodic lives the pool answers a lost life by a no-op, so it says what was done.
+    """Step both games.
+
+    Raises:
+      RunError: if their scores differ.
+    """
+    result = super().step(action)
+    # With episodic lives the pool answers a lost life by a no-op, so the twin gets its actions.
     self._twin.send(self._pool.sent)
     self._picture, score, *_ = self._twin.recv()
-    if float(score[0]) != found[1] and not found[0].first[0]:
+    if float(score[0]) != result[1] and not result[0].first[0]:
       raise RunError(f'ale:{self._name}: the game that is drawn is not the one that is played')
-    return found
+    return result
 
   def frame(self) -> np.ndarray:
-    return enlarged(to_image(self._picture[0, -1]))
+    """Return the twin's frame."""
+    return enlarge(to_image(self._picture[0, -1]))
 
   def close(self) -> None:
+    """Close both games."""
     super().close()
     if self._twin is not None:
       self._twin.close()
@@ -164,16 +179,18 @@ class GymnasiumStage:
   """A Gymnasium environment in this process, with `render_mode='rgb_array'` if it has that."""
 
   def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
-    self._env, self.note = _rendering(name, options)
+    self._env, self.note = _make_rendering_env(name, options)
     self._space, self._stepper = spec.observation_space, Stepper(1)
     self._observation: Any = None
 
   def reset(self, seed: int) -> TimeStep:
+    """Begin a new episode."""
     self._observation, _ = self._env.reset(seed=seed)
     self._stepper.reset()
     return self._timestep(self._observation, 0.0, False, False)
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """Step the environment."""
     from podrace.envs.host.worker import actions_for
 
     (one,) = actions_for(self._env.action_space, np.asarray(action))
@@ -190,30 +207,32 @@ class GymnasiumStage:
       everyone(1), over(one, self._space, x), np.array([reward], np.float32), *flags
     )
 
-  def frame(self) -> np.ndarray | Numbers:
+  def frame(self) -> np.ndarray | NumericObservation:
+    """Return the rendered picture, or the observation."""
     if self.note:
       return draw(self._space, self._observation)
     return to_image(self._env.render())
 
   def close(self) -> None:
+    """Close the environment."""
     self._env.close()
 
 
-def _rendering(name: str, options: Any) -> tuple[Any, str]:
-  """An environment that renders, and ''; or one that can't, and why.
+def _make_rendering_env(name: str, options: Any) -> tuple[Any, str]:
+  """Return an environment that renders and '', or one that cannot and the reason.
 
   Raises:
-    UsageError: if what it renders with is not installed.
+    UsageError: if a library needed for rendering is missing.
   """
   import gymnasium
 
-  with warnings.catch_warnings():  # of a mode that it doesn't have, with a path of the library
+  with warnings.catch_warnings():  # the library warns of modes that it lacks
     warnings.simplefilter('ignore')
     env: Any = None
     try:
       env = gymnasium.make(name, **(dict(options) | {'render_mode': 'rgb_array'}))
       env.reset(seed=0)
-      to_image(_picture(env))
+      to_image(_render(env))
       return env, ''
     except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
       raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
@@ -225,27 +244,27 @@ def _rendering(name: str, options: Any) -> tuple[Any, str]:
     return gymnasium.make(name, **options), f'{why}: this is what the agent sees'
 
 
-def _picture(env: Any) -> np.ndarray:
-  """What an environment renders.
+def _render(env: Any) -> np.ndarray:
+  """Render an environment.
 
   Raises:
-    ValueError: if that is no image.
+    ValueError: if the result is not an image.
   """
-  found = np.asarray(env.render())
-  if found.ndim != 3 or found.dtype.kind not in 'uif':
-    raise ValueError(f'render() returned {found.dtype} {found.shape}')
-  return found
+  picture = np.asarray(env.render())
+  if picture.ndim != 3 or picture.dtype.kind not in 'uif':
+    raise ValueError(f'render() returned {picture.dtype} {picture.shape}')
+  return picture
 
 
-def first(tree: Any) -> Any:
-  """Of arrays [1, ...], or of a pool's state, what the one environment has."""
+def first_of_batch(tree: Any) -> Any:
+  """Return the values of the only environment in arrays [1, ...] or a pool's state."""
   if isinstance(tree, PooledState):
     tree = tree.inner
   return jax.tree.map(lambda x: x[0], tree)
 
 
-def drawing(env: Any) -> Callable[[Any], Any] | None:
-  """What an environment draws of one of its states; None if it draws none."""
+def find_draw_function(env: Any) -> Callable[[Any], Any] | None:
+  """Return the function that draws a state of the environment, or None."""
   while hasattr(env, 'dynamics'):
     env = env.dynamics
   draws = getattr(env, 'draw', None)

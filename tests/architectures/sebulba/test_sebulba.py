@@ -35,7 +35,7 @@ from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.errors import RunError, UnknownName, UsageError
-from podrace.experiments.bench import advice, inference_rate, together
+from podrace.experiments.bench import advise, measure_inference, measure_threads
 from podrace.networks import ActorCritic, LifetimeNetwork, PolicyPredictor
 from podrace.replay import on_policy
 from podrace.run import build
@@ -762,7 +762,7 @@ def test_steps_are_compiled_before_the_run(caplog: pytest.LogCaptureFixture) -> 
   driver = compiled(program)
   jax.config.update('jax_log_compiles', True)  # in all threads
   try:
-    inference_rate(program, program.init(keys(0)), 0.1)
+    measure_inference(program, program.init(keys(0)), 0.1)
     with Running(program, driver=driver) as run:
       run.advance(2)
   finally:
@@ -774,8 +774,8 @@ def test_steps_are_compiled_before_the_run(caplog: pytest.LogCaptureFixture) -> 
 def test_bench_tells_where_threads_do_not_pay() -> None:
   slow, fast = dict(combined=1.0, parallel=2.0), dict(combined=2.0, parallel=1.0)
   one, two = (sebulba(AGENTS['impala'], threads=n) for n in (1, 2))
-  assert 'try --actor-threads 1' in advice(two, slow)
-  assert not advice(two, fast) and not advice(one, slow)
+  assert 'try --actor-threads 1' in advise(two, slow)
+  assert not advise(two, fast) and not advise(one, slow)
 
 
 def test_bench_waits_for_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -783,7 +783,7 @@ def test_bench_waits_for_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
   for calls in (0, 1):  # it hangs at first, or later on
     forever, answers = threading.Event(), iter([1] * calls)
     with pytest.raises(RunError, match='has not answered'):
-      together([lambda: 1, lambda: next(answers, 0) or forever.wait(60)], 0.1)
+      measure_threads([lambda: 1, lambda: next(answers, 0) or forever.wait(60)], 0.1)
     forever.set()
 
 
@@ -792,4 +792,4 @@ def test_bench_tells_what_a_stage_raises() -> None:
     raise ZeroDivisionError('the game broke')
 
   with pytest.raises(ZeroDivisionError, match='the game broke'):
-    together([lambda: 1, explode], 0.1)
+    measure_threads([lambda: 1, explode], 0.1)

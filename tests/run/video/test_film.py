@@ -27,7 +27,7 @@ from podrace.settings.config import Config
 def stage(name: str) -> tuple[stages.Stage, Any]:
   library = name.partition(':')[0]
   env: Any = host.make(name) if library in ('ale', 'gymnasium') else envs.make(name)
-  return stages.make(name, env), env
+  return stages.make_stage(name, env), env
 
 
 def played(name: str, steps: int, seed: int = 3) -> tuple[list[np.ndarray], list[float]]:
@@ -44,8 +44,8 @@ def played(name: str, steps: int, seed: int = 3) -> tuple[list[np.ndarray], list
     if over:
       break
   found.close()
-  if isinstance(frames[0], pictures.Numbers):
-    return list(pictures.numbers(frames)), rewards
+  if isinstance(frames[0], pictures.NumericObservation):
+    return list(pictures.draw_numbers(frames)), rewards
   return frames, rewards
 
 
@@ -109,7 +109,7 @@ def test_environments_without_a_picture_show_their_observation(echo: str) -> Non
     assert found.note.startswith(why)
     found.reset(0)
     frame = found.frame()
-    assert isinstance(frame, pictures.Numbers) and frame.values.sum() == 1
+    assert isinstance(frame, pictures.NumericObservation) and frame.values.sum() == 1
     found.step(np.zeros(1, np.int32))
     found.close()
   found, _ = stage(f'gymnasium:{echo}:Drawn-v0')
@@ -195,15 +195,19 @@ def test_what_is_drawn_of_observations() -> None:
     spaces.Dict(a=spaces.Box(-9, 9, (2,)), b=spaces.Box(-9, 9, ())),
     dict(a=np.array([5.0, -5.0]), b=np.nan),
   )
-  assert isinstance(found, pictures.Numbers) and found.names == ('a[0]', 'a[1]', 'b')
+  assert isinstance(found, pictures.NumericObservation) and found.names == ('a[0]', 'a[1]', 'b')
   np.testing.assert_array_equal(found.values, np.array([5, -5, np.nan], np.float32))
   of_box = pictures.draw(spaces.Box(-9, 9, (2,)), np.array([5.0, -5.0]))
-  assert isinstance(of_box, pictures.Numbers) and of_box.names == ('0', '1')
+  assert isinstance(of_box, pictures.NumericObservation) and of_box.names == ('0', '1')
 
 
 def episode_of(rows: np.ndarray) -> list[np.ndarray]:
   names = tuple(map(str, range(rows.shape[1])))
-  return list(pictures.numbers([pictures.Numbers(names, row.astype(np.float32)) for row in rows]))
+  return list(
+    pictures.draw_numbers(
+      [pictures.NumericObservation(names, row.astype(np.float32)) for row in rows]
+    )
+  )
 
 
 def test_numbers_fill_the_range_that_they_have_in_the_episode() -> None:
@@ -258,7 +262,7 @@ def test_images_of_any_kind() -> None:
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match=r'envpool:CartPole-v1 can.t be drawn'):
-    stages.make('envpool:CartPole-v1', host.make('envpool:CartPole-v1'))
+    stages.make_stage('envpool:CartPole-v1', host.make('envpool:CartPole-v1'))
 
 
 @pytest.fixture(scope='module')
