@@ -25,7 +25,7 @@ from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.frame import Kind, flat
-from podrace.distributed.net.link import Handler, Link, Refused
+from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.process_metrics import Measures, Meter, resident_mb
 from podrace.distributed.net.safe_text import STRING, plain
 from podrace.envs.host import answer_timer
@@ -187,7 +187,7 @@ class Group:
 # --- the network ------------------------------------------------------------------------------------
 
 
-class Client(Handler):
+class Client(LinkHandler):
   """Environments for one learner process. Its link's thread has the network; groups send by themselves.
 
   Args:

@@ -33,7 +33,7 @@ class Refused(ValueError):
   """The service does not take this client, or not on these terms; the message has both sides."""
 
 
-class Handler(Protocol):
+class LinkHandler(Protocol):
   """A client, as far as its link knows it. All of it is called by the link's thread.
 
   A class that is declared as one need only have what it does otherwise than here.
@@ -112,7 +112,7 @@ class Link:
     address: str,
     keys: Path | None,
     insecure: bool,
-    handler: Handler,
+    handler: LinkHandler,
     changed: threading.Condition | None = None,
     give_up: float = 0.0,
     flag: str = 'connect',

@@ -22,7 +22,7 @@ from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.connections import ENDING_SECONDS, Peer
 from podrace.distributed.net.loop import READ, Loop
 from podrace.distributed.net.safe_text import Lines, Say
-from podrace.distributed.net.sessions import Handler, Sessions
+from podrace.distributed.net.sessions import ServiceHandler, Sessions
 from podrace.distributed.net.stream import Ended
 from podrace.system.threads import Worker
 
@@ -67,7 +67,7 @@ class Listener:
     UsageError: of `open`, if it can't announce the address.
   """
 
-  def __init__(self, listen: Listen, handler: Handler, say: Say) -> None:
+  def __init__(self, listen: Listen, handler: ServiceHandler, say: Say) -> None:
     self.listen, self.handler, self.address = listen, handler, listen.address
     self.lines = lines = Lines(say)
     self.log, self.counts = lines.log, lines.counts

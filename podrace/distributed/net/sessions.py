@@ -24,7 +24,7 @@ REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
 _COMMON = frozenset(kind.number for kind in session_messages.OF_CLIENTS)
 
 
-class Handler(Protocol):
+class ServiceHandler(Protocol):
   """A service, as far as a listener knows it. All of it is called by the thread that has the network.
 
   A class that is declared as one need only have what it does otherwise than here.
@@ -102,7 +102,7 @@ class Sessions:
   """
 
   def __init__(
-    self, handler: Handler, loop: Loop, keys: Path | None, silence: float, lines: Lines
+    self, handler: ServiceHandler, loop: Loop, keys: Path | None, silence: float, lines: Lines
   ) -> None:
     self._handler, self._silence, self._lines, self._counts = handler, silence, lines, lines.counts
     self.peers: dict[Peer, None] = {}

@@ -63,7 +63,7 @@ class Reader:
     self.sending = False  # some of that waits until it reads
 
 
-class Publisher(listener.Handler):
+class Publisher(listener.ServiceHandler):
   """Sends versions to clients, while it is open. `publish` may be called from any thread.
 
   Args:

@@ -26,7 +26,7 @@ class StaleParameters(TimeoutError):
   """The parameters are older than allowed, and no newer ones came in time."""
 
 
-class Parameters(link.Handler):
+class Parameters(link.LinkHandler):
   """The newest parameters of a publisher, kept up to date by a thread of its own.
 
   Staleness is the time for which the version that is held has not been known to be the newest: since it was

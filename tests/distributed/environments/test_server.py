@@ -25,9 +25,9 @@ from mutants import Document, data_of, spoiled, tell
 from peers import ANY, Learner, Raw, lives, spec
 from storm import MESSAGES, storm
 
-from podrace.distributed.environments import environment_messages, groups, server, shared_listener
+from podrace.distributed.environments import environment_messages, incoming, server, shared_listener
 from podrace.distributed.environments import pool as remote_pool
-from podrace.distributed.environments.groups import Client, Latencies
+from podrace.distributed.environments.groups import ClientState, Latencies
 from podrace.distributed.net import (
   connections,
   loop,
@@ -493,7 +493,7 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     one.join(2)
     learner.pause.clear()
     one.step(2, 1)
-    until(lambda: learner.pools[0]._inferring)
+    until(lambda: learner.pools[0]._acting)
     one.say(session_messages.BYE, 'test')
     learner.says('left: test')
     with Raw(learner.address) as other:
@@ -511,15 +511,15 @@ def test_a_thread_that_found_the_network_taken_is_given_it(monkeypatch: pytest.M
   """It does not wait until the server's own thread looks around again."""
   taken, give_back = threading.Event(), threading.Event()
   turns: list[bool] = []
-  monkeypatch.setattr(remote_pool, 'IDLE', 1000.0)
+  monkeypatch.setattr(remote_pool, 'IDLE_SECONDS', 1000.0)
   with Learner(act=False, slots=2) as learner:
-    turn, as_pool = learner.server.listener.turn, learner.server.turn
+    turn, as_pool = learner.server.listener.turn, learner.server.network.turn
 
     def slow(seconds: float) -> None:
       if threading.current_thread().name == 'remote' and not give_back.is_set():
         taken.set()
         assert give_back.wait(20)
-        monkeypatch.setattr(shared_listener, 'CARE', 1000.0)
+        monkeypatch.setattr(shared_listener, 'IDLE_TURN_SECONDS', 1000.0)
       turn(seconds)
 
     def watched(seconds: float) -> bool:
@@ -528,7 +528,7 @@ def test_a_thread_that_found_the_network_taken_is_given_it(monkeypatch: pytest.M
 
     monkeypatch.setattr(learner.server.listener, 'turn', slow)
     assert taken.wait(20)
-    monkeypatch.setattr(learner.server, 'turn', watched)
+    monkeypatch.setattr(learner.server.network, 'turn', watched)
     pool = learner.pools[0]
     thread = threading.Thread(target=pool.recv)
     thread.start()
@@ -680,11 +680,11 @@ def together(learner: Learner, raws: list[Raw], messages: int) -> None:
   del learner.server.handle, one.drop
 
 
-@pytest.mark.parametrize('bound', [groups.TOGETHER, 0], ids=['together', 'one by one'])
+@pytest.mark.parametrize('bound', [incoming.BATCH_BYTES, 0], ids=['together', 'one by one'])
 def test_of_many_that_come_together_those_that_are_wrong_are_found(
   monkeypatch: pytest.MonkeyPatch, bound: int
 ) -> None:
-  monkeypatch.setattr('podrace.distributed.environments.groups.TOGETHER', bound)
+  monkeypatch.setattr('podrace.distributed.environments.incoming.BATCH_BYTES', bound)
 
   def frames(raw: Raw, size: int, **fields: Any) -> list[bytes]:
     body = raw.body(size)
@@ -707,7 +707,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       raw.act(2, 0, group=1)
     learner.arrivals.clear()
     counts = learner.server.counts
-    until(lambda: learner.pools[0]._asked == 26)
+    until(lambda: learner.pools[0]._awaited == 26)
     before = counts['frames']
     with learner.server.network.lead:
       within.step(3, 2, body=frames(within, 3, reward=[1, 2, 4]))
@@ -726,7 +726,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       again.step(2, 2, body=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
       last.step(1, 2)
       together(learner, raws, 4)
-      assert len(learner.server._incoming._items) == (4 if bound else 1)
+      assert len(learner.server._incoming) == (4 if bound else 1)
       learner.server.turned()
     for raw in (within, ends, closes, again, last):
       raw.act(sizes[raw], 2)
@@ -741,7 +741,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       assert reason in raw.gone()
     assert counts['malformed'] == len(bad)
     assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
-    until(lambda: learner.pools[0]._asked == 10)
+    until(lambda: learner.pools[0]._awaited == 10)
     with (
       learner.server.network.lead
     ):  # both bad, beside one that is within an episode and one that isn't
@@ -775,7 +775,7 @@ def test_what_has_come_for_a_pool_that_is_closed_is_forgotten() -> None:
     with learner.server.network.lead:
       raw.step(2, 1)
       together(learner, [raw], 1)
-      learner.server.unpool(learner.pools[0])
+      learner.server.slots.remove(learner.pools[0])
       learner.server.turned()
     assert learner.server.counts['frames'] == 2
     assert not learner.server.counts['unexpected'] and not learner.pools[0]._ready
@@ -801,7 +801,7 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
       together(learner, [raw], 2)
       server.turned()
     learner.says('does not read')
-    until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0]._asked)
+    until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0]._awaited)
     one.send = send  # type: ignore[method-assign]
     with Raw(learner.address) as other:
       other.join(8)
@@ -903,7 +903,7 @@ def test_a_report_of_the_longest_names_fits() -> None:
       for _ in range(1500):
         peer = connections.Peer('here')
         peer.name = f'{label(told["host"])}:{told["pid"]}'
-        peer.state = Client(told)
+        peer.state = ClientState(told)
         peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
         peer.metrics = {f'{"a" * 38}{i}': -(2.0**62) for i in range(10, 10 + process_metrics.MOST)}
         learner.server.peers[peer] = None
