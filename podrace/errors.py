@@ -55,6 +55,10 @@ class SecurityError(ValueError):
   """Keys or addresses that can't be right; the message is for the user."""
 
 
+class TransportError(Exception):
+  """A connection or a message between processes failed."""
+
+
 class ReplayFailed(Exception):
   """The replay's thread ended with an exception; the message has its traceback."""
 

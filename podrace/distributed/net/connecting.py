@@ -8,9 +8,11 @@ import time
 from random import random
 
 from podrace.distributed.net import address as addresses
+from podrace.distributed.net.channel import ConnectionClosed, describe_error, set_no_delay
 from podrace.distributed.net.frame import Kind
+from podrace.distributed.net.frame_reader import Memory, Message
 from podrace.distributed.net.loop import READ, WRITE, Loop
-from podrace.distributed.net.stream import Ended, Full, Memory, Message, Stream, no_delay, why
+from podrace.distributed.net.stream import SendQueueFull, Stream
 
 CONNECT_SECONDS = 5.0  # to make a connection, and to get its first answer; then it is tried anew
 BYE_SECONDS = 1.0  # that the last word has
@@ -56,7 +58,7 @@ class Outgoing:
     scratch: bytearray,
   ) -> None:
     socket = addresses.connect(address, CONNECT_SECONDS)
-    no_delay(socket)
+    set_no_delay(socket)
     self._loop, self.heard = loop, time.monotonic()
     self.stream = Stream(socket, kinds, message, memory, LARGEST, BACKLOG, scratch, context)
     loop.add(socket, READ if self.stream.shaken else WRITE, self)
@@ -65,15 +67,15 @@ class Outgoing:
     """Reads what has come and sends what waited; whether this has completed TLS's handshake.
 
     Raises:
-      Ended: if the connection is over.
+      ConnectionClosed: if the connection is over.
       WireError: if what came is no message; whatever `message` raises.
     """
     shakes = not self.stream.shaken
     if shakes:
       try:
         wants = self.stream.shake()
-      except Ended as e:
-        raise Ended(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
+      except ConnectionClosed as e:
+        raise ConnectionClosed(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
       self._wait_for(WRITE if wants == 'write' else READ)
       if wants:
         return False
@@ -105,7 +107,7 @@ class Outgoing:
       # A connection that is closed with something unread is reset, and the last word with it.
       while time.monotonic() < until and stream.socket.recv(65536):
         pass
-    except (Ended, Full, OSError):
+    except (ConnectionClosed, SendQueueFull, OSError):
       pass
 
   def close(self) -> None:
@@ -118,7 +120,7 @@ class Outgoing:
 def why_not(error: BaseException) -> str:
   """Why there is no connection, in words."""
   nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-  return NOBODY if nobody else why(error)
+  return NOBODY if nobody else describe_error(error)
 
 
 class Outage:

@@ -16,10 +16,12 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net.channel import ConnectionClosed, describe_error, set_no_delay
 from podrace.distributed.net.frame import Kind
+from podrace.distributed.net.frame_reader import new_scratch
 from podrace.distributed.net.loop import READ, WRITE, Loop
 from podrace.distributed.net.safe_text import Lines, TokenBucket, plain
-from podrace.distributed.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.distributed.net.stream import SendQueueFull, Stream
 
 GUEST_BACKLOG = 8  # frames that a connection without a session has not read
 SILENT_SECONDS = 10.0  # that a connection may take to say hello
@@ -209,7 +211,7 @@ class Connections:
         self._turned_away(peer, "it is another user's")
         socket.close()
         return
-      no_delay(socket)
+      set_no_delay(socket)
     except (OSError, ValueError):
       socket.close()
       return
@@ -230,7 +232,7 @@ class Connections:
     with self.acceptor.timed():
       try:
         wants = peer.stream.shake()
-      except Ended as e:
+      except ConnectionClosed as e:
         self._turned_away(peer, str(e))
         if 'WRONG_VERSION' in str(e):  # no TLS
           peer.stream.say_plain(session_messages.GONE, WANTS_KEYS)
@@ -261,20 +263,20 @@ class Connections:
     """Reads what has come and sends what waited; whether nothing waits any more.
 
     Raises:
-      Ended: if the connection is over.
+      ConnectionClosed: if the connection is over.
       WireError: if what it sent is no message; whatever `message` raises.
     """
     stream = peer.stream
     if stream.closed:
       return False
     if peer.ending and events & READ:
-      stream.unread = False
+      stream.reader.unread = False
       self._discard(stream)
       return False
     if not stream.shaken:
       self._shake(peer)
       # Something may have been said with the last of the handshake.
-      events = READ if stream.pending() and not peer.ending else 0
+      events = READ if stream.reader.pending and not peer.ending else 0
     if events & READ:
       peer.last_seen = time.monotonic()
       messages = GUEST_MESSAGES if peer in self.guests else MESSAGES
@@ -290,11 +292,11 @@ class Connections:
     """Reads nothing more of a connection that ends, but waits for the other end to read the last words."""
     try:
       if not stream.socket.recv(65536):
-        raise Ended('it ended')
+        raise ConnectionClosed('it ended')
     except BlockingIOError:
       return
     except OSError as e:
-      raise Ended(why(e)) from e
+      raise ConnectionClosed(describe_error(e)) from e
 
   def look_for_room(self, peer: Peer, on: bool) -> None:
     """Whether to wait for room to write."""
@@ -311,10 +313,10 @@ class Connections:
     try:
       if not peer.stream.send(session_messages.GONE, plain(reason)):
         self.look_for_room(peer, True)
-    except Full:
+    except SendQueueFull:
       self.remove(peer)
       return
-    except Ended:  # it can't hear it, but may have more to say
+    except ConnectionClosed:  # it can't hear it, but may have more to say
       pass
     self._hush(peer)
 
@@ -352,7 +354,7 @@ class Connections:
     """A session is over, and its connection, if it is open still, a guest's."""
     if not peer.stream.closed:
       peer.until = time.monotonic() + SILENT_SECONDS
-      peer.stream.largest = session_messages.GUEST_BYTES
+      peer.stream.reader.largest = session_messages.GUEST_BYTES
       self.guests[peer] = None
 
   def talks(self, peer: Peer) -> None:

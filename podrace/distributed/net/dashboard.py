@@ -11,11 +11,13 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import reports, session_messages
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connecting import Outage, Outgoing, why_not
 from podrace.distributed.net.frame import Kind, WireError
+from podrace.distributed.net.frame_reader import new_scratch, no_memory
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import TEXT, plain
-from podrace.distributed.net.stream import Ended, Full, new_scratch, no_memory
+from podrace.distributed.net.stream import SendQueueFull
 from podrace.system.output import print_json, print_text
 
 ANSWER_SECONDS = 5.0  # that a learner has to answer
@@ -54,7 +56,7 @@ class Asker:
     while time.monotonic() < end:
       try:
         self._ask(end)
-      except (Ended, Full, OSError, WireError) as e:
+      except (ConnectionClosed, SendQueueFull, OSError, WireError) as e:
         self._outage.failed(why_not(e))
         self._hang_up()
         time.sleep(0.2)
@@ -84,7 +86,7 @@ class Asker:
     if kind is session_messages.REPORT:
       self._report = reports.read(fields[0])
     elif kind is session_messages.GONE:
-      raise Ended(plain(fields[0]))
+      raise ConnectionClosed(plain(fields[0]))
 
   def _hang_up(self) -> None:
     if self._connection is not None:

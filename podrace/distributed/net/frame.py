@@ -13,6 +13,8 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from podrace.errors import TransportError
+
 VERSION = 2  # of the protocol
 PREFIX = struct.Struct('<II')  # bytes that follow; kind + 256 * bytes of the header
 HEADER_BYTES = 2**22  # at most
@@ -22,8 +24,8 @@ NUMBER = 2**63  # which whole numbers in it are below
 Buffer = Any  # bytes, a memoryview of bytes, or an array, whose bytes are meant
 
 
-class WireError(Exception):
-  """A message that isn't one; says what came and what was expected."""
+class WireError(TransportError):
+  """A message that breaks the protocol: it says what came and what was expected."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

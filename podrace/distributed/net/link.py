@@ -16,11 +16,14 @@ from typing import Any, Protocol
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import session_messages
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connecting import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
 from podrace.distributed.net.frame import PREFIX, Buffer, Kind, WireError, split
+from podrace.distributed.net.frame_reader import new_scratch
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import plain, plain_reasons
-from podrace.distributed.net.stream import Ended, Full, new_scratch
+from podrace.distributed.net.stream import SendQueueFull
+from podrace.errors import UsageError
 from podrace.system.threads import Worker
 
 HELLO_SECONDS = 1.0  # between attempts of a connection that must wait, unless it is a Unix socket
@@ -29,8 +32,8 @@ METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
 
 
-class Refused(ValueError):
-  """The service does not take this client, or not on these terms; the message has both sides."""
+class Refused(UsageError):
+  """The service refuses this client, or its terms; the message has both sides."""
 
 
 class LinkHandler(Protocol):
@@ -160,7 +163,7 @@ class Link:
     try:
       if not connection.stream.send(kind, *fields, arrays=arrays):
         self.wake()
-    except (Full, Ended) as e:
+    except (SendQueueFull, ConnectionClosed) as e:
       self._loop.call(functools.partial(self._lose, str(e), connection))
       return False
     return True
@@ -228,7 +231,7 @@ class Link:
     try:
       if connection.serve(events):
         self._hello()
-    except Ended as e:
+    except ConnectionClosed as e:
       self._lose(str(e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
@@ -279,7 +282,7 @@ class Link:
       _check_hello(details, self.address)
       try:
         self._connection.stream.send(session_messages.HELLO, details)
-      except (Ended, Full) as e:
+      except (ConnectionClosed, SendQueueFull) as e:
         self._lose(str(e))
 
   def _join(self, details: dict[str, Any]) -> None:

@@ -19,11 +19,11 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net.announce import Announcement
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connections import ENDING_SECONDS, Peer
 from podrace.distributed.net.loop import READ, Loop
 from podrace.distributed.net.safe_text import Lines, Say
 from podrace.distributed.net.sessions import ServiceHandler, Sessions
-from podrace.distributed.net.stream import Ended
 from podrace.system.threads import Worker
 
 TICK = 0.2  # seconds between looks at who is silent
@@ -137,11 +137,11 @@ class Listener:
     try:
       if self._connections.serve(peer, events):
         self.sessions.written(peer)
-    except Ended:
+    except ConnectionClosed:
       self.sessions.lost(peer)
     except Exception as e:
       self.blame(peer, e)
-    if peer.stream.unread:
+    if peer.stream.reader.unread:
       self._unread[peer] = None
 
   def _look_at_the_clock(self) -> None:

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podrace.distributed.net import process_metrics, session_messages
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connections import Connections, Peer
 from podrace.distributed.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import Lines, label, plain, plain_reasons
-from podrace.distributed.net.stream import Ended, Full
+from podrace.distributed.net.stream import SendQueueFull
 from podrace.version import __version__
 
 PEERS = 16384  # with a session, at most
@@ -220,7 +221,7 @@ class Sessions:
     self.peers[peer] = None
     if peer.client:
       self._clients[peer.key, peer.client] = peer
-    peer.stream.largest, peer.stream.most_out = self._handler.largest, BACKLOG
+    peer.stream.reader.largest, peer.stream.max_queued = self._handler.largest, BACKLOG
     self._counts['sessions'] += 1
     if self.send(peer, session_messages.WELCOME, dict(silence=self._silence, **answer)):
       self._handler.welcomed(peer)
@@ -245,10 +246,10 @@ class Sessions:
     try:
       if not peer.stream.send_packed(buffers):
         self.connections.look_for_room(peer, True)
-    except Full as e:
+    except SendQueueFull as e:
       self.cut(peer, f'dropped: {e}')
       return False
-    except Ended:
+    except ConnectionClosed:
       peer.gone = True
       return False
     return True

@@ -144,7 +144,7 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
     with Learner(address=address) as again:
       until(lambda: again.steps > 20)
       assert_whole(lives(again.arrivals))
-      again.server.finished()
+      again.server.network.finish()
     assert envs.wait() == 0
     assert 'the run is complete' in envs.output
 

@@ -206,7 +206,7 @@ def test_a_client_that_waits_at_the_end_is_told_of_it() -> None:
     late.say(session_messages.HELLO, late.told())
     heard = late.hear()
     assert heard is not None and heard[0] is session_messages.WAIT
-    learner.server.finished()
+    learner.server.network.finish()
     learner.server.__exit__()
     assert (
       one.expect(session_messages.END)[0][0] is True

@@ -152,7 +152,7 @@ def test_groups_of_a_pool_that_is_gone_are_gone(monkeypatch: pytest.MonkeyPatch)
   for one in groups:
     found.enter(one)
   found.remove(found.pools[0])
-  assert sorted(one.state for one in groups) == ['stepping', 'gone'] and found.total == 2
+  assert sorted(one.state for one in groups) == ['gone', 'stepping'] and found.total == 2
   found.leave(groups)
   assert found.free == 2
   monkeypatch.setattr('podrace.distributed.environments.slots.WAITING', 1)

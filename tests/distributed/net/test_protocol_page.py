@@ -222,7 +222,7 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
       with Raw(one.address) as late:
         say(late.socket, example('HELLO').replace(b'client\x07', b'client\x08'))
         hear(late.socket, 'WAIT')
-        one.server.finished()
+        one.server.network.finish()
         hear(raw.socket, 'END')
         hear(late.socket, 'END')
       say(raw.socket, 'BYE')
@@ -389,4 +389,4 @@ def test_powers_of_two_are_those_of_the_page() -> None:
   assert parameters.KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
   assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
   assert server.SLACK == 2**20 and replay_messages.MOST_NUMBER == 10**15
-  assert answer_timer.START_SECONDS == 120 and stream.PREFIX_BYTES == 8
+  assert answer_timer.START_SECONDS == 120 and PREFIX.size == 8
