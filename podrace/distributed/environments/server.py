@@ -14,7 +14,7 @@ import logging
 import math
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrace.distributed.environments import environment_messages
@@ -79,7 +79,7 @@ class Server(ServiceHandler):
     self.slots = Slots(slots, self._start, self._groups)
     self.network = SharedNetwork(listener, self.slots.pools)
     self.call = self.network.call
-    self._lonely_at: float | None = None  # time of the last message that there are no environments
+    self._loneliness = LonelinessLog(self.log)
     self._closed = False
 
   def spec(self, spec: HostSpec) -> HostSpec:
@@ -257,24 +257,14 @@ class Server(ServiceHandler):
       if group.state == 'stepping' and now - group.since > self._deadline + START_SECONDS:
         why = f'group {group.index} has not answered for {now - group.since:.0f} s'
         self.listener.tell_gone(group.peer, why)
-    self._log_loneliness(now)
+    if self.slots.pools:
+      any_here = any(group.state in WITH_SLOTS for group in self._groups())
+      self._loneliness.update(now, any_here, self._command)
 
-  def _log_loneliness(self, now: float) -> None:
-    """Log that there are no environments, at first and every minute, and the end of that."""
-    if not self.slots.pools:
-      return
-    if any(group.state in WITH_SLOTS for group in self._groups()):
-      if self._lonely_at is not None:
-        self.log('environments are here, going on', always=True)
-      self._lonely_at = None
-    elif self._lonely_at is None or now - self._lonely_at > REMIND_SECONDS:
-      self._lonely_at = now
-      keys = ' --keys DIR' if self.listener.listen.keys else ''
-      self.log(
-        'no environments are connected; waiting for '
-        f'`podrace envs --connect {self.listener.reachable} --env {shlex.quote(self.env)}{keys}`',
-        logging.WARNING, always=True,
-      )  # fmt: skip
+  def _command(self) -> str:
+    keys = ' --keys DIR' if self.listener.listen.keys else ''
+    env = shlex.quote(self.env)
+    return f'podrace envs --connect {self.listener.reachable} --env {env}{keys}'
 
   # --- reports ----------------------------------------------------------------------------------
 
@@ -295,6 +285,29 @@ class Server(ServiceHandler):
     return _sum_over_processes(
       counts, logged('remote', [peer.metrics for peer in list(self.peers)])
     )
+
+
+class LonelinessLog:
+  """Logs that there are no environments, at first and every REMIND_SECONDS, and the end of that.
+
+  Args:
+    log: of the listener.
+  """
+
+  def __init__(self, log: Callable[..., None]) -> None:
+    self._log = log
+    self._logged_at: float | None = None  # None while there are environments
+
+  def update(self, now: float, any_here: bool, command: Callable[[], str]) -> None:
+    """Log a change; `command` returns the command that starts environments."""
+    if any_here:
+      if self._logged_at is not None:
+        self._log('environments are here, going on', always=True)
+      self._logged_at = None
+    elif self._logged_at is None or now - self._logged_at > REMIND_SECONDS:
+      self._logged_at = now
+      text = f'no environments are connected; waiting for `{command()}`'
+      self._log(text, logging.WARNING, always=True)
 
 
 def _sum_over_processes(counts: dict[str, int], measures: dict[str, float]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.channel import ConnectionClosed
-from podrace.distributed.net.connecting import Outage, Outgoing, why_not
+from podrace.distributed.net.connecting import Outage, Outgoing, describe_failure
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.frame_reader import new_scratch, no_memory
 from podrace.distributed.net.loop import Loop
@@ -57,7 +57,7 @@ class Asker:
       try:
         self._ask(end)
       except (ConnectionClosed, SendQueueFull, OSError, WireError) as e:
-        self._outage.failed(why_not(e))
+        self._outage.failed(describe_failure(e))
         self._hang_up()
         time.sleep(0.2)
       if self._report is not None:

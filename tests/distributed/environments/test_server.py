@@ -454,7 +454,7 @@ def test_who_was_not_listened_to_is_not_silent() -> None:
         peer.last_seen -= 10
         peer.state.groups[0].since -= 10
       server.listener._ticked -= 10
-      server.listener._look_at_the_clock()
+      server.listener._check_deadlines()
       looked.set()
 
     server.call(stop)
