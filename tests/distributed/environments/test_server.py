@@ -905,7 +905,9 @@ def test_a_report_of_the_longest_names_fits() -> None:
         peer.name = f'{label(told["host"])}:{told["pid"]}'
         peer.state = ClientState(told)
         peer.state.environments, peer.state.frames, peer.state.restarts = 65536, 2**62, 2**62
-        peer.metrics = {f'{"a" * 38}{i}': -(2.0**62) for i in range(10, 10 + process_metrics.MOST)}
+        peer.metrics = {
+          f'{"a" * 38}{i}': -(2.0**62) for i in range(10, 10 + process_metrics.MAX_METRICS)
+        }
         learner.server.peers[peer] = None
       filled.set()
 

@@ -342,7 +342,7 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'`silence`, {session_messages.SILENCE:.0f} by default',
     f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {connecting.UNIX_RETRY_SECONDS} over a Unix socket |',
     f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
-    f'a map of at most {process_metrics.MOST} numbers',
+    f'a map of at most {process_metrics.MAX_METRICS} numbers',
     f'{", ".join(f"`{name}`" for name in [*process_metrics.LOGGED][:-1])} and `{[*process_metrics.LOGGED][-1]}`',
     f'if the client does not close it first | {connections.ENDING_SECONDS:.0f} |',
     f'{connecting.BACKOFF[0]}, doubled each time, at most {connecting.BACKOFF[1]:.0f}, over a Unix socket {connecting.UNIX_RETRY_SECONDS};',
