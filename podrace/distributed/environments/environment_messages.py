@@ -43,7 +43,7 @@ RECORD = np.dtype(
 assert RECORD.itemsize == 20
 
 
-# --- schemas ----------------------------------------------------------------------------------------
+# --- schemas
 
 
 def schema(observation_space: Any, action_space: Any) -> dict[str, Any]:

@@ -168,6 +168,7 @@ def within_episodes(groups: Sequence[EnvironmentGroup], records: Records) -> lis
   """Return for each group whether no episode begins or ends and nothing restarted: the usual case.
 
   Args:
+    groups: that have sent timesteps.
     records: of all groups, one after the other.
   """
   if len(groups) == 1:

@@ -42,6 +42,7 @@ class Arrivals:
     """Return the arrival of all environments of the groups.
 
     Args:
+      steps: of the groups.
       buffers: of `Layout.buffers`; observations of more than one group are copied there.
     """
     if not steps:

@@ -1,9 +1,9 @@
 """The learner's server of remote environments.
 
 A client's environments come in groups that step together. A group takes slots, one for each
-environment, in the pool of one actor thread. To Sebulba a slot is an environment, and the next group
-in it is another life of that environment. Every message of a client is checked: one that differs
-from docs/protocol.md ends the client's session, never the run.
+environment, in the pool of one actor thread. To Sebulba a slot is an environment, and the next
+group in it is another life of that environment. Every message of a client is checked: one that
+differs from docs/protocol.md ends the client's session, never the run.
 """
 
 from __future__ import annotations
@@ -149,13 +149,13 @@ class Server(ServiceHandler):
       self.log(f'{peer.name} joins with {peer.state.env}')
     else:
       self.log(
-        f'{peer.name} joins with {plain(details["env"])}, this run is of {self.env}: their arrays are alike, '
-        'so they take part; end them if that is not what you want',
+        f'{peer.name} joins with {plain(details["env"])}, this run is of {self.env}: their arrays '
+        'are alike, so they take part; end them if that is not what you want',
         logging.WARNING,
       )
     # Of two groups one steps while the learner acts for the other. If the same cores do both, the
     # groups wait for each other, and two half batches take longer than a whole one.
-    groups = 1 if self._on_cores and peer.here else 2
+    groups = 1 if self._on_cores and peer.is_local else 2
     return dict(largest_group=self.slots.largest_group, groups=groups, env=self.env[:STRING])
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
@@ -251,7 +251,7 @@ class Server(ServiceHandler):
       group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
-    """End sessions whose environments hang, and report if there are no environments."""
+    """End sessions whose environments hang, and log that there are no environments."""
     for group in self._groups():
       # The client needs START_SECONDS after the deadline to replace a worker that hangs.
       if group.state == 'stepping' and now - group.since > self._deadline + START_SECONDS:

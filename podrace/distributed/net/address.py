@@ -1,7 +1,7 @@
 """Addresses: `tcp://HOST:PORT`, or `unix:PATH` on this machine.
 
-A client also takes `announced:FILE#NAME`: a name in a file that --announce writes. It reads the file
-for each connection, so it finds a service that has restarted at another host or port.
+A client also takes `announced:FILE#NAME`: a name in a file that --announce writes. It reads the
+file for each connection, so it finds a service that has restarted at another host or port.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _is_odd(address: str) -> bool:
   return '\0' in address or any(map(str.isspace, address))
 
 
-# --- listening --------------------------------------------------------------------------------------
+# --- listening
 
 
 def listen(address: str) -> tuple[sockets.socket, str]:
@@ -213,7 +213,7 @@ def same_user(socket: sockets.socket) -> bool:
   return uid in (os.geteuid(), 0)
 
 
-# --- connecting -------------------------------------------------------------------------------------
+# --- connecting
 
 
 def connect(address: str, seconds: float) -> sockets.socket:

@@ -39,7 +39,7 @@ class Peer:
   """A connection, and its session if it has one.
 
   Attributes:
-    here: whether it is on this machine, as far as the kernel knows.
+    is_local: whether it is on this machine, as far as the kernel knows.
     name: HOST:PID, after HELLO.
     key: fingerprint of its certificate; '' without keys.
     state: for the handler.
@@ -52,19 +52,19 @@ class Peer:
   """
 
   __slots__ = (
-    'asked', 'client', 'ending', 'finished', 'gone', 'here', 'key', 'last_seen', 'metrics', 'name',
-    'since', 'state', 'stream', 'until', 'waits', 'where', 'writes',
+    'client', 'ending', 'finished', 'gone', 'is_local', 'key', 'last_seen', 'metrics', 'name',
+    'since', 'state', 'stream', 'until', 'waits', 'wants_report', 'where', 'writes',
   )  # fmt: skip
 
   stream: Stream
 
-  def __init__(self, where: str, here: bool = True) -> None:
-    self.where, self.here, self.name, self.key, self.client = where, here, '', '', 0
+  def __init__(self, where: str, is_local: bool = True) -> None:
+    self.where, self.is_local, self.name, self.key, self.client = where, is_local, '', '', 0
     self.state: Any = None
     self.metrics: process_metrics.Measures = {}
     self.since = self.last_seen = time.monotonic()
     self.until = self.since + SILENT_SECONDS
-    self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
+    self.finished = self.ending = self.gone = self.wants_report = self.waits = self.writes = False
 
 
 class Acceptor:
@@ -88,7 +88,11 @@ class Acceptor:
     self.resume()
 
   def accept(self) -> Iterator[tuple[sockets.socket, Any]]:
-    """Yield at most AT_ONCE new connections and their addresses. Raises OSError if files run out."""
+    """Yield at most AT_ONCE new connections and their addresses.
+
+    Raises:
+      OSError: if files run out, for example.
+    """
     with contextlib.suppress(BlockingIOError):
       for _ in range(AT_ONCE):
         yield self._socket.accept()
@@ -209,7 +213,7 @@ class Connections:
     if is_unix:
       peer = Peer('a process here')
     else:
-      peer = Peer(f'{where[0]}:{where[1]}', here=where[0] == socket.getsockname()[0])
+      peer = Peer(f'{where[0]}:{where[1]}', is_local=where[0] == socket.getsockname()[0])
     try:
       if is_unix and not addresses.same_user(socket):
         self._turned_away(peer, "it is another user's")
@@ -220,7 +224,8 @@ class Connections:
       socket.close()
       return
     peer.stream = Stream(
-      socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
+      socket, self._kinds,
+      functools.partial(self._message, peer), functools.partial(self._memory, peer),
       session_messages.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
     self._loop.add(socket, READ, peer)

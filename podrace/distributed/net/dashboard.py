@@ -116,6 +116,7 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
   """Return a report as rich shows it.
 
   Args:
+    report: of any service.
     before: `counters` of the report that came `seconds` ago.
     seconds: 0 if there is none.
   """
@@ -199,7 +200,7 @@ def _rate(name: str, now: int, before: dict[str, int], seconds: float) -> str:
 
 
 def _services(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-  """Return the names and reports of a learner's shards; of a replay service, itself without name."""
+  """Return names and reports of a learner's shards; for a replay service, its own report."""
   if 'version' not in report:
     return [('', report)]
   return [(f'shard {i}', shard) for i, shard in enumerate(report['program'].get('replay', []))]

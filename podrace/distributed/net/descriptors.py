@@ -1,8 +1,9 @@
 """File descriptors: how many this process may have open, and how many of them connections may take.
 
-Each connection is one descriptor. Checkpoints, logs and environments need descriptors too, so strangers
-must not take the last one. The descriptors that are left after the first listener are divided: a quarter
-for the process itself, an eighth for guests (connections without a session), the rest for sessions.
+Each connection is one descriptor. Checkpoints, logs and environments need descriptors too, so
+strangers must not take the last one. The descriptors that are left after the first listener are
+divided: a quarter for the process itself, an eighth for guests (connections without a session),
+the rest for sessions.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Share:
     self._sessions, self._before = sessions, 0
 
   def open(self, descriptor: int) -> None:
-    """Begin. The kernel gives the lowest descriptor, so all below the listening socket's are used."""
+    """Begin, with the listening socket's descriptor: all lower descriptors are in use."""
     self._before = descriptor + 1
     with self._lock:
       self._open.append(self)

@@ -25,7 +25,7 @@ Buffer = Any  # bytes, a memoryview of bytes, or an array
 
 
 class WireError(TransportError):
-  """A message that breaks the protocol: it says what came and what was expected."""
+  """A message that breaks the protocol: the text has both sides."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -124,7 +124,7 @@ def flat(x: Any) -> memoryview:
   return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-# --- headers in msgpack -----------------------------------------------------------------------------
+# --- headers in msgpack
 
 
 def unpack(data: Buffer) -> list[Any]:

@@ -103,7 +103,8 @@ class FrameReader:
     """Read the bytes that have come, and handle the frames that are whole.
 
     Args:
-      messages, seconds: limits after which it returns, perhaps with `unread` set.
+      messages: after which it returns, perhaps with `unread` set.
+      seconds: after which it returns, likewise.
 
     Raises:
       ConnectionClosed: if the other end has closed the connection, or it was cut.

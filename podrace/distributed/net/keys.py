@@ -1,8 +1,8 @@
 """Keys: TLS 1.3 with certificates of both sides, and the list of clients that may connect.
 
 `podrace keys new DIR` makes an authority, certificates of a listener and a client, and the list. A
-client may connect if the authority has signed its certificate and its fingerprint is listed. Removing
-the line ends the client's connections.
+client may connect if the authority has signed its certificate and its fingerprint is listed.
+Removing the line ends the client's connections.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DAYS = 36500  # of validity: the list ends a certificate, not a date
 _FINGERPRINT = re.compile(r'[0-9a-f]{64}')
 
 
-# --- making keys ------------------------------------------------------------------------------------
+# --- making keys
 
 
 def new_keys(directory: Path) -> None:
@@ -72,7 +72,7 @@ def allow(directory: Path, fingerprint: str, name: str) -> None:
 
 
 def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
-  """Make a key and its certificate, signed by the authority of `signed_by`; return its fingerprint."""
+  """Make a key and its certificate, signed by the authority; return its fingerprint."""
   from cryptography import x509
   from cryptography.hazmat.primitives import serialization
   from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -139,7 +139,7 @@ def _usage(role: str) -> Any:
   )  # fmt: skip
 
 
-# --- using keys -------------------------------------------------------------------------------------
+# --- using keys
 
 
 def fingerprint_of(der: bytes) -> str:

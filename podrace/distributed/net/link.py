@@ -112,7 +112,7 @@ class Link:
     number: of the session that is current, begins, or was last.
     waits: whether the service makes this client wait.
     closed: whether the link ends.
-    ping_every, patience: seconds, at most, between PINGs and between turns. Handlers may lower them.
+    ping_every, patience: seconds between PINGs and between turns. Handlers may lower them.
     wake: ends the thread's wait, from any thread.
 
   Raises:
@@ -154,7 +154,7 @@ class Link:
     self._worker = Worker(f'link {self.address}', self._main, self._at_end)
     return self
 
-  # --- from any thread -----------------------------------------------------------------------------
+  # --- from any thread
 
   @property
   def why(self) -> str:
@@ -192,7 +192,7 @@ class Link:
     if self._worker is not None:
       self._worker.wait()
 
-  # --- the thread ----------------------------------------------------------------------------------
+  # --- the thread
 
   def _main(self) -> None:
     while not self.closed:
@@ -271,7 +271,7 @@ class Link:
       self.waits = False
       self.changed.notify_all()
 
-  # --- messages ------------------------------------------------------------------------------------
+  # --- messages
 
   def _message(
     self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
@@ -321,7 +321,7 @@ class Link:
       self._leave()
       self._lose(reason)
 
-  # --- time ----------------------------------------------------------------------------------------
+  # --- time
 
   def _check_deadlines(self) -> None:
     now, connection = time.monotonic(), self._connection
@@ -352,7 +352,8 @@ def _check_hello(details: dict[str, Any], address: str) -> None:
   if size > session_messages.GUEST_BYTES:
     raise Refused(
       f'HELLO to {address} would have {size:,} bytes, and a service takes at most '
-      f'{session_messages.GUEST_BYTES:,}: what this client tells of itself, as its spaces, is too large'
+      f'{session_messages.GUEST_BYTES:,}: the description of this client, as its spaces, is too '
+      'large'
     )
 
 

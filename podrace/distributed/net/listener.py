@@ -1,4 +1,4 @@
-"""The end of a service. One thread at a time serves the network: `Serving`'s, or the caller of `turn`.
+"""The end of a service, whose network is served by one thread at a time.
 
 A message that differs from docs/protocol.md ends the client's session, never the listener.
 """
@@ -98,7 +98,8 @@ class Listener:
       if files < FEW_FILES:
         self.log(
           f'this process may have {files:,} files open, enough for '
-          f'{self._connections.share.sessions:,} clients: `ulimit -n {descriptors.FILES}` before it is started allows more',
+          f'{self._connections.share.sessions:,} clients: `ulimit -n {descriptors.FILES}` before '
+          'it is started allows more',
           logging.WARNING, always=True,
         )  # fmt: skip
       if self.listen.announce is not None:

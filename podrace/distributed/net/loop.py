@@ -33,7 +33,7 @@ class Loop:
     """Wait up to `seconds` for ready sockets.
 
     Returns:
-      Keys, whose `data` is the owner, and events.
+      Keys and events; `data` of a key is the owner.
     """
     ready = self._selector.select(max(seconds, 0.0))
     if self._woken:

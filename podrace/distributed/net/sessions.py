@@ -66,7 +66,7 @@ class ServiceHandler(Protocol):
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
     """Handle a message of a session. May raise WireError, which ends the session."""
 
-  def ping(self, peer: Peer, said: Any) -> Any:
+  def ping(self, peer: Peer, field: Any) -> Any:
     """Handle the field of PING; return the field of PONG."""
     return None
 
@@ -144,7 +144,7 @@ class Sessions:
     elif kind is session_messages.ASK:
       self._counts['asked'] += 1
       self.connections.talks(peer)
-      peer.asked = True
+      peer.wants_report = True
       if not peer.stream.waiting:
         self._answer(peer)
     elif kind is session_messages.BYE and peer in self.peers:
@@ -155,7 +155,7 @@ class Sessions:
 
   def _answer(self, peer: Peer) -> None:
     """Send the report. At most one waits for each connection."""
-    peer.asked = False
+    peer.wants_report = False
     report, until = self._report
     if time.monotonic() > until:
       report = session_messages.REPORT.pack([self._handler.report()])
@@ -233,7 +233,7 @@ class Sessions:
 
   def written(self, peer: Peer) -> None:
     """Act when all frames that waited for a connection are sent."""
-    if peer.asked:
+    if peer.wants_report:
       self._answer(peer)
     if peer in self.peers:
       self._handler.drained(peer)
@@ -275,7 +275,7 @@ class Sessions:
       self.send(peer, session_messages.END, complete, reason)
 
   def blame(self, peer: Peer, e: Exception) -> None:
-    """End a connection whose message raised `e`, and tell the reason."""
+    """End a connection whose message raised `e`, and tell the client the reason."""
     if isinstance(e, WireError):
       what = str(e)
     else:

@@ -73,7 +73,7 @@ class Tls:
     """Read from the kernel; return the number of bytes, 0 at the end."""
     n = self._socket.recv_into(self._scratch[:limit])
     self._in.write(self._scratch[:n])
-    return cast(int, n)  # as it is where a buffer is given
+    return cast(int, n)
 
   def recv_into(self, into: memoryview) -> int:
     """Read at most one record, as `socket.recv_into`.
@@ -91,7 +91,7 @@ class Tls:
     finally:
       if self._out.pending > ANSWERS:
         raise ConnectionError('it does not read what TLS answers')
-    return cast(int, n)  # as it is where a buffer is given
+    return cast(int, n)
 
   @property
   def waiting(self) -> bool:
