@@ -67,24 +67,24 @@ class Share:
         self._open.remove(self)
 
   @property
-  def _room(self) -> int:
+  def room(self) -> int:
     """Descriptors left when the first listener began, less LISTENER for each further listener."""
     before = min((share._before for share in self._open), default=0)
     return max(limit() - before - LISTENER * (len(self._open) - 1), 0)
 
   @property
   def _reserve(self) -> int:
-    return min(self._room // 4, RESERVED)
+    return min(self.room // 4, RESERVED)
 
   @property
   def guests(self) -> int:
     """Number of guests that the listener may have, at least 1."""
-    return max(min(self._room // 8 // max(len(self._open), 1), GUESTS), 1)
+    return max(min(self.room // 8 // max(len(self._open), 1), GUESTS), 1)
 
   @property
   def sessions(self) -> int:
     """Number of sessions that all listeners of the process may have together."""
-    return max(self._room - self._reserve - self.guests * len(self._open), 1)
+    return max(self.room - self._reserve - self.guests * len(self._open), 1)
 
   @property
   def is_full(self) -> bool:
