@@ -72,6 +72,10 @@ class RemotePool:
     slots: of the server; the pool is added by `reset` and removed by `close`.
     max_wait: seconds to wait for more environments before acting on the ones that have answered.
     answer: sends the actions of groups, in the thread that serves the network.
+
+  Attributes:
+    awaited: number of environments that step.
+    acting: timesteps of the last `recv` that are not answered yet.
   """
 
   watches_itself = True
@@ -91,8 +95,8 @@ class RemotePool:
     self._changed = threading.Condition()
     self._ready: collections.deque[GroupStep] = collections.deque()
     self._count = 0  # environments in `_ready`
-    self._awaited = 0  # environments that step
-    self._acting: list[GroupStep] = []  # of the last `recv`, not answered yet
+    self.awaited = 0
+    self.acting: list[GroupStep] = []
     # Reused: the kernel takes longer to map new memory than to copy observations into it.
     self._buffers = arrivals.layout.buffers(args.batch_size)
     self._closed = False
@@ -112,13 +116,13 @@ class RemotePool:
     with self._changed:
       self._ready.extend(items)
       self._count += environments
-      self._awaited -= environments
+      self.awaited -= environments
       self._changed.notify()
 
   def expect(self, environments: int) -> None:
     """Add to the number of environments that step, which may be negative."""
     with self._changed:
-      self._awaited += environments
+      self.awaited += environments
       self._changed.notify()
 
   def withdraw(self, group: EnvironmentGroup) -> bool:
@@ -128,7 +132,7 @@ class RemotePool:
       False if the actor thread acts for it.
     """
     with self._changed:
-      if any(item.group is group for item in self._acting):
+      if any(item.group is group for item in self.acting):
         return False
       kept = [item for item in self._ready if item.group is not group]
       if len(kept) < len(self._ready):
@@ -169,7 +173,7 @@ class RemotePool:
 
   def _left(self, end: float) -> float:
     """Return the seconds that are left to wait for more environments."""
-    if self._closed or (self._ready and self._count >= min(self.batch_size, self._awaited)):
+    if self._closed or (self._ready and self._count >= min(self.batch_size, self.awaited)):
       return 0.0
     ready = self._ready  # only this thread takes from it
     return (ready[0].at + self._max_wait if ready else end) - time.monotonic()
@@ -184,7 +188,7 @@ class RemotePool:
       items = [self._ready.popleft() for _ in range(count)]
       total = sum(item.group.size for item in items)
       self._count -= total
-      self._acting = items
+      self.acting = items
     self.batches[total] += 1
     return items
 
@@ -203,7 +207,7 @@ class RemotePool:
     dtype, shape = self._arrivals.layout.action
     action = np.ascontiguousarray(action, dtype).reshape(len(env_id), *shape)
     with self._changed:
-      items, self._acting = self._acting, []
+      items, self.acting = self.acting, []
     if (waiting := sum(item.group.size for item in items)) != len(env_id):
       raise ValueError(f'actions for {len(env_id)} environments, where {waiting} are waiting')
     if items:

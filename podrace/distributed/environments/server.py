@@ -87,7 +87,7 @@ class Server(ServiceHandler):
     self.schema = environment_messages.schema(spec.observation_space, spec.action_space)
     self.layout = Layout(self.schema)
     self.env = spec.name
-    self._incoming = IncomingSteps(self.layout, self.listener)
+    self.incoming = IncomingSteps(self.layout, self.listener)
     arrivals = Arrivals(self.layout, spec.observation_space)
     return dataclasses.replace(
       spec,
@@ -189,7 +189,7 @@ class Server(ServiceHandler):
     if kind is environment_messages.STEP:
       group = self._stepping(peer, *fields)
       if group is not None:
-        self._incoming.add(group, arrays[0])
+        self.incoming.add(group, arrays[0])
     else:
       self._enter(peer, *fields)
 
@@ -216,7 +216,7 @@ class Server(ServiceHandler):
 
   def turned(self) -> None:
     """Check the timesteps that came in this turn."""
-    self._incoming.check()
+    self.incoming.check()
 
   # --- for the pools ----------------------------------------------------------------------------
 

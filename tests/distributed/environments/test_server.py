@@ -494,7 +494,7 @@ def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
     one.join(2)
     learner.pause.clear()
     one.step(2, 1)
-    until(lambda: learner.pools[0]._acting)
+    until(lambda: learner.pools[0].acting)
     one.say(session_messages.BYE, 'test')
     learner.says('left: test')
     with Raw(learner.address) as other:
@@ -708,7 +708,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       raw.act(2, 0, group=1)
     learner.arrivals.clear()
     counts = learner.server.counts
-    until(lambda: learner.pools[0]._awaited == 26)
+    until(lambda: learner.pools[0].awaited == 26)
     before = counts['frames']
     with learner.server.network.lead:
       within.step(3, 2, body=frames(within, 3, reward=[1, 2, 4]))
@@ -727,7 +727,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       again.step(2, 2, body=frames(again, 2, life=[0, 1], step_type=[MID, FIRST]))
       last.step(1, 2)
       together(learner, raws, 4)
-      assert len(learner.server._incoming) == (4 if bound else 1)
+      assert len(learner.server.incoming) == (4 if bound else 1)
       learner.server.turned()
     for raw in (within, ends, closes, again, last):
       raw.act(sizes[raw], 2)
@@ -742,7 +742,7 @@ def test_of_many_that_come_together_those_that_are_wrong_are_found(
       assert reason in raw.gone()
     assert counts['malformed'] == len(bad)
     assert counts['frames'] - before == (12 if bound else 14)  # the first group of `two`
-    until(lambda: learner.pools[0]._awaited == 10)
+    until(lambda: learner.pools[0].awaited == 10)
     with (
       learner.server.network.lead
     ):  # both bad, beside one that is within an episode and one that isn't
@@ -802,7 +802,7 @@ def test_who_is_dropped_while_it_is_answered_leaves_all_its_slots() -> None:
       together(learner, [raw], 2)
       server.turned()
     learner.says('does not read')
-    until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0]._awaited)
+    until(lambda: sorted(learner.pools[0].free) == list(range(8)) and not learner.pools[0].awaited)
     one.send = send  # type: ignore[method-assign]
     with Raw(learner.address) as other:
       other.join(8)
