@@ -59,6 +59,10 @@ class StaleParameters(TimeoutError):
   """The parameters are older than allowed, and no newer ones came in time."""
 
 
+class TransportError(Exception):
+  """A connection or a message between processes failed."""
+
+
 class ReplayFailed(RunError):
   """The replay's thread ended with an exception; the message has its traceback."""
 

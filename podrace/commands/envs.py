@@ -48,7 +48,7 @@ def run(args: list[str]) -> int:
   net.require()
   from podrace.distributed.environments import client
 
-  settings = client.Options(
+  settings = client.ClientOptions(
     connect=connect,
     env=env,
     num_envs=options.whole('--num-envs'),

@@ -17,7 +17,7 @@ from podrace import cli
 from podrace.distributed import acting, parameters, replay
 from podrace.distributed.learner import replay_metrics, replay_reports
 from podrace.distributed.net import session_messages
-from podrace.distributed.net.dashboard import Asker, counted, table
+from podrace.distributed.net.dashboard import Asker, counters, table
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.parameters import parameter_messages, reader
 from podrace.distributed.replay import replay_messages
@@ -91,7 +91,7 @@ def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:
         cli.main(['top', publisher.address, '--once'])
       assert end.value.code == 0
       report = json.loads(capfd.readouterr().out)
-      before = counted(report)
+      before = counters(report)
       report['program']['steps'] = 3000
       console = Console(width=250, record=True)
       console.print(table(report, {}, 2.0))  # of what was not there before there is no rate

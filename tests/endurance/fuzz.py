@@ -122,7 +122,7 @@ Sent = tuple[Any, Callable[[], dict[str, Any]], Any, Callable[[], None]]
 def of_learner(address: str, env: Any = None) -> Sent:
   """Kinds that come back, hello, a case, and what a good client does (here nothing); so of the others."""
   from peers import Raw
-  from test_server import documents
+  from test_server_fuzz import documents
 
   from podrace.distributed.environments import environment_messages
 

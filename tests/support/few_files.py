@@ -56,7 +56,7 @@ def main() -> None:
       addresses=[one.address, two.address],
       guests=share.guests,
       sessions=share.sessions,
-      room=share._room,
+      room=share.room,
     )
     held: list[int] = []
     for line in sys.stdin:

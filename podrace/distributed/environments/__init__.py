@@ -1,5 +1,6 @@
-"""Environments on other machines, inference with the learner (SEED RL, arXiv 1910.06591).
+"""Environments on other machines, inference at the learner (SEED RL, arXiv 1910.06591).
 
-`server` belongs to the learner, with the `pool` of each actor thread and the `groups` of its clients; `client` to
-the machines with environments, which have no JAX; `wire` is what they say to each other (docs/protocol.md).
+The learner has the `server`, a `pool` for each actor thread and the `groups` of its clients.
+Machines with environments run the `client`, without JAX. `environment_messages` has the messages
+between them (docs/protocol.md).
 """

@@ -1,6 +1,6 @@
-"""What learners and environments say to each other, byte by byte as in docs/protocol.md.
+"""The messages between learners and environments, as in docs/protocol.md.
 
-Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
+Nothing that comes in is trusted: any difference from the protocol is a WireError.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ OF_CLIENTS, OF_LEARNERS = (
 GROUPS = 256  # of one client
 RECORD = np.dtype(
   [
-    ('life', '<u4'),  # another one after the environment was restarted
-    ('reward', '<f4'),  # as learned from
+    ('life', '<u4'),  # changes when the environment is restarted
+    ('reward', '<f4'),  # for learning
     ('discount', '<f4'),
-    ('score', '<f4'),  # the reward as the environment has it
+    ('score', '<f4'),  # the reward of the environment, unclipped
     ('step_type', 'u1'),  # FIRST, MID or LAST
     ('ended', 'u1'),  # 1: a whole game is over
     ('zero', '<u2'),
@@ -43,11 +43,11 @@ RECORD = np.dtype(
 assert RECORD.itemsize == 20
 
 
-# --- schemas ----------------------------------------------------------------------------------------
+# --- schemas
 
 
 def schema(observation_space: Any, action_space: Any) -> dict[str, Any]:
-  """What both sides must agree on, as msgpack has it."""
+  """Return the arrays on which both sides must agree, in types of msgpack."""
   return {
     'observation': [_leaf(path, space) for path, space in leaves(observation_space)],
     'action': _leaf('action', action_space),
@@ -70,26 +70,27 @@ def _leaf(path: str, space: Any) -> list[Any]:
 
 
 def differences(learner: dict[str, Any], client: Any) -> list[str]:
-  """A line for each array on which the two sides disagree."""
-  mine, theirs = _by_path(learner), _by_path(client)
-  if theirs is None:
+  """Return a line for each array on which the two sides disagree."""
+  expected, received = _by_path(learner), _by_path(client)
+  if received is None:
     return [f'the environments sent no schema but {short(client)}']
   return [
-    f'{path}: the learner has {_described(mine.get(path))}, the environments {_described(theirs.get(path))}'
-    for path in [*mine, *(p for p in theirs if p not in mine)]
-    if mine.get(path) != theirs.get(path)
+    f'{path}: the learner has {_describe(expected.get(path))}, '
+    f'the environments {_describe(received.get(path))}'
+    for path in [*expected, *(p for p in received if p not in expected)]
+    if expected.get(path) != received.get(path)
   ] or ([] if learner == client else ['the arrays come in another order'])
 
 
 def _by_path(schema: Any) -> Any:
   try:
-    every = [*schema['observation'], schema['action']]
-    return {str(path): [dtype, shape, kind, limits] for path, dtype, shape, kind, limits in every}
+    arrays = [*schema['observation'], schema['action']]
+    return {str(path): [dtype, shape, kind, limits] for path, dtype, shape, kind, limits in arrays}
   except (TypeError, KeyError, ValueError):
     return None
 
 
-def _described(leaf: Any) -> str:
+def _describe(leaf: Any) -> str:
   if leaf is None:
     return 'none'
   dtype, shape, kind, limits = leaf
@@ -97,7 +98,7 @@ def _described(leaf: Any) -> str:
 
 
 def _bounds(leaf: Any) -> tuple[Any, Any, str] | None:
-  """The least and the greatest that choices and booleans may be, and what they are; None for others."""
+  """Return the bounds of choices or booleans, and the text of an error; None for other arrays."""
   path, dtype, shape, kind, limits = leaf
   if kind == 'Discrete':
     start, n = limits
@@ -110,7 +111,7 @@ def _bounds(leaf: Any) -> tuple[Any, Any, str] | None:
 
 
 def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffer:
-  """One after the other; of one no copy."""
+  """Return frames one after the other; a single frame is not copied."""
   if len(frames) == 1:
     return frames[0]
   if buffer is None:
@@ -121,21 +122,21 @@ def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffe
   return into[:at]
 
 
-def is_bounded(x: np.ndarray, most: float) -> bool:
-  """Whether all numbers are at most `most` in size, as NaN is not."""
-  return not x.size or bool(x.max() <= most and x.min() >= -most)
+def is_bounded(x: np.ndarray, bound: float) -> bool:
+  """Return whether all numbers are at most `bound` in size, which is false for NaN."""
+  return not x.size or bool(x.max() <= bound and x.min() >= -bound)
 
 
-def not_bounded(what: str, x: np.ndarray, most: float) -> WireError:
-  """The error for numbers of which one is not."""
+def not_bounded(what: str, x: np.ndarray, bound: float) -> WireError:
+  """Return the error for numbers of which one is larger than `bound`."""
   if not np.isfinite(x).all():
     return WireError(f'{what} that is NaN or infinite')
-  wrong = float(x[np.abs(x) > most][0])
-  return WireError(f'{what} of {wrong:g}, expected at most {most:g} in size: clip or scale it')
+  wrong = float(x[np.abs(x) > bound][0])
+  return WireError(f'{what} of {wrong:g}, expected at most {bound:g} in size: clip or scale it')
 
 
 class Records:
-  """Groups' records, as they came; columns of words are faster than fields of records."""
+  """The records of groups, as words: columns are faster than fields of a structured array."""
 
   __slots__ = ('words',)
 
@@ -144,17 +145,17 @@ class Records:
 
   @property
   def life(self) -> np.ndarray:
-    """[n] u32."""
+    """[n] u32, see RECORD."""
     return self.words[:, 0]
 
   @property
   def flags(self) -> np.ndarray:
-    """[n] u32: the step type, and from the ninth bit on whether a game is over."""
+    """[n] u32: the step type in the low 8 bits, and above it whether a game is over."""
     return self.words[:, 4]
 
   @property
   def kind(self) -> np.ndarray:
-    """[n] u32, the step types."""
+    """[n] u32: the step types."""
     return self.flags & 0xFF
 
   @property
@@ -164,7 +165,13 @@ class Records:
 
 
 class Layout:
-  """Arrays of a group of environments, as bytes and back."""
+  """The layout of STEP and ACTION.
+
+  Attributes:
+    leaves: dtype and shape of each array of observations.
+    action: dtype and shape of an action.
+    environment_bytes, action_bytes: of an environment in a STEP and in an ACTION.
+  """
 
   def __init__(self, schema: dict[str, Any]) -> None:
     self.leaves = [(np.dtype(d), tuple(shape)) for _, d, shape, _, _ in schema['observation']]
@@ -181,25 +188,28 @@ class Layout:
     self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
-    """The bytes of a STEP's records and observations, of n environments."""
-    view, at, found = memoryview(body), 0, []
+    """Return the bytes of the records and of each observation array of n environments."""
+    view, at, arrays = memoryview(body), 0, []
     for size in self._bytes:
-      found.append(view[at : (at := at + n * size)])
-    return found
+      arrays.append(view[at : (at := at + n * size)])
+    return arrays
 
   @staticmethod
   def records(steps: Sequence[Sequence[Buffer]]) -> Records:
-    """Those of several STEPs, one after the other."""
+    """Return the records of STEPs, one after the other."""
     return Records(np.frombuffer(_joined([arrays[0] for arrays in steps]), '<u4').reshape(-1, 5))
 
   def buffers(self, n: int) -> list[np.ndarray]:
-    """Memory for the observations of n environments."""
+    """Return memory for the observations of n environments."""
     return [np.empty(n * size, np.uint8) for size in self._bytes[1:]]
 
   def observations(
     self, steps: Sequence[Sequence[Buffer]], buffers: Sequence[np.ndarray]
   ) -> list[np.ndarray]:
-    """Arrays [n, ...] of several STEPs, one after the other, in these buffers; of one where they are."""
+    """Return the observation arrays [n, ...] of STEPs, one after the other.
+
+    They are copied into `buffers`, unless there is only one STEP.
+    """
     return [self._array(steps, i, buffer) for i, buffer in enumerate(buffers)]
 
   def _array(
@@ -211,10 +221,10 @@ class Layout:
     return np.frombuffer(joined, dtype).reshape(n, *shape)
 
   def check_observations(self, steps: Sequence[Sequence[Buffer]]) -> None:
-    """Whether observations are bounded numbers, and choices those that there are.
+    """Check that observations are bounded numbers, and choices within their range.
 
     Raises:
-      WireError: if one of them isn't.
+      WireError: naming the observation.
     """
     for leaf, bounds in self._checked:
       x = self._array(steps, leaf)
@@ -227,7 +237,7 @@ class Layout:
     """Check that each action mask allows something wherever an agent acts or bootstraps.
 
     Raises:
-      WireError: if one of them doesn't.
+      WireError: if a mask allows none.
     """
     if self._mask is None:
       return
@@ -245,10 +255,10 @@ class Layout:
       raise WireError(f'{x[wrong][:3].tolist()} in {details}')
 
   def actions(self, data: Buffer, n: int) -> np.ndarray:
-    """The actions [n, ...] in an ACTION, in memory of their own.
+    """Return a copy of the actions [n, ...] in an ACTION.
 
     Raises:
-      WireError: if there are more or less.
+      WireError: if their number differs.
     """
     if len(data) != n * self.action_bytes:
       raise WireError(f'{len(data)} bytes of actions, expected {n * self.action_bytes}')

@@ -1,241 +1,182 @@
-"""A client of the learner's server: its groups of environments, and what is checked of their timesteps."""
+"""Clients of a learner's server and their groups of environments."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from podrace.distributed.environments import environment_messages
-from podrace.distributed.environments.environment_messages import WireError
-from podrace.distributed.net.frame import Buffer
-from podrace.distributed.net.listener import Listener, Peer
+from podrace.distributed.environments.environment_messages import Records, WireError
+from podrace.distributed.environments.shared_listener import Waits
+from podrace.distributed.net.listener import Peer
 from podrace.distributed.net.safe_text import label
-from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
+from podrace.types import FIRST, LAST, MID
 
-if TYPE_CHECKING:
-  from podrace.distributed.environments.pool import RemotePool
-
-TOGETHER = 2**21  # bytes of timesteps that are looked at together, unless a single one has more
-RESTARTS = 1000  # of an environment between two timesteps, at most; what says more is no count
-SAMPLES = 1024  # of latencies, for each client
-STEPPING = 'asked', 'come', 'thinking'  # states of groups that have slots
-ONE = 0x3F800000  # the bits of 1.0
-ENDED = 0x100  # of a record's flags: `ended`
+MAX_RESTARTS = 1000  # of an environment between two timesteps; a larger difference counts as one
+LATENCY_SAMPLES = 1024  # kept for each client
+WITH_SLOTS = 'stepping', 'received', 'acting'  # states of groups that have slots
+ONE_BITS = 0x3F800000  # the bits of 1.0 as float32
+ENDED = 0x100  # the bit of `ended` in the flags of a record
 
 
 class Latencies:
-  """The last seconds of something, and their percentiles."""
+  """The newest durations in seconds, and their percentiles."""
 
   def __init__(self) -> None:
-    self._last = np.zeros(SAMPLES)
+    self._samples = np.zeros(LATENCY_SAMPLES)
     self._count = 0
-    self._known, self._known_at = (0.0, 0.0), -math.inf
+    self._percentiles, self._computed_at = (0.0, 0.0), -math.inf
 
   def add(self, seconds: float) -> None:
-    self._last[self._count % SAMPLES] = seconds
+    """Add a duration."""
+    self._samples[self._count % LATENCY_SAMPLES] = seconds
     self._count += 1
 
   def milliseconds(self) -> tuple[float, float]:
-    """p50 and p99, of a second ago at most: whoever asks takes time from those who act."""
+    """Return p50 and p99, at most one second old: sorting takes time from the actor threads."""
     now = time.monotonic()
-    if self._count and now > self._known_at + 1.0:
-      known = np.sort(self._last[: self._count])
-      p50, p99 = (float(known[int(q * (len(known) - 1) + 0.5)]) * 1000 for q in (0.5, 0.99))
-      self._known, self._known_at = (round(p50, 3), round(p99, 3)), now
-    return self._known
+    if self._count and now > self._computed_at + 1.0:
+      samples = np.sort(self._samples[: self._count])
+      p50, p99 = (float(samples[int(q * (len(samples) - 1) + 0.5)]) * 1000 for q in (0.5, 0.99))
+      self._percentiles, self._computed_at = (round(p50, 3), round(p99, 3)), now
+    return self._percentiles
 
 
-class Client:
-  """What the server knows of a peer."""
+class SlotPool(Waits, Protocol):
+  """The pool of an actor thread, as seen by groups and slots.
+
+  Attributes:
+    free: slots without an environment.
+    run_id: [num_envs] i64, the life of each slot's environment.
+    used: [num_envs] bool, whether a slot ever had an environment.
+  """
+
+  num_envs: int
+  batch_size: int
+  free: list[int]
+  run_id: np.ndarray
+  used: np.ndarray
+
+  def expect(self, environments: int) -> None:
+    """Add to the number of environments that step, which may be negative."""
+
+  def put(self, items: list[Any]) -> None:
+    """Hand over checked timesteps."""
+
+  def withdraw(self, group: EnvironmentGroup) -> bool:
+    """Drop the timesteps of a group, unless the actor thread acts for it."""
+    ...
+
+
+class ClientState:
+  """The server's record of a client."""
 
   def __init__(self, details: dict[str, Any]) -> None:
     self.env = label(details['env'])
-    self.groups: dict[int, Group] = {}
+    self.groups: dict[int, EnvironmentGroup] = {}
     self.environments = 0
-    self.must_wait = False  # of slots that are taken
+    self.must_wait = False  # for slots
     self.frames = self.restarts = 0
     self.answering, self.stepping = Latencies(), Latencies()
 
 
-class Group:
-  """Environments of a client that step together. ASKED: their timesteps are awaited; COME: they are there, not looked at."""
+class EnvironmentGroup:
+  """Environments of a client that step together.
+
+  Attributes:
+    state: `waiting` for slots; `stepping` at the client; `received`, its timesteps are unchecked;
+      `acting`, the actor thread has its timesteps; `gone`.
+    overtaken: number of groups that got slots while this one was first in the queue.
+    seq: turn of the STEP that is awaited, or came last.
+    since: time at which the state began.
+  """
 
   def __init__(self, peer: Peer, index: int, size: int) -> None:
     self.peer, self.index, self.size = peer, index, size
-    self.client: Client = peer.state
-    self.state: Literal['waiting', 'asked', 'come', 'thinking', 'gone'] = 'waiting'
-    self.pool: RemotePool | None = None
-    self.overtaken = 0  # so often, while it was the first of those that wait
+    self.client: ClientState = peer.state
+    self.state: Literal['waiting', 'stepping', 'received', 'acting', 'gone'] = 'waiting'
+    self.pool: SlotPool | None = None
+    self.overtaken = 0
     self.slots, self.run_id = np.zeros(0, np.int32), np.zeros(0, np.int64)  # both [n]
-    self.seq = 0  # of the STEP that is awaited or was the last
-    self.since = time.monotonic()  # when its state began
+    self.seq = 0
+    self.since = time.monotonic()
 
-  def begin(self, pool: RemotePool, slots: np.ndarray) -> None:
-    """It has slots [n] of a pool; before, it takes no memory to speak of."""
+  def begin(self, pool: SlotPool, slots: np.ndarray) -> None:
+    """Take slots [n] of a pool. Memory is allocated only here, as many groups may wait."""
     size = self.size
     self.pool, self.slots, self.run_id = pool, slots, pool.run_id[slots]
     pool.expect(size)
-    self.state, self.since = 'asked', time.monotonic()
+    self.state, self.since = 'stepping', time.monotonic()
     self.life: np.ndarray = np.zeros(size, np.uint32)
     self.kind: np.ndarray = np.full(size, LAST, np.uint32)  # the last step types
-    self.over = True  # some of them are LAST
+    self.has_last = True  # whether any of `kind` is LAST
     self.mids = np.full(size, MID, np.uint32)
-    # Life, discount, flags within an episode.
-    self.within: np.ndarray = np.full((size, 3), (0, ONE, MID), np.uint32)
+    # Life, discount and flags of records within an episode.
+    self.within: np.ndarray = np.full((size, 3), (0, ONE_BITS, MID), np.uint32)
     self._buffers: list[np.ndarray] = []
 
   def buffer(self, size: int) -> np.ndarray:
-    """Memory for the STEP that is awaited. That of the last one may be in use still, not that before."""
+    """Return memory for the next STEP; the last STEP may still be in use, the one before is not."""
     while len(self._buffers) < 2:
       self._buffers.append(np.empty(size, np.uint8))
     return self._buffers[self.seq % 2]
 
-  def accept(self, records: environment_messages.Records) -> np.ndarray | None:
-    """Takes what the environments say; how often each [n] was restarted, None if none was.
+  def accept(self, records: Records) -> np.ndarray | None:
+    """Check the order of episodes and remember the records.
+
+    Returns:
+      The number of restarts [n] u32 of each environment, None if there were none.
 
     Raises:
-      WireError: if it can't be.
+      WireError: if the records are invalid.
     """
     kind, life = records.kind, records.life
-    if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
-      raise WireError('a step type, an end or a zero that is none')
-    discount = records.numbers[:, 1]
-    if discount.min() < 0 or discount.max() > 1:
-      raise WireError('a discount that is not between 0 and 1')
-    if records.numbers[kind == FIRST, 0].any():
-      raise WireError('a reward with the first timestep of an episode')
-    if (records.flags == MID | ENDED).any():
-      raise WireError('a game that is over within an episode')
+    _check_values(records)
     changed = bool(self.seq) and not np.array_equal(life, self.life)
     restarts: np.ndarray | None = None
     if changed:
-      restarts = life - self.life  # of u32, which wraps
-      restarts[restarts > RESTARTS] = 1
-    if changed or not kind.all() or self.over:  # else nothing begins, nor should
+      restarts = life - self.life  # u32 wraps around
+      restarts[restarts > MAX_RESTARTS] = 1
+    if changed or not kind.all() or self.has_last:  # else no episode begins, and none has to
       opens = self.kind == LAST
       if restarts is not None:
         opens |= restarts > 0
       if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
         raise WireError('an episode that begins without its first timestep, or within another')
-    self.life, self.kind, self.over = life.copy(), kind, bool(kind.max() == LAST)
+    self.life, self.kind, self.has_last = life.copy(), kind, bool(kind.max() == LAST)
     self.within[:, 0] = life
     return restarts
 
 
-class Item(NamedTuple):
-  """A group's timesteps, on their way to an actor thread."""
-
-  group: Group
-  arrays: list[Any]  # the bytes of records, and of each array of observations
-  at: float  # when they came
-
-
-def within_episodes(items: list[Item], records: environment_messages.Records) -> list[bool]:
-  """Of each whether nothing begins, ends or was restarted in it, as is so most of the time."""
-  groups = [item.group for item in items]
-  one = len(groups) == 1
-  expected = groups[0].within if one else np.concatenate([g.within for g in groups])
-  as_before = records.words[:, ::2] == expected
-  if one or as_before.all():
-    return [not g.over and (not one or bool(as_before.all())) for g in groups]
-  starts = np.cumsum([0, *(g.size for g in groups[:-1])])
-  each = np.logical_and.reduceat(as_before.all(1), starts)
-  return [bool(x) and not g.over for x, g in zip(each, groups, strict=True)]
+def _check_values(records: Records) -> None:
+  kind = records.kind
+  if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
+    raise WireError('a step type, an end or a zero that is none')
+  discount = records.numbers[:, 1]
+  if discount.min() < 0 or discount.max() > 1:
+    raise WireError('a discount that is not between 0 and 1')
+  if records.numbers[kind == FIRST, 0].any():
+    raise WireError('a reward with the first timestep of an episode')
+  if (records.flags == MID | ENDED).any():
+    raise WireError('a game that is over within an episode')
 
 
-class Incoming:
-  """Timesteps that have come and are not looked at yet.
-
-  They are looked at together, as most of what there is to check costs as much for many.
+def within_episodes(groups: Sequence[EnvironmentGroup], records: Records) -> list[bool]:
+  """Return for each group whether no episode begins or ends and nothing restarted: the usual case.
 
   Args:
-    layout: of their bytes.
-    listener: ends sessions of clients whose timesteps are wrong.
+    groups: that have sent timesteps.
+    records: of all groups, one after the other.
   """
-
-  def __init__(self, layout: environment_messages.Layout, listener: Listener) -> None:
-    self._layout, self._listener = layout, listener
-    self._items: list[Item] = []
-    self._bytes = 0
-
-  def add(self, group: Group, body: Buffer) -> None:
-    """A group's timesteps have come."""
-    now = time.monotonic()
-    if group.seq:
-      group.client.stepping.add(now - group.since)
-    group.state, group.since = 'come', now
-    if self._bytes + len(body) > TOGETHER:
-      self.look()
-    self._items.append(Item(group, self._layout.arrays(body, group.size), now))
-    self._bytes += len(body)
-
-  def look(self) -> None:
-    """Checks those that have come, and hands them to the actor threads."""
-    items, self._items, self._bytes = self._items, [], 0
-    if items:
-      self._accept(items)
-
-  def _accept(self, items: list[Item]) -> None:
-    items = [item for item in items if item.group.state == 'come']  # else dropped since
-    if not items:
-      return
-    steps = [item.arrays for item in items]
-    try:
-      records = self._layout.records(steps)
-      if not (np.abs(records.numbers) <= LARGEST_REWARD).all():  # as NaN is not
-        raise environment_messages.not_bounded(
-          'a reward, score or discount', records.numbers, LARGEST_REWARD
-        )
-      self._layout.check_observations(steps)
-      self._layout.check_masks(steps, records)
-      within = within_episodes(items, records)
-    except Exception as e:
-      self._accept_each(items, e)
-      return
-    start = 0
-    for item, is_within in zip(items, within, strict=True):
-      group = item.group
-      stop = start + group.size
-      if is_within:
-        group.kind = group.mids
-      elif group.state == 'come':  # else dropped for another one's
-        self._accept_ends(group, environment_messages.Records(records.words[start:stop]))
-      start = stop
-    self._pass_on([item for item in items if item.group.state == 'come'])
-
-  def _accept_each(self, items: Sequence[Item], e: Exception) -> None:
-    """Finds out whose timesteps have led to an error."""
-    if len(items) == 1:
-      self._listener.blame(items[0].group.peer, e)
-      return
-    if not isinstance(e, WireError):
-      self._listener.unexpected(e)
-    for item in items:
-      self._accept([item])
-
-  def _accept_ends(self, group: Group, records: environment_messages.Records) -> None:
-    try:
-      restarts = group.accept(records)
-    except Exception as e:
-      self._listener.blame(group.peer, e)
-      return
-    if restarts is not None and group.pool is not None:
-      group.pool.run_id[group.slots] += restarts
-      group.run_id = group.pool.run_id[group.slots]
-      group.client.restarts += int(restarts.sum())
-
-  def _pass_on(self, items: list[Item]) -> None:
-    pools: dict[RemotePool, list[Item]] = {}
-    for item in items:
-      group = item.group
-      group.state = 'thinking'
-      group.client.frames += group.size
-      self._listener.counts['frames'] += group.size
-      assert group.pool is not None
-      pools.setdefault(group.pool, []).append(item)
-    for pool, those in pools.items():
-      pool.put(those)
+  if len(groups) == 1:
+    (group,) = groups
+    return [not group.has_last and bool((records.words[:, ::2] == group.within).all())]
+  unchanged = records.words[:, ::2] == np.concatenate([g.within for g in groups])
+  if unchanged.all():
+    return [not g.has_last for g in groups]
+  starts = np.cumsum([0, *(g.size for g in groups[:-1])])
+  each = np.logical_and.reduceat(unchanged.all(1), starts)
+  return [bool(x) and not g.has_last for x, g in zip(each, groups, strict=True)]

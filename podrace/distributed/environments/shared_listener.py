@@ -1,4 +1,4 @@
-"""Who has the network of a learner's server."""
+"""A listener that the actor threads of a learner share."""
 
 from __future__ import annotations
 
@@ -8,48 +8,62 @@ import logging
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from podrace.distributed.net.listener import Listener
 from podrace.system.threads import Worker
 
-if TYPE_CHECKING:
-  from podrace.distributed.environments.pool import RemotePool
+IDLE_TURN_SECONDS = 0.05  # between turns of the network while all actor threads are busy
+GOODBYE_SECONDS = 1.0  # that clients have to answer that the run has ended
 
-CARE = 0.05  # seconds between looks at the network while all actor threads are busy
-GOODBYE = 1.0  # seconds that clients have to answer that the run has ended
+
+class Waits(Protocol):
+  """A pool whose thread may wait for environments.
+
+  Attributes:
+    waiting: whether the thread is in `recv`.
+  """
+
+  waiting: bool
+
+  def nudge(self) -> None:
+    """Make the waiting thread take the network."""
 
 
 class SharedNetwork:
-  """A listener, from `open` to `close`, whose network one thread at a time has.
+  """A listener whose network belongs to one thread at a time.
 
-  It is a thread that waits for environments, if there is any: so between a message and its answer there is no other
-  thread. While all are busy a thread of its own looks after it now and then.
+  A thread that waits for environments serves the network, so no other thread is between a message
+  and its answer. While all of them are busy, a thread of this object serves it now and then.
+
+  Owner: the Server, which calls `open` and `close`.
+  Ends when: `finish` or `close` is called.
 
   Args:
-    pools: of the actor threads; others may come and go.
+    pools: of the actor threads; the list may change.
 
   Attributes:
-    lead: held by the thread that has the network.
-    failure: the traceback of what has failed in it; None if nothing has.
+    lead: lock of the thread that serves the network.
+    failure: traceback of the exception that ended the network, or None.
   """
 
-  def __init__(self, listener: Listener, pools: Sequence[RemotePool]) -> None:
+  def __init__(self, listener: Listener, pools: Sequence[Waits]) -> None:
     self._listener, self._pools = listener, pools
+    self.wake, self.counts = listener.wake, listener.counts
     self.lead = threading.Lock()
     self.failure: str | None = None
-    self._over = False, 'the learner has stopped'
+    self._goodbye = False, 'the learner has stopped'
     self._stop = threading.Event()
     self._worker: Worker | None = None
 
   def open(self) -> None:
-    """Listens, from now on."""
+    """Start to listen."""
     self._listener.open()
     self._worker = Worker('remote', self._main)
 
   def finish(self) -> None:
-    """The run is complete: clients hear it, and need not wait for another. Nobody is served any more."""
-    self._over = True, 'the run is complete'
+    """Tell clients that the run is complete, so that they end too. Nothing is served afterwards."""
+    self._goodbye = True, 'the run is complete'
     self._end()
 
   def _end(self) -> None:
@@ -58,32 +72,35 @@ class SharedNetwork:
       self._worker.wait(5.0)
 
   def close(self) -> None:
-    """Ends all connections, after clients have heard why."""
+    """End all connections, after clients have heard the reason."""
     self._end()
     if not self.lead.acquire(timeout=5.0):
       raise RuntimeError('a thread does not give back the network')
     self._listener.close()
 
   def call(self, do: Callable[..., None], *args: Any) -> None:
-    """Does something at once, or has it done by the thread that has the network.
+    """Call a function here if the network is free, else in the thread that serves it.
 
     Raises:
-      RuntimeError: if one of them has failed.
+      RuntimeError: if the network has failed.
     """
     self._listener.later(functools.partial(do, *args))
     if not self._as_leader(self._listener.do_calls):
       self._listener.wake()
 
   def turn(self, wait: float) -> bool:
-    """Listens for up to `wait` seconds, and deals with what comes; False if another thread does.
+    """Serve the network for up to `wait` seconds, unless another thread does.
+
+    Returns:
+      False if another thread serves it.
 
     Raises:
-      RuntimeError: if it failed, now or before.
+      RuntimeError: if the network has failed.
     """
     return self._as_leader(self._listener.turn, wait)
 
   def pass_on(self) -> None:
-    """Has a thread that waits for environments take the network, after this one has had it."""
+    """Make a thread that waits for environments take the network."""
     for pool in self._pools:
       if pool.waiting:
         pool.nudge()
@@ -92,7 +109,8 @@ class SharedNetwork:
   def _as_leader(self, do: Callable[..., None], *args: Any) -> bool:
     if self.failure:
       raise RuntimeError(f'the network has failed:\n{self.failure}')
-    if self._stop.is_set() or not self.lead.acquire(blocking=False):  # at the end it is `_main`'s
+    # After `_stop` only `_main` may have it.
+    if self._stop.is_set() or not self.lead.acquire(blocking=False):
       return False
     try:
       do(*args)
@@ -106,12 +124,12 @@ class SharedNetwork:
     return True
 
   def _main(self) -> None:
-    """Looks after the network while nobody else does, and takes leave at the end."""
-    while not self._stop.wait(CARE):
-      with contextlib.suppress(RuntimeError):  # which is said already, and to the actor threads
+    """Serve the network while all actor threads are busy, and say goodbye at the end."""
+    while not self._stop.wait(IDLE_TURN_SECONDS):
+      with contextlib.suppress(RuntimeError):  # logged, and raised in the actor threads
         self.turn(0.0)
-      self.pass_on()  # who found the network taken waits to be given it
+      self.pass_on()  # a thread that came while the network was taken waits for this
     self._listener.wake()
     with self.lead:
       if self.failure is None:
-        self._listener.end(*self._over, GOODBYE)
+        self._listener.end(*self._goodbye, GOODBYE_SECONDS)

@@ -6,119 +6,128 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from podrace.distributed.environments.groups import Group
-from podrace.distributed.environments.pool import RemotePool
+from podrace.distributed.environments.groups import EnvironmentGroup, SlotPool
 
-WAITING = 16384  # groups without slots, of all clients
+WAITING = 16384  # groups of all clients that may wait for slots
 
 
 class Slots:
-  """Gives slots to groups, each time those of one pool.
+  """Assigns slots to groups. All slots of a group are of one pool.
 
   Args:
-    most: how many there are at most, of all pools together.
-    start: is called with each group that has got some.
+    limit: number of slots, of all pools together.
+    start: called with each group that has got slots.
+    groups: returns all groups of all clients.
 
   Attributes:
-    pools: those of actor threads that take environments now.
+    pools: of the actor threads that take environments now.
   """
 
-  def __init__(self, most: int, start: Callable[[Group], object]) -> None:
-    self._most, self._start = most, start
-    self.pools: list[RemotePool] = []
-    self._waiting: list[Group] = []
+  def __init__(
+    self,
+    limit: int,
+    start: Callable[[EnvironmentGroup], object],
+    groups: Callable[[], Iterable[EnvironmentGroup]],
+  ) -> None:
+    self._limit, self._start, self._groups = limit, start, groups
+    self.pools: list[SlotPool] = []
+    self._waiting: list[EnvironmentGroup] = []
     self._assigning = False
 
   @property
   def total(self) -> int:
+    """Number of slots of all pools."""
     return sum(pool.num_envs for pool in self.pools)
 
   @property
   def free(self) -> int:
+    """Number of slots without an environment."""
     return sum(len(pool.free) for pool in self.pools)
 
   @property
   def largest_group(self) -> int:
-    """That any pool takes; 0 if there is none."""
+    """Size of the largest group that every pool takes; 0 without pools."""
     return min((pool.batch_size for pool in self.pools), default=0)
 
   @property
-  def crowded(self) -> bool:
-    """Whether no more groups may wait."""
+  def is_crowded(self) -> bool:
+    """Whether no further group may wait."""
     return len(self._waiting) >= WAITING
 
-  def add(self, pool: RemotePool) -> None:
-    """One more pool that takes environments."""
+  def add(self, pool: SlotPool) -> None:
+    """Add a pool that takes environments."""
     self.pools.append(pool)
     self._assign()
 
-  def remove(self, pool: RemotePool, groups: Iterable[Group]) -> None:
-    """A pool takes none any more. Clients of its groups keep their sessions, to hear how the run ends."""
+  def remove(self, pool: SlotPool) -> None:
+    """Remove a pool. The clients of its groups keep their sessions, to hear how the run ends."""
     if pool in self.pools:
       self.pools.remove(pool)
-    for group in groups:
+    for group in self._groups():
       if group.pool is pool:
         group.state, group.pool = 'gone', None
 
-  def enter(self, group: Group) -> None:
-    """A group wants slots, and waits for them if need be."""
+  def enter(self, group: EnvironmentGroup) -> None:
+    """Assign slots to a group, which waits if too few are free."""
     self._waiting.append(group)
     self._assign()
 
-  def leave(self, groups: Iterable[Group]) -> None:
-    """A client is gone. Unrolls that its environments had begun are dropped with it."""
+  def leave(self, groups: Iterable[EnvironmentGroup]) -> None:
+    """Release the groups of a client that is gone. Their unfinished unrolls are dropped."""
     gone = {group: group.state for group in groups}
     self._waiting = [group for group in self._waiting if group not in gone]
     for group, state in gone.items():
       group.state = 'gone'
       if group.pool is None:
         continue
-      if state in ('asked', 'come'):
+      if state in ('stepping', 'received'):
         group.pool.expect(-group.size)
         self.release(group)
       elif group.pool.withdraw(group):
-        self.release(group)  # else when it is answered
+        self.release(group)  # otherwise it is released after the actor thread has acted
 
-  def release(self, group: Group) -> None:
-    """Others may have its slots, if it has some."""
+  def release(self, group: EnvironmentGroup) -> None:
+    """Free the slots of a group, if it has any."""
     if group.pool is not None:
       group.pool.free.extend(group.slots.tolist())
       group.pool = None
       self._assign()
 
   def _assign(self) -> None:
-    """Gives slots to the groups that wait, where there are enough."""
-    if self._assigning:  # a client is gone that was to hear of it; its slots are seen to below
+    """Assign free slots to waiting groups."""
+    # `_start` may end a session, which comes here again: the loop below sees its free slots.
+    if self._assigning:
       return
     self._assigning = True
     try:
-      while groups := self._give():
+      while groups := self._take():
         for group in groups:
-          if group.state == 'asked':  # else its client has been dropped, as one that does not read
+          if group.state == 'stepping':  # its client may have been dropped meanwhile
             self._start(group)
     finally:
       self._assigning = False
 
-  def _give(self) -> list[Group]:
-    """Those for which there were enough, and which do not wait any more.
+  def _take(self) -> list[EnvironmentGroup]:
+    """Return the waiting groups that fit, with their slots.
 
-    They are served as they came; but what is too little for the first goes to others. Where these were as many
-    as there are slots, some have come and gone meanwhile: then nobody overtakes it any more.
+    Groups are served in order. If too few slots are free for the first group, smaller groups may
+    overtake it, at most as many times as there are slots: by then environments have left and no
+    group overtakes it again, so it is never starved.
     """
-    waiting: list[Group] = []
-    begun = []
+    waiting: list[EnvironmentGroup] = []
+    ready = []
     for group in self._waiting:
       pools = [p for p in self.pools if len(p.free) >= group.size]
-      if not pools or (waiting and waiting[0].overtaken >= self._most):
+      if not pools or (waiting and waiting[0].overtaken >= self._limit):
         waiting.append(group)
         continue
       if waiting:
         waiting[0].overtaken += 1
       pool = max(pools, key=lambda p: len(p.free))
       slots, pool.free = pool.free[: group.size], pool.free[group.size :]
-      pool.run_id[slots] += pool.used[slots]  # another life than the one before
+      pool.run_id[slots] += pool.used[slots]  # the slot's environment is a new one
       pool.used[slots] = True
       group.begin(pool, np.array(slots, np.int32))
-      begun.append(group)
+      ready.append(group)
     self._waiting = waiting
-    return begun
+    return ready

@@ -1,8 +1,8 @@
-"""The transport: a session is a connection, TCP or a Unix socket, under TLS beyond this machine.
+"""The transport. A session is a connection, TCP or a Unix socket, under TLS beyond this machine.
 
-`Listener` and `Link` are the two ends; services and their clients are handlers of theirs. `frame` is what goes
-over the wire (docs/protocol.md), `keys` who may connect, `top` what a listener tells of itself. The extra
-`remote` installs what they need.
+`Listener` and `Link` are the two ends; a service and its client are their handlers. `frame` has the
+bytes on the wire (docs/protocol.md), `keys` the certificates, `dashboard` the reports. The extra
+`remote` installs the libraries.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from podrace.system.importing import why_not
 
 
 def require() -> None:
-  """Raises MissingExtra if the extra is not installed."""
+  """Raise MissingExtra if the extra `remote` is not installed."""
   try:
     import cryptography  # noqa: F401
     import msgpack  # noqa: F401

@@ -1,7 +1,7 @@
 """Addresses: `tcp://HOST:PORT`, or `unix:PATH` on this machine.
 
-Clients may also be given `announced:FILE#NAME`, a name in a file that --announce writes. They read it anew for each
-connection, so they find a service that has come back at another host or port.
+A client also takes `announced:FILE#NAME`: a name in a file that --announce writes. It reads the
+file for each connection, so it finds a service that has restarted at another host or port.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 
 from podrace.errors import SecurityError
 
-SEND_BYTES = 2**21  # that the kernel keeps of a Unix socket, at most
+SEND_BYTES = 2**21  # send buffer of a Unix socket, at most
 BACKLOG = 1024  # connections that the kernel holds until they are accepted
 
 
 def unix_path(address: str) -> str | None:
-  """The PATH of unix:PATH; None for others."""
+  """Return the PATH of unix:PATH; None for any other address."""
   scheme, _, path = address.partition(':')
   return path if scheme == 'unix' else None
 
 
 def host_and_port(address: str) -> tuple[str, str]:
-  """Of tcp://HOST:PORT; ('', '') for others."""
+  """Return the parts of tcp://HOST:PORT; ('', '') for any other address."""
   scheme, _, rest = address.partition('://')
   host, _, port = rest.rpartition(':')
   return (host, port) if scheme == 'tcp' else ('', '')
 
 
 def announced_at(address: str) -> tuple[Path, str] | None:
-  """The file and the name of announced:FILE#NAME; None for others."""
+  """Return the parts of announced:FILE#NAME; None for any other address."""
   scheme, _, rest = address.partition(':')
   path, _, name = rest.rpartition('#')
   valid = scheme == 'announced' and path and name and not _is_odd(address)
@@ -42,26 +42,26 @@ def announced_at(address: str) -> tuple[Path, str] | None:
 
 
 def current(address: str) -> str:
-  """Where to connect to now: what is announced is read.
+  """Return the address to connect to now. An announced address is read from its file.
 
   Raises:
-    OSError: if nothing is announced there, or no address.
+    OSError: if the file announces no address.
   """
-  if (found := announced_at(address)) is None:
+  if (announcement := announced_at(address)) is None:
     return address
-  from podrace.distributed.net import announce  # most clients are given an address
+  from podrace.distributed.net import announce  # most clients do not need it
 
-  path, name = found
-  there = announce.read(path).get(name)
-  if there is None:
+  path, name = announcement
+  place = announce.read(path).get(name)
+  if place is None:
     raise OSError(errno.EADDRNOTAVAIL, f'{path} does not announce {name} yet')
-  if not is_place(there):
-    raise OSError(errno.EINVAL, f'{path} announces {there!r}, no tcp://HOST:PORT or unix:PATH')
-  return there
+  if not is_place(place):
+    raise OSError(errno.EINVAL, f'{path} announces {place!r}, no tcp://HOST:PORT or unix:PATH')
+  return place
 
 
 def is_place(address: str, listens: bool = False) -> bool:
-  """Whether a client can connect to it as it is written, or a listener listen there."""
+  """Return whether a client can connect to an address as written, or a listener listen there."""
   host, port = host_and_port(address)
   if listens:
     tcp = bool(host) and (port == '*' or _is_port(port, 0))
@@ -71,7 +71,7 @@ def is_place(address: str, listens: bool = False) -> bool:
 
 
 def is_local(address: str) -> bool:
-  """Whether an address can be reached from this machine only."""
+  """Return whether an address can be reached from this machine only."""
   if unix_path(address) is not None:
     return True
   host = host_and_port(address)[0].strip('[]')
@@ -84,7 +84,7 @@ def is_local(address: str) -> bool:
 
 
 def reachable(address: str) -> str:
-  """As others can use it: one that is open to all machines is given with this one's name."""
+  """Return an address for clients: an address of all interfaces becomes one of this host's name."""
   host, port = host_and_port(address)
   return f'tcp://{sockets.gethostname()}:{port}' if host in ('*', '0.0.0.0', '[::]') else address
 
@@ -92,12 +92,12 @@ def reachable(address: str) -> str:
 def check_address(
   address: str, keys: Path | None, insecure: bool, flag: str, listens: bool = False
 ) -> None:
-  """Refuses an address that is none, and one beyond loopback without keys, or announced.
+  """Refuse an invalid address, and one beyond this machine without keys.
 
-  A listener may leave HOST or PORT open, as `*`; only a client takes what is announced.
+  Only a listener may leave HOST or PORT open, as `*`. Only a client takes an announced address.
 
   Raises:
-    SecurityError: saying what to give instead.
+    SecurityError: with the address to give instead.
   """
   if not is_place(address, listens) and (listens or announced_at(address) is None):
     more = ' or * (any)' if listens else ', or announced:FILE#NAME'
@@ -122,14 +122,14 @@ def _is_odd(address: str) -> bool:
   return '\0' in address or any(map(str.isspace, address))
 
 
-# --- listening --------------------------------------------------------------------------------------
+# --- listening
 
 
 def listen(address: str) -> tuple[sockets.socket, str]:
-  """A socket that listens, without blocking, and its address with the port that it has.
+  """Return a non-blocking socket that listens, and its address with the port.
 
   Raises:
-    SecurityError: if the address can't be listened at.
+    SecurityError: if it cannot listen there.
   """
   try:
     path = unix_path(address)
@@ -147,17 +147,17 @@ def listen(address: str) -> tuple[sockets.socket, str]:
 def _listen_tcp(address: str) -> sockets.socket:
   host, port = host_and_port(address)
   name = '0.0.0.0' if host == '*' else host.strip('[]')
-  found = sockets.getaddrinfo(name, 0 if port == '*' else int(port), type=sockets.SOCK_STREAM)
-  family, *_, where = found[0]
+  infos = sockets.getaddrinfo(name, 0 if port == '*' else int(port), type=sockets.SOCK_STREAM)
+  family, *_, where = infos[0]
   both = family == sockets.AF_INET6 and sockets.has_dualstack_ipv6()
   return sockets.create_server(where, family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 def _listen_unix(path: str) -> sockets.socket:
-  """At a file that only this user may connect to."""
+  """Return a socket at a file that only this user may connect to."""
   _check_free(path)
   socket = sockets.socket(sockets.AF_UNIX)
-  before = os.umask(0o177)  # so that nobody else can connect before `listen` either
+  before = os.umask(0o177)  # private from the first moment
   try:
     socket.bind(path)
     socket.listen(BACKLOG)
@@ -174,7 +174,7 @@ def _listen_unix(path: str) -> sockets.socket:
 
 
 def _check_free(path: str) -> None:
-  """Removes what a process that died has left; raises OSError for anything else that is there."""
+  """Remove the socket of a process that died. Raise OSError for any other file."""
   try:
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
       raise FileExistsError(
@@ -189,38 +189,42 @@ def _check_free(path: str) -> None:
     except ConnectionRefusedError:
       os.unlink(path)
       return
-    except BlockingIOError:  # somebody listens, and is busy
+    except BlockingIOError:  # a process listens, and is busy
       pass
   raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
 
 
 def not_private(path: str) -> str:
-  """Why others than this user may use a file; '' if they may not."""
-  found = os.stat(path)
-  if found.st_uid not in (os.geteuid(), 0):
-    return f'{path} belongs to user {found.st_uid}, not to user {os.geteuid()}'
-  if found.st_mode & 0o077:
-    return f'{path} is open to others (mode {found.st_mode & 0o777:o}): `chmod 600 {path}`'
+  """Return the reason why other users may use a file; '' if they may not."""
+  status = os.stat(path)
+  if status.st_uid not in (os.geteuid(), 0):
+    return f'{path} belongs to user {status.st_uid}, not to user {os.geteuid()}'
+  if status.st_mode & 0o077:
+    return f'{path} is open to others (mode {status.st_mode & 0o777:o}): `chmod 600 {path}`'
   return ''
 
 
 def same_user(socket: sockets.socket) -> bool:
-  """Whether the other end of a Unix socket is a process of this user, or of root."""
+  """Return whether the peer of a Unix socket is a process of this user, or of root."""
   if not hasattr(sockets, 'SO_PEERCRED'):
-    return True  # the file's mode says so already
+    return True  # the file's mode protects it
   credentials = socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12)
   uid = int.from_bytes(credentials[4:8], sys.byteorder)
   return uid in (os.geteuid(), 0)
 
 
-# --- connecting -------------------------------------------------------------------------------------
+# --- connecting
 
 
 def connect(address: str, seconds: float) -> sockets.socket:
-  """A connected socket, at the first of the host's addresses that answers.
+  """Return a connected socket, at the first of the host's addresses that answers.
+
+  Args:
+    address: of a service, also an announced one.
+    seconds: timeout for each address of the host.
 
   Raises:
-    OSError: if none does, each in so many seconds, or a Unix socket is not this user's own, or nothing is announced.
+    OSError: if none answers, a Unix socket is not this user's, or the file announces no address.
   """
   address = current(address)
   if (path := unix_path(address)) is not None:
@@ -237,7 +241,7 @@ def _connect_unix(path: str, seconds: float) -> sockets.socket:
     raise PermissionError(errno.EPERM, why)
   socket = sockets.socket(sockets.AF_UNIX)
   try:
-    # A large frame goes out in one piece where the system allows it, and no other thread has to send the rest.
+    # A large frame is then sent in one piece, if the system allows it.
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, SEND_BYTES)
     socket.settimeout(seconds)
     socket.connect(path)

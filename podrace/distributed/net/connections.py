@@ -1,4 +1,4 @@
-"""A listener's connections: how they come, prove their keys, are bounded while they have no session, and end."""
+"""The connections of a listener: accept, handshake, bounds without a session, and end."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net import keys as net_keys
+from podrace.distributed.net.channel import ConnectionClosed, describe_error, set_no_delay
 from podrace.distributed.net.frame import Kind
+from podrace.distributed.net.frame_reader import new_scratch
 from podrace.distributed.net.loop import READ, WRITE, Loop
 from podrace.distributed.net.safe_text import Lines, TokenBucket, plain
-from podrace.distributed.net.stream import Ended, Full, Stream, new_scratch, no_delay, why
+from podrace.distributed.net.stream import SendQueueFull, Stream
 
-GUEST_BACKLOG = 8  # frames that a connection without a session has not read
-SILENT_SECONDS = 10.0  # that a connection may take to say hello
-TALKING_SECONDS = 300.0  # that one may be silent which must wait, or has asked
+GUEST_BACKLOG = 8  # frames that may wait for a connection without a session
+SILENT_SECONDS = 10.0  # until HELLO, at most
+TALKING_SECONDS = 300.0  # of silence after WAIT or ASK, at most
 ENDING_SECONDS = 1.0  # that a connection is kept to hear why it ends
-AT_ONCE = 16  # connections that are accepted before others are served
-# That are handled of one connection before others are served: messages of a guest, of a session, and the time.
+AT_ONCE = 16  # connections that are accepted in one turn
+# Limits of one connection in one turn: messages of a guest, of a session, and seconds.
 GUEST_MESSAGES, MESSAGES, MESSAGE_SECONDS = 4, 16, 0.005
-GREETING_SHARE = 0.1  # of the time, that new connections may take
-GREETING_SECONDS = 1.0  # at once
+GREETING_SHARE = 0.1  # share of the time for new connections
+GREETING_SECONDS = 1.0  # of it that may be used at once
 WANTS_KEYS = 'this listener wants keys: give --keys DIR'
 
 
@@ -37,43 +39,46 @@ class Peer:
   """A connection, and its session if it has one.
 
   Attributes:
-    here: it is on this machine, as far as the kernel knows.
-    name: HOST:PID, once it has said hello.
-    key: its certificate's fingerprint, '' without keys.
-    state: the handler's.
-    metrics: the newest numbers that it has sent of itself.
-    finished: it has said BYE.
-    gone: nothing can be sent to it any more, but what it has said is not all read.
+    is_local: whether it is on this machine, as far as the kernel knows.
+    name: HOST:PID, after HELLO.
+    key: fingerprint of its certificate; '' without keys.
+    state: for the handler.
+    metrics: of its newest METRICS.
+    finished: whether it has said BYE.
+    gone: whether nothing can be sent any more, although messages may be unread.
+    ending: whether the connection is kept only to hear why it ends.
+    until: time at which a connection without a session ends.
+    writes: whether the loop waits for room to write.
   """
 
   __slots__ = (
-    'asked', 'client', 'ending', 'finished', 'gone', 'here', 'key', 'last_seen', 'metrics', 'name',
-    'since', 'state', 'stream', 'until', 'waits', 'where', 'writes',
+    'client', 'ending', 'finished', 'gone', 'is_local', 'key', 'last_seen', 'metrics', 'name',
+    'since', 'state', 'stream', 'until', 'waits', 'wants_report', 'where', 'writes',
   )  # fmt: skip
 
   stream: Stream
 
-  def __init__(self, where: str, here: bool = True) -> None:
-    self.where, self.here, self.name, self.key, self.client = where, here, '', '', 0
+  def __init__(self, where: str, is_local: bool = True) -> None:
+    self.where, self.is_local, self.name, self.key, self.client = where, is_local, '', '', 0
     self.state: Any = None
     self.metrics: process_metrics.Measures = {}
     self.since = self.last_seen = time.monotonic()
-    self.until = self.since + SILENT_SECONDS  # as one without a session
-    self.finished = self.ending = self.gone = self.asked = self.waits = self.writes = False
+    self.until = self.since + SILENT_SECONDS
+    self.finished = self.ending = self.gone = self.wants_report = self.waits = self.writes = False
 
 
 class Acceptor:
   """Accepts connections, without blocking.
 
-  New ones have a bounded share of the time, for others have a right to the rest. While it is used up they wait in the
-  kernel.
+  New connections get a bounded share of the time, so sessions are served even under a flood. When
+  it is used up, new connections wait in the kernel.
 
   Attributes:
-    address: with the port that it has.
-    accepting: new connections do not wait.
+    address: with the port.
+    accepting: whether new connections are accepted now.
 
   Raises:
-    SecurityError: if the address can't be listened at.
+    SecurityError: if it cannot listen at the address.
   """
 
   def __init__(self, address: str, loop: Loop) -> None:
@@ -83,14 +88,18 @@ class Acceptor:
     self.resume()
 
   def accept(self) -> Iterator[tuple[sockets.socket, Any]]:
-    """Some of the connections that have come, and where from; raises OSError, as where files run out."""
+    """Yield at most AT_ONCE new connections and their addresses.
+
+    Raises:
+      OSError: if files run out, for example.
+    """
     with contextlib.suppress(BlockingIOError):
       for _ in range(AT_ONCE):
         yield self._socket.accept()
 
   @contextlib.contextmanager
   def timed(self) -> Iterator[None]:
-    """Counts the time that a new connection takes."""
+    """Count the time that a new connection takes."""
     begun = time.monotonic()
     try:
       yield
@@ -101,23 +110,23 @@ class Acceptor:
 
   @property
   def descriptor(self) -> int:
-    """The socket's."""
+    """File descriptor of the socket."""
     return self._socket.fileno()
 
   def pause(self) -> None:
-    """Leaves new connections in the kernel until `resume`."""
+    """Leave new connections in the kernel until `resume`."""
     if self.accepting:
       self.accepting = False
       self._loop.remove(self._socket)
 
   def resume(self) -> None:
-    """Accepts connections again, if there is time for them."""
+    """Accept connections again, if there is time for them."""
     if not self.accepting and self._seconds.left > 0:
       self.accepting = True
       self._loop.add(self._socket, READ, self)
 
   def close(self) -> None:
-    """For good; once it is closed the path may be another process's."""
+    """Stop listening. A second call does nothing: another process may own the path by then."""
     if self._socket.fileno() < 0:
       return
     if self.accepting:
@@ -129,20 +138,22 @@ class Acceptor:
 
 
 class Connections:
-  """Connections, from `open` to `close`. Those without a session are guests.
+  """Connections, from `open` to `close`. A connection without a session is a guest.
+
+  Owner: Sessions.
 
   Args:
-    keys: the listener's directory of keys; None for none.
+    keys: directory of the listener's keys, or None.
     kinds: that clients send.
-    message, memory: as a Stream's, with the peer before their other arguments.
-    sessions: returns how many sessions there are.
+    message, memory: as for Stream, with the peer as first argument.
+    sessions: returns the number of sessions.
 
   Attributes:
-    guests: those heard of longest ago first.
+    guests: longest silent first.
     share: of the process's descriptors.
 
   Raises:
-    SecurityError: for keys that can't be used; of `open` for the address.
+    SecurityError: for invalid keys; of `open` for the address.
   """
 
   def __init__(
@@ -169,7 +180,7 @@ class Connections:
     self._closing = contextlib.ExitStack()
 
   def open(self, address: str) -> str:
-    """Listens, from now on; the address with the port that it has."""
+    """Start to listen; return the address with the port."""
     self.acceptor = Acceptor(address, self._loop)
     self._closing.callback(self.acceptor.close)
     self.share.open(self.acceptor.descriptor)
@@ -177,44 +188,44 @@ class Connections:
     return self.acceptor.address
 
   def close(self) -> None:
-    """Forgets all guests, and listens no more."""
+    """Forget all guests, and stop listening."""
     self.guests.clear()
     self._closing.close()
 
-  # --- new ones ----------------------------------------------------------------------------------
+  # --- new connections ---------------------------------------------------------------------------
 
   def accept(self) -> None:
-    """Makes guests of those that have come."""
+    """Make guests of new connections."""
     with self.acceptor.timed():
       try:
         for socket, where in self.acceptor.accept():
-          self._come(socket, where)
+          self._add(socket, where)
       except OSError as e:  # no more files, or the peer has left
         self._counts['errors'] += 1
         self._lines.log(f'accepting: {e.strerror or e}', logging.WARNING)
-        if (
-          e.errno in descriptors.LACKING
-        ):  # the kernel would say at once again that there is a connection
+        # Without a pause the kernel would report the same connection again at once.
+        if e.errno in descriptors.LACKING:
           self.acceptor.pause()
           self._cut_oldest()
 
-  def _come(self, socket: sockets.socket, where: Any) -> None:
+  def _add(self, socket: sockets.socket, where: Any) -> None:
     is_unix = socket.family == getattr(sockets, 'AF_UNIX', None)
     if is_unix:
       peer = Peer('a process here')
     else:
-      peer = Peer(f'{where[0]}:{where[1]}', here=where[0] == socket.getsockname()[0])
+      peer = Peer(f'{where[0]}:{where[1]}', is_local=where[0] == socket.getsockname()[0])
     try:
       if is_unix and not addresses.same_user(socket):
         self._turned_away(peer, "it is another user's")
         socket.close()
         return
-      no_delay(socket)
+      set_no_delay(socket)
     except (OSError, ValueError):
       socket.close()
       return
     peer.stream = Stream(
-      socket, self._kinds, functools.partial(self._message, peer), functools.partial(self._memory, peer),
+      socket, self._kinds,
+      functools.partial(self._message, peer), functools.partial(self._memory, peer),
       session_messages.GUEST_BYTES, GUEST_BACKLOG, self._scratch, self._context, True,
     )  # fmt: skip
     self._loop.add(socket, READ, peer)
@@ -226,15 +237,15 @@ class Connections:
       self._cut_oldest()
 
   def _shake(self, peer: Peer) -> None:
-    """Goes on with a handshake; when it is done, its key must be on the list."""
+    """Continue a handshake. When it is complete, the key must be on the list."""
     with self.acceptor.timed():
       try:
         wants = peer.stream.shake()
-      except Ended as e:
+      except ConnectionClosed as e:
         self._turned_away(peer, str(e))
-        if 'WRONG_VERSION' in str(e):  # no TLS
+        if 'WRONG_VERSION' in str(e):  # the client speaks no TLS
           peer.stream.say_plain(session_messages.GONE, WANTS_KEYS)
-        self._hush(peer)  # what TLS has said of it is on its way
+        self._hush(peer)  # the alert of TLS is on its way
         return
     self.look_for_room(peer, wants == 'write')
     if not wants:
@@ -249,32 +260,35 @@ class Connections:
     self._lines.log(f'turned away {peer.where}: {reason}', logging.WARNING)
 
   def revoked(self, peers: Iterable[Peer]) -> list[Peer]:
-    """Those of them whose keys are not on the list, which is read again if it has changed."""
+    """Return the peers whose keys are not on the list, which is read again if it has changed."""
     if self._allowed is None:
       return []
     self._allowed.refresh()
     return [peer for peer in peers if peer.key and peer.key not in self._allowed]
 
-  # --- all of them -------------------------------------------------------------------------------
+  # --- all connections ---------------------------------------------------------------------------
 
   def serve(self, peer: Peer, events: int) -> bool:
-    """Reads what has come and sends what waited; whether nothing waits any more.
+    """Read the bytes that have come, and send the frames that wait.
+
+    Returns:
+      Whether all frames that waited are sent.
 
     Raises:
-      Ended: if the connection is over.
-      WireError: if what it sent is no message; whatever `message` raises.
+      ConnectionClosed: if the connection is over.
+      WireError: if a frame is invalid. Exceptions of `message` pass through.
     """
     stream = peer.stream
     if stream.closed:
       return False
     if peer.ending and events & READ:
-      stream.unread = False
+      stream.reader.unread = False
       self._discard(stream)
       return False
     if not stream.shaken:
       self._shake(peer)
-      # Something may have been said with the last of the handshake.
-      events = READ if stream.pending() and not peer.ending else 0
+      # A frame may have come with the end of the handshake.
+      events = READ if stream.reader.pending and not peer.ending else 0
     if events & READ:
       peer.last_seen = time.monotonic()
       messages = GUEST_MESSAGES if peer in self.guests else MESSAGES
@@ -287,17 +301,17 @@ class Connections:
     return not peer.ending
 
   def _discard(self, stream: Stream) -> None:
-    """Reads nothing more of a connection that ends, but waits for the other end to read the last words."""
+    """Drop the bytes of a connection that ends, while the peer reads the last message."""
     try:
       if not stream.socket.recv(65536):
-        raise Ended('it ended')
+        raise ConnectionClosed('it ended')
     except BlockingIOError:
       return
     except OSError as e:
-      raise Ended(why(e)) from e
+      raise ConnectionClosed(describe_error(e)) from e
 
   def look_for_room(self, peer: Peer, on: bool) -> None:
-    """Whether to wait for room to write."""
+    """Wait for room to write, or not any more."""
     if peer.writes != on and not peer.stream.closed:
       peer.writes = on
       self._loop.change(peer.stream.socket, READ | WRITE if on else READ, peer)
@@ -305,23 +319,23 @@ class Connections:
   # --- their ends --------------------------------------------------------------------------------
 
   def end(self, peer: Peer, reason: str) -> None:
-    """Closes a connection without a session when it has heard why, or soon."""
+    """Close a connection without a session after it has heard the reason, or soon."""
     if peer.ending or peer.stream.closed:
       return
     try:
       if not peer.stream.send(session_messages.GONE, plain(reason)):
         self.look_for_room(peer, True)
-    except Full:
+    except SendQueueFull:
       self.remove(peer)
       return
-    except Ended:  # it can't hear it, but may have more to say
+    except ConnectionClosed:  # it cannot hear it, but its messages may be unread
       pass
     self._hush(peer)
 
   def _hush(self, peer: Peer) -> None:
-    """Has a connection end when the other end has read what it was sent, or soon.
+    """Close a connection when the peer has read the last message, or soon.
 
-    One that is closed with something unread is reset, and the last words with it.
+    Closing with unread bytes would reset the connection, and the last message would be lost.
     """
     peer.ending = True
     peer.until = time.monotonic() + ENDING_SECONDS
@@ -331,14 +345,14 @@ class Connections:
       peer.stream.end_writing()
 
   def remove(self, peer: Peer) -> None:
-    """Closes a connection at once."""
+    """Close a connection at once."""
     self.guests.pop(peer, None)
     if not peer.stream.closed:
       self._loop.remove(peer.stream.socket)
       peer.stream.close()
 
   def _cut_oldest(self) -> None:
-    """Ends the guest that was heard of longest ago, if there is one."""
+    """Close the guest that has been silent longest, if there is any."""
     if self.guests:
       self._cut(next(iter(self.guests)))
 
@@ -349,20 +363,20 @@ class Connections:
   # --- guests ------------------------------------------------------------------------------------
 
   def take_back(self, peer: Peer) -> None:
-    """A session is over, and its connection, if it is open still, a guest's."""
+    """Make the connection of a session that is over a guest again, if it is open."""
     if not peer.stream.closed:
       peer.until = time.monotonic() + SILENT_SECONDS
-      peer.stream.largest = session_messages.GUEST_BYTES
+      peer.stream.reader.largest = session_messages.GUEST_BYTES
       self.guests[peer] = None
 
   def talks(self, peer: Peer) -> None:
-    """A guest has said something sensible: it has more time."""
+    """Give a guest more time after a valid message."""
     if peer in self.guests:
       peer.until = time.monotonic() + TALKING_SECONDS
       self.guests.move_to_end(peer)
 
   def tick(self, now: float) -> None:
-    """Ends guests whose time is over."""
+    """Close guests whose time is over."""
     self.acceptor.resume()
     for peer in [guest for guest in self.guests if guest.until < now]:
       if peer.ending:

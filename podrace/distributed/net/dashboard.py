@@ -1,4 +1,4 @@
-"""`podrace top`: a learner or a service, its clients, and the learner's replay service, in the terminal. Imports no JAX."""
+"""`podrace top`: a learner or a service with its clients, in the terminal. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -11,27 +11,31 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import reports, session_messages
-from podrace.distributed.net.connecting import Outage, Outgoing, why_not
+from podrace.distributed.net.channel import ConnectionClosed
+from podrace.distributed.net.connecting import Outage, Outgoing, describe_failure
 from podrace.distributed.net.frame import Kind, WireError
+from podrace.distributed.net.frame_reader import new_scratch, no_memory
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import TEXT, plain
-from podrace.distributed.net.stream import Ended, Full, new_scratch, no_memory
+from podrace.distributed.net.stream import SendQueueFull
 from podrace.system.output import print_json, print_text
 
-ANSWER_SECONDS = 5.0  # that a learner has to answer
+ANSWER_SECONDS = 5.0  # to get a report
 KINDS = session_messages.of_listeners()
 HEAD = (
   'client', 'environments', 'frames/s', 'answer p50 p99', 'step p50 p99', 'restarts', 'MB', 'seen',
 )  # fmt: skip
 RATES = ('inserts', 'samples')  # of a table
-COLUMNS = 24  # that a table of clients has, at most: clients name their metrics
+COLUMNS = 24  # of a table of clients, at most, as clients name their metrics
 
 
 class Asker:
-  """A connection that asks how things are, and has no session.
+  """A connection without a session that asks for reports.
+
+  Owner: the caller, which calls `close`.
 
   Raises:
-    SecurityError: for addresses or keys that can't be used.
+    SecurityError: for an invalid address or keys.
   """
 
   def __init__(self, address: str, keys: Path | None, insecure: bool) -> None:
@@ -44,18 +48,18 @@ class Asker:
     self._outage = Outage('service', address, 0.0)
 
   def ask(self) -> dict[str, Any]:
-    """The report of whoever listens there.
+    """Return the report of the service.
 
     Raises:
-      TimeoutError: if there is no answer, or it is no report.
+      TimeoutError: if no valid report comes within ANSWER_SECONDS.
     """
     self._report = None
     end = time.monotonic() + ANSWER_SECONDS
     while time.monotonic() < end:
       try:
         self._ask(end)
-      except (Ended, Full, OSError, WireError) as e:
-        self._outage.failed(why_not(e))
+      except (ConnectionClosed, SendQueueFull, OSError, WireError) as e:
+        self._outage.failed(describe_failure(e))
         self._hang_up()
         time.sleep(0.2)
       if self._report is not None:
@@ -84,7 +88,7 @@ class Asker:
     if kind is session_messages.REPORT:
       self._report = reports.read(fields[0])
     elif kind is session_messages.GONE:
-      raise Ended(plain(fields[0]))
+      raise ConnectionClosed(plain(fields[0]))
 
   def _hang_up(self) -> None:
     if self._connection is not None:
@@ -92,12 +96,13 @@ class Asker:
     self._connection = None
 
   def close(self) -> None:
+    """Close the connection."""
     self._hang_up()
     self._loop.close()
 
 
 def _plain(text: Any) -> str:
-  """Somebody else's text as text: neither rich's markup nor what terminals obey."""
+  """Escape rich's markup and terminal commands in text of a peer."""
   from rich.markup import escape
 
   return escape(plain(text))
@@ -108,7 +113,13 @@ def _counts(report: dict[str, Any]) -> str:
 
 
 def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
-  """A report as rich shows it; `before` is what was `counted` so many seconds ago."""
+  """Return a report as rich shows it.
+
+  Args:
+    report: of any service.
+    before: `counters` of the report that came `seconds` ago.
+    seconds: 0 if there is none.
+  """
   from rich.table import Table
 
   if 'env' not in report:
@@ -129,7 +140,7 @@ def table(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any
 
 
 def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> Any:
-  """The report of `podrace replay`, or of a learner that publishes parameters."""
+  """Return the report of `podrace replay`, or of a learner that publishes parameters."""
   from rich.console import Group
 
   title = f'{_plain(report["service"])}: {_counts(report)}; {report["resident_mb"]:,.0f} MB'
@@ -146,11 +157,11 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
 
 
 def _clients(report: dict[str, Any], title: str) -> Any:
-  """All that each client says of itself, and that is known of it."""
+  """Return a table of the clients, with their metrics."""
   from rich.table import Table
 
-  known = ('name', 'seconds', 'last_seen_s', 'metrics')
-  rows = [{k: x for k, x in c.items() if k not in known} | c['metrics'] for c in report['clients']]
+  common = ('name', 'seconds', 'last_seen_s', 'metrics')
+  rows = [{k: x for k, x in c.items() if k not in common} | c['metrics'] for c in report['clients']]
   columns = list(dict.fromkeys(k for row in rows for k in row))[:COLUMNS]
   shown = Table('client', *map(_plain, columns), 'seen', title=title)
   for c, row in zip(report['clients'], rows, strict=True):
@@ -163,7 +174,7 @@ def _clients(report: dict[str, Any], title: str) -> Any:
 
 
 def _tables(report: dict[str, Any], where: str, before: dict[str, int], seconds: float) -> Any:
-  """The tables of a replay service; `where` is which one, of several."""
+  """Return the tables of a replay service; `where` names the shard."""
   from rich.table import Table
 
   title = f'{_plain(report["service"])} {where}: {report["resident_mb"]:,.0f} MB'
@@ -178,7 +189,7 @@ def _tables(report: dict[str, Any], where: str, before: dict[str, int], seconds:
 
 
 def _number(x: Any) -> str:
-  """A number as people read it; other text as it is; nothing for nothing."""
+  """Return a readable number, or other text unchanged."""
   if isinstance(x, float):
     return f'{x:,.0f}' if abs(x) >= 100 else f'{x:.3g}'
   return f'{x:,}' if isinstance(x, int) else _plain(x or '')
@@ -189,24 +200,24 @@ def _rate(name: str, now: int, before: dict[str, int], seconds: float) -> str:
 
 
 def _services(report: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-  """The reports of a learner's replay services, and which shards they are; or the report of one itself."""
+  """Return names and reports of a learner's shards; for a replay service, its own report."""
   if 'version' not in report:
     return [('', report)]
   return [(f'shard {i}', shard) for i, shard in enumerate(report['program'].get('replay', []))]
 
 
-def counted(report: dict[str, Any]) -> dict[str, int]:
-  """What a report has of which rates are made, by name."""
+def counters(report: dict[str, Any]) -> dict[str, int]:
+  """Return the counts of a report that are shown as rates, by name."""
   if 'env' in report:
     return {c['name']: c['frames'] for c in report['clients']}
-  found = {'steps': report['program'].get('steps', 0)} if 'version' in report else {}
-  for where, of in _services(report):
-    found |= {f'{where} {t["name"]} {k}': t[k] for t in of['tables'] for k in RATES}
-  return found
+  counts = {'steps': report['program'].get('steps', 0)} if 'version' in report else {}
+  for where, shard in _services(report):
+    counts |= {f'{where} {t["name"]} {k}': t[k] for t in shard['tables'] for k in RATES}
+  return counts
 
 
 def run(address: str, keys: Path | None, insecure: bool, once: bool, every: float) -> int:
-  """`podrace top`: the exit code."""
+  """Run `podrace top`; return the exit code."""
   if every <= 0:
     raise ValueError(f'--every must be more than 0 seconds, not {every}')
   asker = Asker(address, keys, insecure)
@@ -227,10 +238,10 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
 def _live(asker: Asker, report: dict[str, Any], every: float) -> None:
   from rich.live import Live
 
-  before, at = counted(report), time.monotonic()
+  before, at = counters(report), time.monotonic()
   with Live(table(report, before, 0.0), auto_refresh=False) as live:
     while True:
       time.sleep(max(every, 0.1))
       report, now = asker.ask(), time.monotonic()
       live.update(table(report, before, now - at), refresh=True)
-      before, at = counted(report), now
+      before, at = counters(report), now

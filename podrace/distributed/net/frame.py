@@ -1,6 +1,6 @@
-"""Frames, byte by byte as in docs/protocol.md: a prefix, a header, and arrays one after the other.
+"""Frames as in docs/protocol.md: a prefix, a header, and arrays one after the other.
 
-Everything that comes in is somebody else's: what is not exactly as it should be is a WireError.
+Nothing that comes in is trusted: any difference from the protocol is a WireError.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from podrace.errors import TransportError
+
 VERSION = 2  # of the protocol
 PREFIX = struct.Struct('<II')  # bytes that follow; kind + 256 * bytes of the header
 HEADER_BYTES = 2**22  # at most
-DEPTH = 100  # of lists and maps in a header, at most
-NUMBER = 2**63  # which whole numbers in it are below
+DEPTH = 100  # of nested lists and maps in a header, at most
+NUMBER = 2**63  # bound of whole numbers in a header
 
-Buffer = Any  # bytes, a memoryview of bytes, or an array, whose bytes are meant
+Buffer = Any  # bytes, a memoryview of bytes, or an array
 
 
-class WireError(Exception):
-  """A message that isn't one; says what came and what was expected."""
+class WireError(TransportError):
+  """A message that breaks the protocol: the text has both sides."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Kind:
-  """A kind of message. Each is declared once, by `fixed` or `packed`, and used by both ends.
+  """A kind of message, declared once by `fixed` or `packed`, and used by both ends.
 
   Attributes:
     number: in the prefix, 1 to 255.
-    name: for messages.
+    name: for error messages.
     types: of the fields; `object` for any.
-    layout: of the header, where it has a fixed size; else it is a list in msgpack.
-    arrays: how many arrays of bytes follow the header. Of more than one, their sizes are the header's last field.
+    layout: of a header of fixed size; None for a list in msgpack.
+    arrays: number of arrays after the header. If there is more than one, the last field of the
+      header has their sizes.
   """
 
   number: int
@@ -45,7 +48,7 @@ class Kind:
   arrays: int = 0
 
   def pack(self, fields: Sequence[Any], arrays: Sequence[Buffer] = ()) -> list[Buffer]:
-    """A message, as buffers to be sent one after the other."""
+    """Return the buffers of a message, to be sent one after the other."""
     buffers = [x if type(x) in (bytes, memoryview) else flat(x) for x in arrays]
     sizes = [len(x) for x in buffers]
     if self.layout is not None:
@@ -56,10 +59,10 @@ class Kind:
     return [prefix + head, *buffers]
 
   def header(self, head: Buffer, body: int) -> tuple[Sequence[Any], Sequence[int]]:
-    """Its fields, and the sizes of the arrays in the `body` bytes that follow it.
+    """Return the fields of a header, and the sizes of the arrays in the `body` bytes after it.
 
     Raises:
-      WireError: if they aren't as declared.
+      WireError: if they differ from the declaration.
     """
     if self.layout is not None:
       if len(head) != self.layout.size:
@@ -82,53 +85,53 @@ class Kind:
       or sum(sizes) != body
     ):
       raise WireError(
-        f'a {self.name} whose last field is {short(sizes)}, expected the sizes of {self.arrays} arrays '
-        f'that are {body} bytes together'
+        f'a {self.name} whose last field is {short(sizes)}, expected the sizes of {self.arrays} '
+        f'arrays that are {body} bytes together'
       )
     return fields, sizes
 
 
 def fixed(number: int, name: str, layout: str, arrays: int = 0) -> Kind:
-  """A kind whose header has a fixed size: a frequent one."""
+  """Return a kind with a header of fixed size, for frequent messages."""
   return Kind(number, name, (), struct.Struct(layout), arrays)
 
 
 def packed(number: int, name: str, *types: type, arrays: int = 0) -> Kind:
-  """A kind whose header is a list in msgpack."""
+  """Return a kind with a header in msgpack."""
   return Kind(number, name, types, None, arrays)
 
 
 def numbered(*kinds: Kind) -> dict[int, Kind]:
-  """Kinds by their numbers, each of which must be there once."""
-  found = {kind.number: kind for kind in kinds}
-  if len(found) < len(kinds) or not all(0 < n < 256 for n in found):
+  """Return kinds by their numbers, which must differ."""
+  by_number = {kind.number: kind for kind in kinds}
+  if len(by_number) < len(kinds) or not all(0 < n < 256 for n in by_number):
     raise ValueError(
       f'numbers of kinds {[k.number for k in kinds]}, expected different ones below 256'
     )
-  return found
+  return by_number
 
 
 def split(body: Buffer, sizes: Iterable[int]) -> list[memoryview]:
-  """The arrays of a body."""
-  view, at, found = memoryview(body), 0, []
+  """Return the arrays of a body."""
+  view, at, arrays = memoryview(body), 0, []
   for size in sizes:
-    found.append(view[at : (at := at + size)])
-  return found
+    arrays.append(view[at : (at := at + size)])
+  return arrays
 
 
 def flat(x: Any) -> memoryview:
-  """An array's bytes [n] u8, without copying them if it is contiguous."""
+  """Return the bytes [n] u8 of an array, without a copy if it is contiguous."""
   return np.ascontiguousarray(x).reshape(-1).view(np.uint8).data
 
 
-# --- headers in msgpack -----------------------------------------------------------------------------
+# --- headers in msgpack
 
 
 def unpack(data: Buffer) -> list[Any]:
-  """A header's list.
+  """Return the list of a header.
 
   Raises:
-    WireError: if it isn't one.
+    WireError: if it is no list in msgpack, or too large.
   """
   if len(data) > HEADER_BYTES:
     raise WireError(f'a header of {len(data)} bytes, at most {HEADER_BYTES}')
@@ -136,17 +139,17 @@ def unpack(data: Buffer) -> list[Any]:
     fields = msgpack.unpackb(data, object_hook=_check_keys)
   except WireError:
     raise
-  except Exception as e:  # msgpack has a dozen kinds, ValueError and RecursionError among them
+  except Exception as e:  # a dozen classes, RecursionError among them
     raise WireError(f'a header that is not msgpack ({type(e).__name__})') from None
   if not isinstance(fields, list):
     raise WireError('a header that is not a list')
-  if len(data) > DEPTH and _is_deep(fields):  # shorter ones can't be
+  if len(data) > DEPTH and _is_deep(fields):  # a shorter header cannot be
     raise WireError(f'a header of more than {DEPTH} lists and maps within each other')
   return fields
 
 
 def _check_keys(x: dict[Any, Any]) -> dict[str, Any]:
-  """Refuses a map with keys that are not strings: JSON has no others, and names are compared with strings."""
+  """Refuse a map with keys that are not strings, as JSON does."""
   for key in x:
     if type(key) is not str:
       raise WireError(f'a map with the key {short(key)}, expected strings')
@@ -154,7 +157,7 @@ def _check_keys(x: dict[Any, Any]) -> dict[str, Any]:
 
 
 def _is_deep(x: Any) -> bool:
-  """Whether so much is nested that what recurses, such as repr, may fail."""
+  """Return whether lists and maps nest deeper than DEPTH, so that repr may fail."""
   level = [x]
   for _ in range(DEPTH):
     level = [
@@ -169,7 +172,7 @@ def _is_deep(x: Any) -> bool:
 
 
 def check_fields(name: str, fields: Sequence[Any], types: Sequence[type]) -> None:
-  """Refuses fields of other types, and negative whole numbers.
+  """Refuse fields of other types, and negative whole numbers.
 
   Raises:
     WireError: naming the field.
@@ -182,6 +185,6 @@ def check_fields(name: str, fields: Sequence[Any], types: Sequence[type]) -> Non
 
 
 def short(x: Any) -> str:
-  """Somebody else's value, for a message."""
+  """Return at most 60 characters of a value that came from a peer."""
   text = repr(x)
   return text if len(text) <= 60 else text[:57] + '...'

@@ -1,8 +1,8 @@
 """Keys: TLS 1.3 with certificates of both sides, and the list of clients that may connect.
 
-`podrace keys new DIR` makes an authority, a listener's certificate, one client's, and the list. A client takes
-part if the authority has signed its certificate and the list has its fingerprint. A line that is removed
-ends the client's connections.
+`podrace keys new DIR` makes an authority, certificates of a listener and a client, and the list. A
+client may connect if the authority has signed its certificate and its fingerprint is listed.
+Removing the line ends the client's connections.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from podrace.errors import SecurityError
 from podrace.system import files
 
 AUTHORITY, SERVER, CLIENT = 'authority', 'server', 'client'  # NAME.pem and NAME.key
-CLIENT_FILES = ('authority.pem', 'client.pem', 'client.key')  # what a client's machine needs
+CLIENT_FILES = ('authority.pem', 'client.pem', 'client.key')  # needed on a client's machine
 ALLOWED = 'allowed_clients'
-DAYS = 36500  # that certificates are valid: the list ends them, not a date
+DAYS = 36500  # of validity: the list ends a certificate, not a date
 _FINGERPRINT = re.compile(r'[0-9a-f]{64}')
 
 
-# --- making keys ------------------------------------------------------------------------------------
+# --- making keys
 
 
 def new_keys(directory: Path) -> None:
-  """Makes an authority, a listener's keys, one client's, and the list that allows it.
+  """Make an authority, keys of a listener and a client, and the list that allows the client.
 
   Raises:
-    SecurityError: if there is something already, or the directory can't be made.
+    SecurityError: if the directory is not empty, or cannot be made.
   """
   _new_directory(directory)
   _make(directory, AUTHORITY, 'podrace authority', directory)
@@ -42,10 +42,10 @@ def new_keys(directory: Path) -> None:
 
 
 def new_client(directory: Path, to: Path) -> None:
-  """Makes another client's keys in the directory `to`, and allows them.
+  """Make keys of another client in the directory `to`, and allow them.
 
   Raises:
-    SecurityError: if `directory` has no authority, or `to` has files already.
+    SecurityError: if `directory` has no authority, or `to` is not empty.
   """
   for name in (f'{AUTHORITY}.pem', f'{AUTHORITY}.key', ALLOWED):
     readable(directory / name)
@@ -56,7 +56,7 @@ def new_client(directory: Path, to: Path) -> None:
 
 
 def _new_directory(directory: Path) -> None:
-  """Makes a directory for keys, which nobody else can read."""
+  """Make a directory for keys that only this user can read."""
   try:
     if directory.exists() and any(directory.iterdir()):
       raise SecurityError(f'{directory} is not empty: keys are never overwritten')
@@ -66,13 +66,13 @@ def _new_directory(directory: Path) -> None:
 
 
 def allow(directory: Path, fingerprint: str, name: str) -> None:
-  """Adds a certificate to the list."""
+  """Add a certificate to the list."""
   with files.open_append(directory / ALLOWED) as file:
     file.write(f'{fingerprint}  # {name}\n')
 
 
 def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
-  """Makes a key and its certificate, which the authority of `signed_by` signs; its fingerprint."""
+  """Make a key and its certificate, signed by the authority; return its fingerprint."""
   from cryptography import x509
   from cryptography.hazmat.primitives import serialization
   from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -96,13 +96,13 @@ def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
 
 
 def _write(path: Path, content: bytes, permissions: int = 0o666) -> None:
-  """Write a file of keys; one that is there is never overwritten."""
+  """Write a file of keys. A present file is never overwritten."""
   with files.create(path, 'wb', permissions) as file:
     file.write(content)
 
 
 def _certificate(role: str, key: Any, subject: Any, signer: Any, issuer: Any) -> Any:
-  """A certificate that can be used for its role only: a client's is no server's."""
+  """Return a certificate that is valid for its role only."""
   from cryptography import x509
 
   now = datetime.datetime.now(datetime.UTC)
@@ -139,48 +139,49 @@ def _usage(role: str) -> Any:
   )  # fmt: skip
 
 
-# --- using keys -------------------------------------------------------------------------------------
+# --- using keys
 
 
 def fingerprint_of(der: bytes) -> str:
-  """SHA-256 of a certificate, in hexadecimal."""
+  """Return the SHA-256 of a certificate, in hexadecimal."""
   return hashlib.sha256(der).hexdigest()
 
 
 def readable(path: Path) -> Path:
-  """A file of keys; a secret one must be its user's alone.
+  """Return the path of a file of keys after checking it. A secret one must be private.
 
   Raises:
-    SecurityError: if it is missing, or open to others.
+    SecurityError: if it is missing, or other users may read it.
   """
   try:
-    found = path.stat()
+    status = path.stat()
     path.open('rb').close()
   except OSError as e:
     raise SecurityError(
       f'--keys {path.parent}: no {path.name} ({e.strerror}); `podrace keys new DIR` makes keys'
     ) from e
-  if path.suffix == '.key' and (found.st_mode & 0o077 or found.st_uid not in (os.geteuid(), 0)):
+  if path.suffix == '.key' and (status.st_mode & 0o077 or status.st_uid not in (os.geteuid(), 0)):
     raise SecurityError(
-      f'{path} can be used by others on this machine (mode {stat.S_IMODE(found.st_mode):o}, user '
-      f'{found.st_uid}), who may have read it: `chmod 600 {path}`, or make other keys with `podrace keys new DIR`'
+      f'{path} can be used by others on this machine (mode {stat.S_IMODE(status.st_mode):o}, user '
+      f'{status.st_uid}), who may have read it: `chmod 600 {path}`, or make other keys with '
+      '`podrace keys new DIR`'
     )
   return path
 
 
 def server_context(directory: Path) -> ssl.SSLContext:
-  """What a listener needs of its directory.
+  """Return the TLS context of a listener.
 
   Raises:
-    SecurityError: naming the file that lacks or is none.
+    SecurityError: naming the file that is missing or invalid.
   """
   context = _context(ssl.PROTOCOL_TLS_SERVER, directory, SERVER)
-  context.num_tickets = 0  # sessions are not resumed: the list is looked at each time
+  context.num_tickets = 0  # no resumption: the list is read each time
   return context
 
 
 def client_context(directory: Path) -> ssl.SSLContext:
-  """What a client needs of its directory; as `server_context`."""
+  """Return the TLS context of a client. Raises as `server_context`."""
   return _context(ssl.PROTOCOL_TLS_CLIENT, directory, CLIENT)
 
 
@@ -188,15 +189,15 @@ def _context(protocol: int, directory: Path, role: str) -> ssl.SSLContext:
   files = [readable(directory / x) for x in (f'{AUTHORITY}.pem', f'{role}.pem', f'{role}.key')]
   context = ssl.SSLContext(protocol)
   context.minimum_version = ssl.TLSVersion.TLSv1_3
-  context.check_hostname = False  # the authority is the user's own, and signs one server
+  context.check_hostname = False  # the authority is private, and signs one server
   context.verify_mode = ssl.CERT_REQUIRED
   try:
     context.load_verify_locations(files[0])
     context.load_cert_chain(files[1], files[2], password=_no_password)
   except (ssl.SSLError, ValueError) as e:
     raise SecurityError(
-      f'--keys {directory}: {", ".join(x.name for x in files)} are not certificates and a key that belong '
-      f'together ({e})'
+      f'--keys {directory}: {", ".join(x.name for x in files)} are not certificates and a key '
+      f'that belong together ({e})'
     ) from e
   return context
 
@@ -206,7 +207,7 @@ def _no_password() -> str:
 
 
 class Allowed:
-  """The fingerprints of clients that may connect, read again whenever the file has changed.
+  """The fingerprints of clients that may connect, read again when the file has changed.
 
   Raises:
     SecurityError: if there is no such file.
@@ -218,10 +219,10 @@ class Allowed:
     self.refresh()
 
   def refresh(self) -> None:
-    """Reads the list again, if the file has changed; one that can't be read allows nobody."""
+    """Read the list again, if the file has changed. An unreadable file allows no client."""
     try:
-      found = self._path.stat()
-      seen = (found.st_mtime_ns, found.st_size, found.st_ino)
+      status = self._path.stat()
+      seen = (status.st_mtime_ns, status.st_size, status.st_ino)
       if seen == self._seen:
         return
       text = self._path.read_text(encoding=files.UTF8)

@@ -1,6 +1,6 @@
-"""A client's end: a thread that connects, keeps a session, and comes back after whatever happens.
+"""The end of a client: a thread that connects, keeps a session, and connects again after failures.
 
-A session ends with its connection. In the next one the handler tells the service again what it needs.
+A session ends with its connection. In the next session the handler sends its state again.
 """
 
 from __future__ import annotations
@@ -16,95 +16,107 @@ from typing import Any, Protocol
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import session_messages
-from podrace.distributed.net.connecting import CONNECT_SECONDS, NEAR, Outage, Outgoing, why_not
+from podrace.distributed.net.channel import ConnectionClosed
+from podrace.distributed.net.connecting import (
+  CONNECT_SECONDS,
+  UNIX_RETRY_SECONDS,
+  Outage,
+  Outgoing,
+  describe_failure,
+)
 from podrace.distributed.net.frame import PREFIX, Buffer, Kind, WireError, split
+from podrace.distributed.net.frame_reader import new_scratch
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import plain, plain_reasons
-from podrace.distributed.net.stream import Ended, Full, new_scratch
+from podrace.distributed.net.stream import SendQueueFull
+from podrace.errors import UsageError
 from podrace.system.threads import Worker
 
-HELLO_SECONDS = 1.0  # between attempts of a connection that must wait, unless it is a Unix socket
-METRICS_SECONDS = 10.0  # between numbers that a process sends of itself
+HELLO_SECONDS = 1.0  # between HELLOs of a connection that must wait, unless it is a Unix socket
+METRICS_SECONDS = 10.0  # between METRICS
 
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
 
 
-class Refused(ValueError):
-  """The service does not take this client, or not on these terms; the message has both sides."""
+class Refused(UsageError):
+  """The service refuses this client, or its terms; the message has both sides."""
 
 
-class Handler(Protocol):
-  """A client, as far as its link knows it. All of it is called by the link's thread.
+class LinkHandler(Protocol):
+  """A client, as its link sees it. The link's thread calls all methods.
 
-  A class that is declared as one need only have what it does otherwise than here.
+  A subclass overrides the methods that it needs.
 
   Attributes:
-    service: its name in HELLO.
-    kinds: that the service sends, see `session.of_listeners`.
+    service: name of the service in HELLO.
+    kinds: that the service sends, see `session_messages.of_listeners`.
   """
 
   service: str
   kinds: dict[int, Kind]
 
   def memory(self, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    """Return memory [size] u8 for the arrays of a message, or None. May raise WireError."""
     return None
 
   def hello(self) -> dict[str, Any]:
-    """What HELLO tells besides."""
+    """Return further entries of HELLO."""
     return {}
 
   def joined(self, details: dict[str, Any]) -> None:
-    """A session begins; `details` is what WELCOME has. May raise WireError."""
+    """Begin a session with the `details` of WELCOME. May raise WireError."""
     return
 
   def handle(self, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """A message of a session. May raise WireError, which ends it."""
+    """Handle a message of a session. May raise WireError, which ends the session."""
 
   def ping(self) -> Any:
-    """What PING tells."""
+    """Return the field of PING."""
     return None
 
   def pong(self, details: Any) -> None:
-    """What PONG tells. May raise WireError."""
+    """Handle the field of PONG. May raise WireError."""
     return
 
   def metrics(self) -> dict[str, float]:
-    """What METRICS tells of this process, now and then; nothing if it is empty."""
+    """Return the numbers of METRICS. If empty, none is sent."""
     return {}
 
   def turned(self) -> None:
-    """In each turn of the thread; `Link.session` says whether there is one."""
+    """Act once in each turn of the thread, with or without a session."""
     return
 
   def lost(self, reason: str) -> None:
-    """A session is over."""
+    """Handle the end of a session."""
     return
 
   def ended(self, complete: bool, reason: str) -> bool:
-    """The service says that it ends; whether this client has nothing more to do."""
+    """Handle the end of the service; return whether this client has nothing more to do."""
     return False
 
 
 class Link:
-  """A session with the service at an address, whenever that is there.
+  """A session with the service at an address, while the service runs.
+
+  Owner: the caller, which calls `start` and `close`.
+  Ends when: `close` is called, the service ends or refuses the client, or `give_up` has passed.
 
   Args:
-    insecure: no keys, beyond this machine.
-    give_up: seconds without a session after which it ends; 0 for never.
-    changed: is notified when a session begins or ends, or the link does.
-    flag, what: how messages call the address, and the service (default: its name).
+    insecure: whether to use no keys beyond this machine.
+    give_up: seconds without a session; 0 for no limit.
+    changed: notified when a session or the link begins or ends.
+    flag, what: names of the address and of the service in messages.
 
   Attributes:
-    session: how many there have been, if there is one now; None if not.
-    number: of the session that is, begins, or was last.
-    waits: the service has it wait for a session.
-    closed: `close` was called, or the service has no more to do for it.
-    ping_every, patience: seconds, at most, between PINGs and between turns; handlers may lower them.
-    wake: has the thread look around; for any thread.
+    session: number of the current session, or None.
+    number: of the session that is current, begins, or was last.
+    waits: whether the service makes this client wait.
+    closed: whether the link ends.
+    ping_every, patience: seconds between PINGs and between turns. Handlers may lower them.
+    wake: ends the thread's wait, from any thread.
 
   Raises:
-    SecurityError: for addresses or keys that can't be used.
+    SecurityError: for an invalid address or keys.
   """
 
   def __init__(
@@ -112,7 +124,7 @@ class Link:
     address: str,
     keys: Path | None,
     insecure: bool,
-    handler: Handler,
+    handler: LinkHandler,
     changed: threading.Condition | None = None,
     give_up: float = 0.0,
     flag: str = 'connect',
@@ -128,50 +140,50 @@ class Link:
     self.silence, self.ping_every, self.patience = session_messages.SILENCE, math.inf, 0.5
     self._client = session_messages.new_client()
     self._outage = Outage(what or handler.service, address, give_up)
-    self._again = NEAR if addresses.unix_path(address) else HELLO_SECONDS
+    self._hello_seconds = UNIX_RETRY_SECONDS if addresses.unix_path(address) else HELLO_SECONDS
     self._connection: Outgoing | None = None
-    self._open: Outgoing | None = None  # the connection, if it has a session
+    self._open: Outgoing | None = None  # the connection of the session
     self._bye = 'closed'
     self._loop, self._scratch = Loop(), new_scratch()
     self.wake = self._loop.wake
-    self._pinged = self._asked = self._measured = 0.0
+    self._pinged = self._waits_since = self._measured = 0.0
     self._worker: Worker | None = None
 
   def start(self) -> Link:
-    """Begins to connect."""
+    """Begin to connect."""
     self._worker = Worker(f'link {self.address}', self._main, self._at_end)
     return self
 
-  # --- from any thread -----------------------------------------------------------------------------
+  # --- from any thread
 
   @property
   def why(self) -> str:
-    """There is no session."""
+    """Reason why there is no session."""
     return self._outage.why
 
   def send(
     self, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = (), within: int | None = None
   ) -> bool:
-    """Whether it is on its way; if not, there is no session, or not the one numbered `within`."""
-    # In this order: a session's number is there before its connection.
+    """Send a message; return False without a session, or if its number is not `within`."""
+    # In this order: the number of a session is set before its connection.
     connection, number = self._open, self.number
     if connection is None or (within is not None and within != number):
       return False
     try:
       if not connection.stream.send(kind, *fields, arrays=arrays):
         self.wake()
-    except (Full, Ended) as e:
+    except (SendQueueFull, ConnectionClosed) as e:
       self._loop.call(functools.partial(self._lose, str(e), connection))
       return False
     return True
 
   def check(self) -> None:
-    """Raises what has ended the link for good: Refused, TimeoutError, or what failed in its thread."""
+    """Raise Refused or TimeoutError if it ended the link, or the exception of its thread."""
     if self._worker is not None:
       self._worker.check()
 
   def close(self, reason: str = 'closed') -> None:
-    """Ends the session and the thread."""
+    """End the session and the thread."""
     self._bye = reason
     with self.changed:
       self.closed = True
@@ -180,7 +192,7 @@ class Link:
     if self._worker is not None:
       self._worker.wait()
 
-  # --- the thread ----------------------------------------------------------------------------------
+  # --- the thread
 
   def _main(self) -> None:
     while not self.closed:
@@ -195,31 +207,31 @@ class Link:
     self._loop.close()
 
   def _turn(self) -> None:
-    """Waits for something to come, and deals with it."""
+    """Wait for messages, and handle them."""
     seconds = self.patience
     if self._connection is None:
       seconds = min(seconds, self._outage.due - time.monotonic())
     elif self.waits:
-      seconds = min(seconds, self._again)
+      seconds = min(seconds, self._hello_seconds)
     for key, events in self._loop.wait(seconds):
       self._ready(key.data, events)
-    self._loop.do_calls()  # after what has come, which may say more of why a session is over
+    self._loop.do_calls()  # afterwards, as a message may have the reason why a session is over
     if self._connection is not None:
       self._connection.look_for_room()
     self.handler.turned()
-    self._look_at_the_clock()
+    self._check_deadlines()
 
   def _connect(self) -> None:
-    """Begins a connection."""
+    """Begin a connection."""
     h = self.handler
     try:
       self._connection = Outgoing(
         self._loop, self.address, self._context, h.kinds, self._message, h.memory, self._scratch
       )
     except (OSError, ValueError) as e:
-      self._outage.failed(why_not(e))
+      self._outage.failed(describe_failure(e))
       return
-    self._pinged, self._asked = 0.0, math.inf
+    self._pinged, self._waits_since = 0.0, math.inf
     self._outage.stands()
     if self._connection.stream.shaken:
       self._hello()
@@ -228,18 +240,18 @@ class Link:
     try:
       if connection.serve(events):
         self._hello()
-    except Ended as e:
+    except ConnectionClosed as e:
       self._lose(str(e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
 
   def _leave(self) -> None:
-    """Ends the session as its service knows it."""
+    """Say BYE."""
     if self._open is not None:
       self._open.leave(session_messages.BYE, self._bye)
 
   def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
-    """Ends the connection, if it is this one still; another one begins."""
+    """End the connection, unless it has been replaced. A new one follows."""
     if self._connection is None or connection not in (None, self._connection):
       return
     had = self.session is not None
@@ -259,7 +271,7 @@ class Link:
       self.waits = False
       self.changed.notify_all()
 
-  # --- what is said --------------------------------------------------------------------------------
+  # --- messages
 
   def _message(
     self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Sequence[int]
@@ -272,14 +284,14 @@ class Link:
       self.handler.handle(kind, fields, split(body, sizes) if kind.arrays else [])
 
   def _hello(self) -> None:
-    """Asks for a session."""
+    """Ask for a session."""
     if self._connection is not None:
-      self._asked = math.inf
+      self._waits_since = math.inf
       details = session_messages.hello(self.handler.service, self._client, **self.handler.hello())
       _check_hello(details, self.address)
       try:
         self._connection.stream.send(session_messages.HELLO, details)
-      except (Ended, Full) as e:
+      except (ConnectionClosed, SendQueueFull) as e:
         self._lose(str(e))
 
   def _join(self, details: dict[str, Any]) -> None:
@@ -297,7 +309,7 @@ class Link:
     self.waits = False
 
   def _wait(self, reason: str) -> None:
-    self._asked, self.waits = time.monotonic(), True
+    self._waits_since, self.waits = time.monotonic(), True
     self._outage.wait(plain(reason))
 
   def _end(self, complete: bool, reason: str) -> None:
@@ -309,9 +321,9 @@ class Link:
       self._leave()
       self._lose(reason)
 
-  # --- time ----------------------------------------------------------------------------------------
+  # --- time
 
-  def _look_at_the_clock(self) -> None:
+  def _check_deadlines(self) -> None:
     now, connection = time.monotonic(), self._connection
     if self.session is None:
       self._outage.check(now)
@@ -321,7 +333,7 @@ class Link:
     if self.session is None:
       if silent > CONNECT_SECONDS:
         self._lose(self.why)
-      elif now - self._asked >= self._again:
+      elif now - self._waits_since >= self._hello_seconds:
         self._hello()
       return
     if now - self._pinged > min(self.silence / 4, self.ping_every):
@@ -329,8 +341,8 @@ class Link:
       self.send(session_messages.PING, self.handler.ping())
     if now - self._measured > METRICS_SECONDS:
       self._measured = now
-      if found := self.handler.metrics():
-        self.send(session_messages.METRICS, found)
+      if metrics := self.handler.metrics():
+        self.send(session_messages.METRICS, metrics)
     if silent > 2 * self.silence:
       self._lose(f'it has been silent for {silent:.1f} s')
 
@@ -339,12 +351,13 @@ def _check_hello(details: dict[str, Any], address: str) -> None:
   size = sum(map(len, session_messages.HELLO.pack([details]))) - PREFIX.size
   if size > session_messages.GUEST_BYTES:
     raise Refused(
-      f'HELLO to {address} would have {size:,} bytes, and a service takes at most {session_messages.GUEST_BYTES:,}: '
-      'what this client tells of itself, as its spaces, is too large'
+      f'HELLO to {address} would have {size:,} bytes, and a service takes at most '
+      f'{session_messages.GUEST_BYTES:,}: the description of this client, as its spaces, is too '
+      'large'
     )
 
 
-def _refused(link: Link, reasons: list[Any]) -> None:
+def _refuse(link: Link, reasons: list[Any]) -> None:
   lines = plain_reasons(reasons)
   raise Refused('\n  '.join([f'{link.address} refused this client:', *lines]))
 
@@ -353,7 +366,7 @@ _COMMON: dict[int, Callable[..., None]] = {
   session_messages.WAIT.number: Link._wait,
   session_messages.WELCOME.number: Link._join,
   session_messages.PONG.number: lambda link, details: link.handler.pong(details),
-  session_messages.REFUSED.number: _refused,
+  session_messages.REFUSED.number: _refuse,
   session_messages.GONE.number: lambda link, reason: link._lose(plain(reason)),
   session_messages.END.number: Link._end,
 }

@@ -1,6 +1,6 @@
-"""A listening end, of which one thread at a time has the network: that of `Serving`, or whoever calls `turn`.
+"""The end of a service, whose network is served by one thread at a time.
 
-What clients say is checked; what is not as docs/protocol.md has it ends the client's session, never the listener.
+A message that differs from docs/protocol.md ends the client's session, never the listener.
 """
 
 from __future__ import annotations
@@ -19,28 +19,33 @@ from typing import Any
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import descriptors, process_metrics, session_messages
 from podrace.distributed.net.announce import Announcement
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connections import ENDING_SECONDS, Peer
 from podrace.distributed.net.loop import READ, Loop
 from podrace.distributed.net.safe_text import Lines, Say
-from podrace.distributed.net.sessions import Handler, Sessions
-from podrace.distributed.net.stream import Ended
+from podrace.distributed.net.sessions import ServiceHandler, Sessions
 from podrace.system.threads import Worker
 
-TICK = 0.2  # seconds between looks at who is silent
-PAUSE = 1.0  # seconds between them from which on nobody has been listened to
-REPORTED = 1000  # clients, in a report
-FEW_FILES = 4096  # with which there is no warning
+TICK = 0.2  # seconds between checks of deadlines
+PAUSE = 1.0  # seconds between checks after which the process was stopped, or busy
+REPORTED = 1000  # clients in a report, at most
+FEW_FILES = 4096  # limit of open files below which there is a warning
 
 
 @dataclasses.dataclass(frozen=True)
 class Listen:
-  """Where to listen, and to whom."""
+  """Where to listen, and to which clients.
+
+  Attributes:
+    peer_timeout: seconds of silence after which a client is dropped.
+    announce: file to announce the address in.
+  """
 
   address: str
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = session_messages.SILENCE  # of silence after which a client is dropped
-  announce: Announcement | None = None  # of the address, once it listens
+  peer_timeout: float = session_messages.SILENCE
+  announce: Announcement | None = None
 
   def __post_init__(self) -> None:
     addresses.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
@@ -51,23 +56,25 @@ class Listen:
 class Listener:
   """Listens from `open` to `close`.
 
+  Owner: the service, which calls `close`, or Serving.
+
   Args:
-    say: gets what is worth a line, and its level.
+    say: receives the level and the text of each line to log.
 
   Attributes:
-    peers: clients with a session, in the order in which they came.
-    guests: connections without one, those heard of longest ago first.
-    address: with the port that it has.
-    counts: of what has happened, by name.
-    send, drop, cut, tell_gone, blame, unexpected: see Sessions; for the thread that has the network.
+    peers: clients with a session, oldest first.
+    guests: connections without a session, longest silent first.
+    address: with the port.
+    counts: of events, by name.
+    send, drop, cut, tell_gone, blame, unexpected: see Sessions. For the thread that serves.
     wake, later, call, do_calls: see Loop.
 
   Raises:
-    SecurityError: for keys that can't be used; of `open` also for the address.
-    UsageError: of `open`, if it can't announce the address.
+    SecurityError: for invalid keys; of `open` also for the address.
+    UsageError: of `open`, if the address cannot be announced.
   """
 
-  def __init__(self, listen: Listen, handler: Handler, say: Say) -> None:
+  def __init__(self, listen: Listen, handler: ServiceHandler, say: Say) -> None:
     self.listen, self.handler, self.address = listen, handler, listen.address
     self.lines = lines = Lines(say)
     self.log, self.counts = lines.log, lines.counts
@@ -80,20 +87,19 @@ class Listener:
     self.blame, self.unexpected = sessions.blame, sessions.unexpected
     self._connections = sessions.connections
     self.peers, self.guests = sessions.peers, sessions.connections.guests
-    self._unread: dict[
-      Peer, None
-    ] = {}  # of which messages are left that have been read from the kernel
+    self._unread: dict[Peer, None] = {}  # with frames that are read, but not handled
     self._ticked = time.monotonic()
 
   def open(self) -> None:
-    """Listens, from now on."""
+    """Start to listen."""
     files = descriptors.raise_limit()
     try:
       self.address = self._connections.open(self.listen.address)
       if files < FEW_FILES:
         self.log(
-          f'this process may have {files:,} files open, enough for {self._connections.share.sessions:,} clients: '
-          f'`ulimit -n {descriptors.FILES}` before it is started allows more',
+          f'this process may have {files:,} files open, enough for '
+          f'{self._connections.share.sessions:,} clients: `ulimit -n {descriptors.FILES}` before '
+          'it is started allows more',
           logging.WARNING, always=True,
         )  # fmt: skip
       if self.listen.announce is not None:
@@ -104,24 +110,24 @@ class Listener:
     self._ticked = time.monotonic()
 
   def close(self) -> None:
-    """Ends all connections at once; `end` says goodbye before. No other thread has the network any more."""
+    """End all connections at once, without the goodbye of `end`. No thread may serve any more."""
     self.sessions.close()
     self._loop.close()
 
   @property
   def reachable(self) -> str:
-    """The address as others can use it."""
+    """The address for clients."""
     return addresses.reachable(self.address)
 
   def turn(self, seconds: float) -> None:
-    """Listens until something comes, for so long at most, and deals with it."""
+    """Wait up to `seconds` for messages, and handle them."""
     self._poll(seconds)
-    self._look_at_the_clock()
+    self._check_deadlines()
 
   def _poll(self, seconds: float) -> None:
     unread, self._unread = self._unread, {}
     ready = self._loop.wait(0.0 if unread else seconds)
-    self.do_calls()  # which may have been wanted before anything came
+    self.do_calls()  # first, as they may be older than the messages
     for key, events in ready:
       if type(key.data) is Peer:
         unread.pop(key.data, None)
@@ -137,19 +143,19 @@ class Listener:
     try:
       if self._connections.serve(peer, events):
         self.sessions.written(peer)
-    except Ended:
+    except ConnectionClosed:
       self.sessions.lost(peer)
     except Exception as e:
       self.blame(peer, e)
-    if peer.stream.unread:
+    if peer.stream.reader.unread:
       self._unread[peer] = None
 
-  def _look_at_the_clock(self) -> None:
-    """Every TICK seconds, whatever depends on time."""
+  def _check_deadlines(self) -> None:
+    """Check deadlines every TICK seconds."""
     now = time.monotonic()
     if (passed := now - self._ticked) <= TICK:
       return
-    if passed > PAUSE:  # it was stopped, or busy
+    if passed > PAUSE:  # no message was read in this time
       self.sessions.forgive(passed, now)
     self.sessions.tick(now)
     self.handler.tick(now)
@@ -157,14 +163,14 @@ class Listener:
     self._ticked = time.monotonic()
 
   def end(self, complete: bool, reason: str, seconds: float) -> None:
-    """Tells all that it ends, and gives them so long to leave."""
+    """Tell all clients the reason of the end, and wait up to `seconds` for them to leave."""
     self.sessions.end(complete, reason)
     until = time.monotonic() + seconds
     while self.peers and (left := until - time.monotonic()) > 0:
       self._poll(left)
 
   def report(self, describe: Callable[[Peer], dict[str, Any]]) -> dict[str, Any]:
-    """What `podrace top` shows of any service; `describe` is what the handler adds of a client."""
+    """Return the common part of a report; `describe` returns further entries of a client."""
     now = time.monotonic()
     clients = [
       dict(
@@ -186,11 +192,18 @@ class Listener:
 
 
 class Serving:
-  """A listener's own thread, which turns it from `start` to `stop`; what fails in it is raised at its owner.
+  """A thread that serves a listener.
+
+  Owner: the service, which calls `start` and `stop`.
+  Ends when: `ask_to_stop` or `stop` is called, or an exception ends it.
+  Raises: `stop` raises the exception that ended it.
 
   Args:
-    before_end: is called by the thread at the end, before clients hear of it.
-    wait: seconds until the handler's `turned` has something to do, if nothing comes.
+    wait: returns the seconds until the handler's `turned` is due without messages.
+    before_end: called by the thread at the end, before clients hear of it.
+
+  Attributes:
+    ended: set at the end of the thread.
   """
 
   def __init__(
@@ -205,22 +218,22 @@ class Serving:
     self.worker: Worker | None = None
 
   def start(self) -> None:
-    """Listens, from now on."""
+    """Start to listen."""
     self._listener.open()
     self.worker = Worker(self._listener.handler.service, self._main, self.ended.set)
 
   @property
   def failure(self) -> str | None:
-    """The traceback of what has ended the thread; None if nothing has."""
+    """Traceback of the exception that ended the thread, or None."""
     return (self.worker and self.worker.failure) or None
 
   def ask_to_stop(self) -> None:
-    """Has the thread come to its end; `ended` says when."""
+    """Have the thread end; `ended` is set then."""
     self._stop.set()
     self._listener.wake()
 
   def stop(self) -> None:
-    """Ends it; from any thread, more than once if need be."""
+    """End the thread, and wait for it. From any thread; repeated calls do no harm."""
     self.ask_to_stop()
     if self.worker is not None:
       self.worker.wait()
@@ -228,7 +241,7 @@ class Serving:
 
   def _main(self) -> None:
     listener = self._listener
-    with contextlib.ExitStack() as last:  # each, whatever became of the others
+    with contextlib.ExitStack() as last:  # each step, even if another one fails
       goodbye = f'{listener.handler.service} has ended'
       last.callback(listener.end, False, goodbye, ENDING_SECONDS)
       last.callback(self._before_end)

@@ -1,4 +1,4 @@
-"""A thread's sockets: waiting for them, and doing meanwhile what other threads want done."""
+"""The sockets of a thread, and the calls that other threads want it to make."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ READ, WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
 class Loop:
-  """The sockets of one thread at a time, each with its owner; any thread may `wake`, `later` and `call`.
+  """The sockets of one thread at a time. Any thread may `wake`, `later` and `call`.
 
   Attributes:
-    add, change: wait for a socket from now on, or for other events of it; with the events, and its owner.
-    remove: waits no longer for a socket, which is open still.
+    add, change: wait for a socket, or for other events of it. Arguments: socket, events, owner.
+    remove: stop waiting for a socket, which stays open.
   """
 
   def __init__(self) -> None:
@@ -30,37 +30,41 @@ class Loop:
     self.add(self._read, READ)
 
   def wait(self, seconds: float) -> list[tuple[selectors.SelectorKey, int]]:
-    """Sockets that are ready, by their keys' `data`, and what for; waits until there are some, for so long at most."""
+    """Wait up to `seconds` for ready sockets.
+
+    Returns:
+      Keys and events; `data` of a key is the owner.
+    """
     ready = self._selector.select(max(seconds, 0.0))
     if self._woken:
-      with contextlib.suppress(BlockingIOError):  # it is on its way, and ends the next wait
+      with contextlib.suppress(BlockingIOError):  # the byte is on its way, and ends the next wait
         self._read.recv(64)
-        self._woken = False  # before the calls are done: who comes later wakes it again
-      ready = [one for one in ready if one[0].data is not None]
+        self._woken = False  # before the calls, so that a later `wake` is not lost
+      ready = [item for item in ready if item[0].data is not None]
     return ready
 
   def wake(self) -> None:
-    """Ends the wait, or the next one."""
+    """End the wait, or the next one."""
     if not self._woken:
       self._woken = True
-      with contextlib.suppress(OSError):  # it is awake, or closed
+      with contextlib.suppress(OSError):  # the thread is awake, or the loop closed
         self._write.send(b'.')
 
   def later(self, do: Callable[[], None]) -> None:
-    """As `call`, without waking the thread."""
+    """Add a call without waking the thread."""
     self._calls.append(do)
 
   def call(self, do: Callable[[], None]) -> None:
-    """Has something done by the thread."""
+    """Have the thread make a call."""
     self._calls.append(do)
     self.wake()
 
   def do_calls(self) -> None:
-    """Does what others want done."""
+    """Make the calls that were added."""
     while self._calls:
       self._calls.popleft()()
 
   def close(self) -> None:
-    """Closes what is its own; sockets are their owners'."""
+    """Close the loop. Its sockets belong to their owners."""
     for x in (self._selector, self._read, self._write):
       x.close()

@@ -1,4 +1,4 @@
-"""The reports of services, as `podrace top` reads them: what is not as docs/protocol.md has it is a WireError."""
+"""Checks of the reports of services: a difference from docs/protocol.md is a WireError."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ OF_TABLE = dict(
 
 
 def read(report: Any) -> dict[str, Any]:
-  """Checks a report of any service; returns it.
+  """Check a report of any service, and return it.
 
   Raises:
-    WireError: naming what is missing, or of another type.
+    WireError: naming the entry that is missing or of another type.
   """
   _check_json(report)
   _check('report', report, OF_ALL)
@@ -69,7 +69,7 @@ def _check_values(what: str, details: dict[str, Any], kind: type) -> None:
 
 
 def _check_json(x: Any) -> None:
-  """Refuses what JSON has no word for: bytes, NaN and infinity. Headers bound how much is nested."""
+  """Refuse values that JSON lacks: bytes, NaN and infinity. Headers bound the recursion."""
   if type(x) is dict:
     for value in x.values():
       _check_json(value)

@@ -1,4 +1,4 @@
-"""The frames of one connection that its other end has not read yet."""
+"""Frames that wait to be sent over one connection."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 from podrace.distributed.net.frame import Buffer
 
-AT_ONCE = 64  # buffers that one call hands to the kernel
+AT_ONCE = 64  # buffers for one call of the kernel
 
 
 class SendQueue:
-  """Frames that wait to be sent, in buffers, of which the kernel takes some bytes at a time.
+  """Frames that wait to be sent, as buffers that the kernel takes piece by piece.
 
   Attributes:
     answer_bytes: of the frames without arrays.
@@ -20,28 +20,26 @@ class SendQueue:
   def __init__(self) -> None:
     self._buffers: collections.deque[memoryview] = collections.deque()
     self._counts: collections.deque[int] = collections.deque()  # buffers of each frame
-    self._answers: collections.deque[int] = (
-      collections.deque()
-    )  # bytes of each frame without arrays, else 0
+    self._answers: collections.deque[int] = collections.deque()  # 0 for a frame with arrays
     self.answer_bytes = 0
 
   def __len__(self) -> int:
     return len(self._counts)
 
   def add(self, buffers: Sequence[Buffer], sent: int) -> None:
-    """A frame, of which so many bytes have been sent already: none, unless it is the only one."""
+    """Add a frame. `sent` bytes of it have gone already, which is 0 unless the queue was empty."""
     self._buffers.extend(map(memoryview, buffers))
     self._counts.append(len(buffers))
     self._answers.append(len(buffers[0]) if len(buffers) == 1 else 0)
     self.answer_bytes += self._answers[-1]
-    self.took(sent)
+    self.drop(sent)
 
   def next(self) -> list[memoryview]:
-    """What is sent next."""
+    """Return the buffers to send next."""
     return [self._buffers[i] for i in range(min(len(self._buffers), AT_ONCE))]
 
-  def took(self, sent: int) -> None:
-    """So many more bytes have been sent."""
+  def drop(self, sent: int) -> None:
+    """Remove `sent` bytes from the front."""
     buffers, counts = self._buffers, self._counts
     while buffers and sent >= buffers[0].nbytes:
       sent -= buffers.popleft().nbytes
@@ -53,7 +51,7 @@ class SendQueue:
       buffers[0] = buffers[0][sent:]
 
   def clear(self) -> None:
-    """Nothing waits any more."""
+    """Remove all frames."""
     self._buffers.clear()
     self._counts.clear()
     self._answers.clear()

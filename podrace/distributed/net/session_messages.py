@@ -1,4 +1,4 @@
-"""What every session has in common: its messages, and how it begins.
+"""The messages of every session.
 
 A session is a connection: it begins with WELCOME and ends with the connection.
 """
@@ -30,25 +30,27 @@ REPORT = packed(73, 'REPORT', dict)
 
 OF_CLIENTS = HELLO, PING, BYE, ASK, METRICS
 OF_LISTENERS = WAIT, WELCOME, PONG, REFUSED, GONE, END, REPORT
-GUEST_BYTES = 65536  # of a frame of a connection without a session
-SILENCE = 10.0  # seconds after which a peer is taken for dead, unless a listener says otherwise
+GUEST_BYTES = 65536  # of a frame of a connection without a session, at most
+SILENCE = 10.0  # seconds of silence after which a client is dropped, by default
 
 
 def of_clients(*more: Kind) -> dict[int, Kind]:
-  """Kinds that clients of a service send."""
+  """Return the kinds that clients of a service send."""
   return numbered(*OF_CLIENTS, *more)
 
 
 def of_listeners(*more: Kind) -> dict[int, Kind]:
-  """Kinds that a service sends."""
+  """Return the kinds that a service sends."""
   return numbered(*OF_LISTENERS, *more)
 
 
 def hello(service: str, client: int, **more: Any) -> dict[str, Any]:
-  """What HELLO tells.
+  """Return the entries of HELLO.
 
   Args:
-    client: this process's number, the same over all its connections: a new one takes the place of the last.
+    service: its name.
+    client: number of this client. Its new connection replaces the last one.
+    more: further entries.
   """
   return {
     'name': service, 'version': VERSION, 'client': client, 'host': sockets.gethostname()[:STRING],
@@ -57,12 +59,12 @@ def hello(service: str, client: int, **more: Any) -> dict[str, Any]:
 
 
 def new_client() -> int:
-  """A number for `hello` that nobody else has."""
+  """Return a random number for `hello`."""
   return int.from_bytes(os.urandom(8), 'little') >> 1 | 1
 
 
 def check_hello(details: dict[str, Any]) -> None:
-  """Refuses a HELLO that does not say who the client is."""
+  """Raise WireError for a HELLO without the common entries."""
   for name in ('name', 'host', 'podrace'):
     x = details.get(name)
     if type(x) is not str or len(x) > STRING:

@@ -1,4 +1,4 @@
-"""A listener's sessions: how they begin, what is said in them, and how they end. A service is its handler."""
+"""The sessions of a listener: begin, messages, end. A service is their handler."""
 
 from __future__ import annotations
 
@@ -11,98 +11,103 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from podrace.distributed.net import process_metrics, session_messages
+from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connections import Connections, Peer
 from podrace.distributed.net.frame import VERSION, Buffer, Kind, WireError, split
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import Lines, label, plain, plain_reasons
-from podrace.distributed.net.stream import Ended, Full
+from podrace.distributed.net.stream import SendQueueFull
 from podrace.version import __version__
 
-PEERS = 16384  # with a session, at most
-BACKLOG = 256  # frames that one client has not read
-REPORT_SECONDS = 0.5  # that a report is sent again: to make it takes time
+PEERS = 16384  # sessions, at most
+BACKLOG = 256  # frames that may wait for one client
+REPORT_SECONDS = 0.5  # that a report is reused, as it takes time to make
 _COMMON = frozenset(kind.number for kind in session_messages.OF_CLIENTS)
 
 
-class Handler(Protocol):
-  """A service, as far as a listener knows it. All of it is called by the thread that has the network.
+class ServiceHandler(Protocol):
+  """A service, as its listener sees it. The thread that serves the network calls all methods.
 
-  A class that is declared as one need only have what it does otherwise than here.
+  A subclass overrides the methods that it needs.
 
   Attributes:
     service: its name in HELLO.
-    kinds: that clients send, see `session.of_clients`.
-    largest: bytes of a frame of a client, at most.
+    kinds: that clients send, see `session_messages.of_clients`.
   """
 
   service: str
   kinds: dict[int, Kind]
 
   @property
-  def largest(self) -> int: ...
+  def largest(self) -> int:
+    """Bytes of a frame of a client, at most."""
+    ...
 
   def memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
-    """Memory [size] u8 for the arrays of a message; None to leave that to the stream. May raise WireError."""
+    """Return memory [size] u8 for the arrays of a message, or None. May raise WireError."""
     return None
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    """Why a client is refused; it may be none."""
+    """Return the reasons to refuse a client; [] to accept it."""
     return []
 
   def why_wait(self, details: dict[str, Any]) -> str:
-    """Why a client must wait for its session; '' if it need not."""
+    """Return the reason why a client must wait for its session, or ''."""
     return ''
 
   def welcome(self, peer: Peer, details: dict[str, Any]) -> dict[str, Any]:
-    """Begins a session: what WELCOME tells besides."""
+    """Begin a session; return further entries of WELCOME."""
     return {}
 
   def welcomed(self, peer: Peer) -> None:
-    """After WELCOME is on its way."""
+    """Act after WELCOME is on its way."""
     return
 
   def handle(self, peer: Peer, kind: Kind, fields: Sequence[Any], arrays: list[memoryview]) -> None:
-    """A message of a session. May raise WireError, which ends it."""
+    """Handle a message of a session. May raise WireError, which ends the session."""
 
-  def ping(self, peer: Peer, said: Any) -> Any:
-    """What PING tells; returns what PONG does."""
+  def ping(self, peer: Peer, field: Any) -> Any:
+    """Handle the field of PING; return the field of PONG."""
     return None
 
   def drained(self, peer: Peer) -> None:
-    """All that a client was sent is on its way, after something had to wait."""
+    """Act when all frames that waited for a client are sent."""
     return
 
   def left(self, peer: Peer, reason: str, level: int) -> None:
-    """A session is over."""
+    """Handle the end of a session."""
 
   def turned(self) -> None:
-    """After messages have come, or the clock has."""
+    """Act once in each turn, after its messages."""
     return
 
   def tick(self, now: float) -> None:
-    """Every TICK seconds."""
+    """Check deadlines, every TICK seconds."""
     return
 
   def forgive(self, seconds: float) -> None:
-    """Nobody was listened to for so long."""
+    """Extend deadlines by the seconds in which no message was read."""
     return
 
   def report(self) -> dict[str, Any]:
-    """What `podrace top` shows."""
+    """Return the report for `podrace top`."""
+    ...
 
 
 class Sessions:
   """Clients with a session. A client without one is a guest of `connections`.
 
+  Owner: the Listener.
+
   Args:
-    silence: seconds after which a client is taken for dead.
+    silence: seconds after which a silent client is dropped.
 
   Attributes:
-    peers: in the order in which they came.
+    peers: oldest session first.
   """
 
   def __init__(
-    self, handler: Handler, loop: Loop, keys: Path | None, silence: float, lines: Lines
+    self, handler: ServiceHandler, loop: Loop, keys: Path | None, silence: float, lines: Lines
   ) -> None:
     self._handler, self._silence, self._lines, self._counts = handler, silence, lines, lines.counts
     self.peers: dict[Peer, None] = {}
@@ -110,13 +115,11 @@ class Sessions:
       loop, keys, handler.kinds, self._message, self._memory, lines, lambda: len(self.peers)
     )
     self._clients: dict[tuple[str, int], Peer] = {}  # by key and client's number
-    self._over: tuple[bool, str] | None = None  # how it ends
-    self._report: tuple[list[Buffer], float] = (
-      [],
-      -math.inf,
-    )  # packed, and until when it is sent again
+    self._over: tuple[bool, str] | None = None  # the fields of END
+    # Packed, and the time until which it is reused.
+    self._report: tuple[list[Buffer], float] = [], -math.inf
 
-  # --- what comes --------------------------------------------------------------------------------
+  # --- messages ----------------------------------------------------------------------------------
 
   def _memory(self, peer: Peer, kind: Kind, fields: Sequence[Any], size: int) -> Any:
     if peer in self.peers:
@@ -141,7 +144,7 @@ class Sessions:
     elif kind is session_messages.ASK:
       self._counts['asked'] += 1
       self.connections.talks(peer)
-      peer.asked = True
+      peer.wants_report = True
       if not peer.stream.waiting:
         self._answer(peer)
     elif kind is session_messages.BYE and peer in self.peers:
@@ -151,15 +154,15 @@ class Sessions:
       raise WireError(f'a {kind.name} without a session')
 
   def _answer(self, peer: Peer) -> None:
-    """Sends the report. Nobody has more than one to read."""
-    peer.asked = False
+    """Send the report. At most one waits for each connection."""
+    peer.wants_report = False
     report, until = self._report
     if time.monotonic() > until:
       report = session_messages.REPORT.pack([self._handler.report()])
       self._report = report, time.monotonic() + REPORT_SECONDS
     self._send(peer, report)
 
-  # --- how a session begins ----------------------------------------------------------------------
+  # --- begin -------------------------------------------------------------------------------------
 
   def _hello(self, peer: Peer, details: dict[str, Any]) -> None:
     session_messages.check_hello(details)
@@ -168,8 +171,8 @@ class Sessions:
     if reasons := self._reasons_against(details):
       self._counts['refused'] += 1
       reasons = plain_reasons(reasons)
-      who = plain(f'{details["host"]}:{details["pid"]}')
-      self._lines.log('\n  '.join([f'refused {who}:', *reasons]), logging.WARNING)
+      name = plain(f'{details["host"]}:{details["pid"]}')
+      self._lines.log('\n  '.join([f'refused {name}:', *reasons]), logging.WARNING)
       self.send(peer, session_messages.REFUSED, reasons)
       return
     if self._over is not None:
@@ -190,29 +193,30 @@ class Sessions:
       return self._handler.reasons_against(details)
     return [
       f'this is {name!r} version {VERSION} (podrace {__version__}), '
-      f'the client wants {details["name"]!r} version {details["version"]} (podrace {details["podrace"]})'
+      f'the client wants {details["name"]!r} version {details["version"]} '
+      f'(podrace {details["podrace"]})'
     ]
 
   def _why_wait(self, details: dict[str, Any]) -> str:
     if len(self.peers) >= PEERS:
       return f'{self._handler.service} has {PEERS} clients and takes no more'
     if self.connections.share.is_full:
-      most = self.connections.share.sessions
+      limit = self.connections.share.sessions
       return (
-        f'{self._handler.service} has as many clients as its limit of open files (`ulimit -n`) permits: {most} '
-        'of all that its process listens for'
+        f'{self._handler.service} has as many clients as its limit of open files (`ulimit -n`) '
+        f'permits: {limit} of all that its process listens for'
       )
     return self._handler.why_wait(details)
 
   def _end_before(self, peer: Peer, details: dict[str, Any]) -> None:
-    """Ends this client's session over an older connection, with all that it has."""
+    """End this client's session over an older connection."""
     before = self._clients.get((peer.key, details['client']))
     if details['client'] and before is not None:
       self.drop(before, 'is back over another connection', logging.INFO)
       self.connections.end(before, 'you are back over another connection')
 
   def _join(self, peer: Peer, details: dict[str, Any]) -> None:
-    """Begins a session."""
+    """Begin a session."""
     peer.client, peer.name = details['client'], f'{label(details["host"])}:{details["pid"]}'
     peer.since = time.monotonic()
     answer = self._handler.welcome(peer, details)
@@ -220,58 +224,62 @@ class Sessions:
     self.peers[peer] = None
     if peer.client:
       self._clients[peer.key, peer.client] = peer
-    peer.stream.largest, peer.stream.most_out = self._handler.largest, BACKLOG
+    peer.stream.reader.largest, peer.stream.max_queued = self._handler.largest, BACKLOG
     self._counts['sessions'] += 1
     if self.send(peer, session_messages.WELCOME, dict(silence=self._silence, **answer)):
       self._handler.welcomed(peer)
 
-  # --- what goes ---------------------------------------------------------------------------------
+  # --- send --------------------------------------------------------------------------------------
 
   def written(self, peer: Peer) -> None:
-    """All that a connection was sent is on its way, after something had to wait."""
-    if peer.asked:
+    """Act when all frames that waited for a connection are sent."""
+    if peer.wants_report:
       self._answer(peer)
     if peer in self.peers:
       self._handler.drained(peer)
 
   def send(self, peer: Peer, kind: Kind, *fields: Any, arrays: Sequence[Buffer] = ()) -> bool:
-    """Whether it is on its way; else the client has been dropped, or is when all that it has said is read."""
+    """Send a message to a client.
+
+    Returns:
+      False if the client is dropped, now or when its last messages are read.
+    """
     return not (peer.gone or peer.ending) and self._send(peer, kind.pack(fields, arrays))
 
   def _send(self, peer: Peer, buffers: Sequence[Buffer]) -> bool:
-    """As `send`, of a message that is packed."""
+    """Send a packed message, as `send`."""
     if peer.gone or peer.ending:
       return False
     try:
       if not peer.stream.send_packed(buffers):
         self.connections.look_for_room(peer, True)
-    except Full as e:
+    except SendQueueFull as e:
       self.cut(peer, f'dropped: {e}')
       return False
-    except Ended:
+    except ConnectionClosed:
       peer.gone = True
       return False
     return True
 
-  # --- how a session ends ------------------------------------------------------------------------
+  # --- end ---------------------------------------------------------------------------------------
 
   def lost(self, peer: Peer) -> None:
-    """A connection is over."""
+    """Remove a connection that is over."""
     self.connections.remove(peer)
     self.drop(peer, 'is gone', logging.INFO if peer.finished else logging.WARNING)
 
   def end(self, complete: bool, reason: str) -> None:
-    """Says to all that the service ends, and to those that come from now on."""
+    """Tell all clients, also later ones, that the service ends."""
     self._over = complete, reason
     for peer in (*self.peers, *(g for g in self.connections.guests if g.waits)):
       self.send(peer, session_messages.END, complete, reason)
 
   def blame(self, peer: Peer, e: Exception) -> None:
-    """Ends a connection that has sent what led to this, and tells why."""
+    """End a connection whose message raised `e`, and tell the client the reason."""
     if isinstance(e, WireError):
       what = str(e)
     else:
-      self.unexpected(e)  # nobody else shall be the worse for it
+      self.unexpected(e)  # only this client is affected
       what = f'what could not be dealt with ({type(e).__name__})'
     self._counts['malformed'] += 1
     if peer not in self.peers:
@@ -280,23 +288,23 @@ class Sessions:
     self.connections.end(peer, f'you sent {what}')
 
   def unexpected(self, e: Exception) -> None:
-    """Counts and tells that a check is missing."""
+    """Count and log an exception that is no WireError: a check is missing."""
     self._counts['unexpected'] += 1
     trace = ''.join(traceback.format_exception(e))[-4000:]
     self._lines.log(f'a message that was not checked well enough:\n{trace}', logging.ERROR)
 
   def tell_gone(self, peer: Peer, reason: str) -> None:
-    """Ends a session, and says why."""
+    """End a session, and tell the reason."""
     self.drop(peer, reason)
     self.connections.end(peer, reason)
 
   def cut(self, peer: Peer, reason: str) -> None:
-    """Ends a session and its connection at once, with all that waits to be read."""
+    """End a session and its connection at once. Frames that wait are lost."""
     self.drop(peer, reason)
     self.connections.remove(peer)
 
   def drop(self, peer: Peer, reason: str, level: int = logging.WARNING) -> None:
-    """Ends a session, if it has not ended; its connection says no more."""
+    """End a session, if it has not ended. Its connection becomes a guest."""
     if peer not in self.peers:
       return
     del self.peers[peer]
@@ -310,14 +318,14 @@ class Sessions:
   # --- time --------------------------------------------------------------------------------------
 
   def forgive(self, seconds: float, now: float) -> None:
-    """Nobody was listened to for so long: what was said meanwhile may not have been read yet."""
+    """Extend deadlines by the seconds in which no message was read."""
     for peer in (*self.peers, *self.connections.guests):
       peer.last_seen = min(peer.last_seen + seconds, now)
       peer.until += seconds
     self._handler.forgive(seconds)
 
   def tick(self, now: float) -> None:
-    """Ends sessions of the silent and guests whose time is over, and those whose keys were taken from the list."""
+    """Close idle sessions, expired guests, and connections with revoked keys."""
     for peer in list(self.peers):
       if now - peer.last_seen > self._silence:
         self.tell_gone(peer, f'silent for {now - peer.last_seen:.1f} s')
@@ -326,7 +334,7 @@ class Sessions:
       self.tell_gone(peer, 'its key is not listed any more')
 
   def close(self) -> None:
-    """Ends all connections at once."""
+    """Close all connections at once."""
     for peer in (*self.peers, *self.connections.guests):
       peer.stream.close()
     self.peers.clear()

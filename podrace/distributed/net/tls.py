@@ -1,6 +1,6 @@
-"""TLS over a socket that does not block, with one call of the kernel for many records.
+"""TLS over a non-blocking socket, with one call of the kernel for many records.
 
-ssl.SSLSocket calls the kernel twice for each record of 16 KB; here records are taken and given in bulk.
+ssl.SSLSocket calls the kernel twice for each record of 16 KB.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import cast
 from podrace.distributed.net.frame import Buffer
 
 RECORD = 2**14  # bytes of a record
-AT_ONCE = 2**18  # bytes that are encrypted before the kernel has taken those before
-ANSWERS = 2**16  # bytes of TLS's own answers that may wait for the other end to read
-SHAKE_BYTES = 2**14  # of a handshake that are read at once
+AT_ONCE = 2**18  # bytes that are encrypted before the kernel takes them
+ANSWERS = 2**16  # bytes of TLS's own answers that the other end may leave unread
+SHAKE_BYTES = 2**14  # read at once during the handshake
 
 
 class Tls:
-  """One end. Whoever calls it holds a lock.
+  """One end of TLS. The caller holds a lock.
 
   Args:
-    scratch: memory for what comes in, which those of one thread may share.
+    scratch: memory to read into, which the connections of one thread may share.
   """
 
   def __init__(
@@ -32,13 +32,16 @@ class Tls:
     self._socket, self._scratch = socket, scratch
     self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
     self._tls = context.wrap_bio(self._in, self._out, server_side=server)
-    self._sending = memoryview(b'')  # what the kernel has not taken yet
+    self._sending = memoryview(b'')  # encrypted, for the kernel
 
   def shake(self) -> str:
-    """Goes on with the handshake: '' if it is done, else what it waits for, 'read' or 'write'.
+    """Continue the handshake.
+
+    Returns:
+      '' if it is complete, else the event that it waits for: 'read' or 'write'.
 
     Raises:
-      OSError: if it has failed.
+      OSError: if it failed.
     """
     while True:
       try:
@@ -48,7 +51,7 @@ class Tls:
         if not self.push():
           return 'write'
       except OSError:
-        with contextlib.suppress(OSError):  # TLS says why
+        with contextlib.suppress(OSError):  # send the alert of TLS
           self.push()
         raise
       try:
@@ -58,22 +61,22 @@ class Tls:
         return 'read'
 
   def certificate(self) -> bytes:
-    """The other end's, b'' if it has none."""
+    """Return the certificate of the other end; b'' if it has none."""
     return self._tls.getpeercert(binary_form=True) or b''
 
   @property
   def pending(self) -> bool:
-    """Whether there is more to read of which the kernel knows nothing."""
+    """Whether there are bytes that the kernel no longer reports."""
     return bool(self._in.pending or self._tls.pending())
 
-  def _fill(self, most: int) -> int:
-    """How many bytes the kernel had; 0 at the end."""
-    n = self._socket.recv_into(self._scratch[:most])
+  def _fill(self, limit: int) -> int:
+    """Read from the kernel; return the number of bytes, 0 at the end."""
+    n = self._socket.recv_into(self._scratch[:limit])
     self._in.write(self._scratch[:n])
-    return cast(int, n)  # as it is where a buffer is given
+    return cast(int, n)
 
   def recv_into(self, into: memoryview) -> int:
-    """As a socket's; of a record at most.
+    """Read at most one record, as `socket.recv_into`.
 
     Raises:
       BlockingIOError: if no record is whole yet.
@@ -88,18 +91,18 @@ class Tls:
     finally:
       if self._out.pending > ANSWERS:
         raise ConnectionError('it does not read what TLS answers')
-    return cast(int, n)  # as it is where a buffer is given
+    return cast(int, n)
 
   @property
   def waiting(self) -> bool:
-    """Whether there is something to push."""
+    """Whether anything waits to be pushed."""
     return bool(len(self._sending) or self._out.pending)
 
   def send(self, buffers: Sequence[Buffer]) -> int:
-    """Encrypts buffers, and sends them as far as there is room.
+    """Encrypt buffers, and send as much as there is room for.
 
     Returns:
-      how many bytes need not be given again; some of them may wait to be pushed.
+      The number of bytes taken; some of them may wait to be pushed.
     """
     if sum(map(len, buffers)) <= RECORD:
       buffers = [b''.join(buffers)]
@@ -114,7 +117,7 @@ class Tls:
     return taken
 
   def push(self) -> bool:
-    """Sends what waits; whether nothing does any more."""
+    """Send the bytes that wait; return whether none is left."""
     while self.waiting:
       if not len(self._sending):
         self._sending = memoryview(self._out.read())

@@ -65,7 +65,7 @@ class ReaderState:
     self.sending = False
 
 
-class Publisher(listener.Handler):
+class Publisher(listener.ServiceHandler):
   """Sends versions to readers. `publish` may be called from any thread.
 
   *Owner*: the caller, by `with` or `close`. A thread serves from construction on.

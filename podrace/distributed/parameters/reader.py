@@ -34,7 +34,7 @@ _PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')
 log = logging.getLogger('podrace.distributed.parameters')
 
 
-class Parameters(link.Handler):
+class Parameters(link.LinkHandler):
   """The newest parameters of a publisher, kept up to date by a thread.
 
   Staleness is the time since the held version was last known to be the newest: since its message

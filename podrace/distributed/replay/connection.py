@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from podrace.distributed.net.frame import Kind, WireError, short
-from podrace.distributed.net.link import Handler, Link, Refused
+from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.safe_text import plain_lines
 from podrace.distributed.net.session_messages import ASK, PING, REPORT
 from podrace.distributed.replay import replay_messages
@@ -75,7 +75,7 @@ def _read_sizes(details: Any) -> dict[str, int]:
   return details
 
 
-class ReplayConnection(Handler):
+class ReplayConnection(LinkHandler):
   """A connection to one replay service, kept by a thread that connects again whenever it breaks.
 
   *Owner*: the `ReplayClient`, which calls `close`.

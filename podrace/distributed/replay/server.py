@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from podrace import tables
 from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.frame import Kind, WireError
-from podrace.distributed.net.listener import Handler, Listen, Listener, Peer, Serving
+from podrace.distributed.net.listener import Listen, Listener, Peer, ServiceHandler, Serving
 from podrace.distributed.net.safe_text import Say, plain_lines
 from podrace.distributed.net.session_messages import SILENCE
 from podrace.distributed.replay import replay_messages, table_settings
@@ -47,7 +47,7 @@ class ClientState(NamedTuple):
   window: SampleWindow
 
 
-class ReplayServer(Handler):
+class ReplayServer(ServiceHandler):
   """Tables behind a socket, served by a thread while the server is entered.
 
   *Owner*: the caller, by `with` or `start` and `stop`.

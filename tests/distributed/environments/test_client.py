@@ -19,7 +19,9 @@ from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
 from podrace.distributed.environments import environment_messages
-from podrace.distributed.environments.client import Client, Group, Options, group_sizes, run_all
+from podrace.distributed.environments.client import EnvironmentClient, run_all
+from podrace.distributed.environments.client_options import ClientOptions, group_sizes
+from podrace.distributed.environments.group_thread import GroupThread
 from podrace.distributed.net import connecting, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.dashboard import Asker
@@ -144,7 +146,7 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
     with Learner(address=address) as again:
       until(lambda: again.steps > 20)
       assert_whole(lives(again.arrivals))
-      again.server.finished()
+      again.server.network.finish()
     assert envs.wait() == 0
     assert 'the run is complete' in envs.output
 
@@ -250,7 +252,7 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
 def test_a_learner_that_is_getting_ready_is_there() -> None:
   """To give up is for where nobody is: not while it says that it is to be waited for."""
   learner = bare.Accepting(environment_messages.OF_CLIENTS)
-  client = Client(Options(learner.address, 'test:spec', give_up=2.5), spec())
+  client = EnvironmentClient(ClientOptions(learner.address, 'test:spec', give_up=2.5), spec())
   thread = threading.Thread(target=lambda: raised.append(ended(client)), daemon=True)
   raised: list[Any] = []
   thread.start()
@@ -264,14 +266,16 @@ def test_a_learner_that_is_getting_ready_is_there() -> None:
   assert 'no learner at' in str(raised[0])
 
 
-def ended(client: Client) -> BaseException:
+def ended(client: EnvironmentClient) -> BaseException:
   with pytest.raises(TimeoutError) as error:
     run_all([client])
   return error.value
 
 
 def test_each_learner_process_has_its_part() -> None:
-  three = Options('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=8, workers=7, seed=5).parts()
+  three = ClientOptions(
+    'unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=8, workers=7, seed=5
+  ).parts()
   assert [(o.connect, o.num_envs, o.workers) for o in three] == [
     ('unix:/a', 3, 2), ('unix:/b', 3, 2), ('unix:/c', 2, 2)
   ]  # fmt: skip
@@ -280,9 +284,9 @@ def test_each_learner_process_has_its_part() -> None:
   with pytest.raises(
     ValueError, match='each of the 3 learner processes of --connect needs at least'
   ):
-    Options('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=2)
+    ClientOptions('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=2)
   with pytest.raises(ValueError, match=r"--connect takes .* not 'b'"):
-    Options('unix:/a,b', 'test:spec', num_envs=2)
+    ClientOptions('unix:/a,b', 'test:spec', num_envs=2)
 
 
 def test_what_one_client_fails_with_ends_all(tmp_path: Path) -> None:
@@ -316,21 +320,21 @@ def test_bad_usage_is_2(args: list[str]) -> None:
 
 
 def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
+  client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
   args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
-  begun = Group(0, 1, spec(), args, lambda *args: None, lambda *args: None)
+  begun = GroupThread(0, 1, spec(), args, lambda *args: None, lambda *args: None)
   begun.worker = Worker('begun', int)
-  client._groups = [begun]
+  client.groups = [begun]
   for index in (0, 1):
     with pytest.raises(environment_messages.WireError, match=f'a start of group {index}'):
       client.handle(environment_messages.START, [index], [])
 
 
 def test_actions_that_nobody_has_asked_for_are_none() -> None:
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
+  client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
   args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
-  group = Group(0, 1, spec(), args, lambda *args: None, lambda *args: None)
-  client._groups = [group]
+  group = GroupThread(0, 1, spec(), args, lambda *args: None, lambda *args: None)
+  client.groups = [group]
   action = memoryview(bytes(4))
   for fields, data in (((1, 0), action), ((0, 1), action), ((0, 0), action[:3])):
     with pytest.raises(environment_messages.WireError, match='actions'):
@@ -364,10 +368,10 @@ def test_it_imports_no_jax() -> None:
 ])  # fmt: skip
 def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   """A learner that says nonsense is lost; it ends no environments' process."""
-  client = Client(Options('tcp://127.0.0.1:9', 'test:spec'), spec())
+  client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
   with pytest.raises(environment_messages.WireError, match='a welcome with'):
     client.joined({'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong})
-  assert not client._groups
+  assert not client.groups
 
 
 @pytest.mark.parametrize('case', ['nobody', 'other keys', 'not listed', 'no keys', 'silent'])
@@ -393,7 +397,7 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
       address = silent.address
     elif case != 'nobody':
       address = stack.enter_context(Learner(keys=keys)).address
-    client = Client(Options(address, 'test:spec', keys=own, give_up=1.0), spec())
+    client = EnvironmentClient(ClientOptions(address, 'test:spec', keys=own, give_up=1.0), spec())
     assert reason in str(ended(client))
     asker = Asker(address, own, False)
     with pytest.raises(TimeoutError) as error:

@@ -12,7 +12,8 @@ import pytest
 from children import until
 
 from podrace.distributed.environments import environment_messages, shared_listener
-from podrace.distributed.environments.groups import Client, Group, Incoming
+from podrace.distributed.environments.groups import ClientState, EnvironmentGroup
+from podrace.distributed.environments.incoming import IncomingSteps
 from podrace.distributed.environments.shared_listener import SharedNetwork
 from podrace.types import FIRST, LAST, MID
 
@@ -61,7 +62,7 @@ class Peer:
   """A client with one group."""
 
   def __init__(self) -> None:
-    self.state = Client({'env': 'test'})
+    self.state = ClientState({'env': 'test'})
     self.groups: list[Any] = []
 
 
@@ -69,7 +70,7 @@ def groups(pool: Any, count: int) -> list[Any]:
   found: list[Any] = []
   for i in range(count):
     peer: Any = Peer()
-    peer.groups.append(Group(peer, 0, 2))
+    peer.groups.append(EnvironmentGroup(peer, 0, 2))
     peer.groups[0].begin(pool, np.arange(2 * i, 2 * i + 2))
     found += peer.groups
   return found
@@ -83,20 +84,20 @@ def body(kind: int = MID, value: float = 0.0, **fields: Any) -> bytes:
   return records.tobytes() + np.full((2, 4), value, np.float32).tobytes()
 
 
-def step(incoming: Incoming, group: Any, data: bytes) -> None:
+def step(incoming: IncomingSteps, group: Any, data: bytes) -> None:
   group.seq += 1
-  group.state = 'asked'
+  group.state = 'stepping'
   incoming.add(group, data)
 
 
 def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> None:
   pool: Any = Pool(8)
   listener: Any = Listener()
-  incoming = Incoming(LAYOUT, listener)
+  incoming = IncomingSteps(LAYOUT, listener)
   good, nan, much, again = every = groups(pool, 4)
   for one in every:
     incoming.add(one, body(FIRST))
-  incoming.look()
+  incoming.check()
   assert pool.come == [every] and not listener.blamed and listener.counts['frames'] == 8
   for one, data in (
     (good, body()),
@@ -105,36 +106,36 @@ def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> No
     (again, body(MID, life=[0, 1])),
   ):
     step(incoming, one, data)
-  incoming.look()
-  incoming.look()
+  incoming.check()
+  incoming.check()
   reasons = dict(listener.blamed)
   assert reasons.keys() == {nan.peer, much.peer, again.peer}
   assert 'NaN' in reasons[nan.peer] and 'between 0 and 1' in reasons[much.peer]
   assert 'without its first timestep' in reasons[again.peer]
-  assert pool.come[1:] == [[good]] and good.state == 'thinking' and not listener.surprises
+  assert pool.come[1:] == [[good]] and good.state == 'acting' and not listener.surprises
 
 
 def test_restarts_are_other_lives_of_their_slots() -> None:
   pool: Any = Pool(2)
   listener: Any = Listener()
-  incoming = Incoming(LAYOUT, listener)
+  incoming = IncomingSteps(LAYOUT, listener)
   (one,) = groups(pool, 1)
   incoming.add(one, body(FIRST))
-  incoming.look()
+  incoming.check()
   step(incoming, one, body([MID, FIRST], life=[0, 3]))
-  incoming.look()
+  incoming.check()
   assert pool.run_id.tolist() == one.run_id.tolist() == [0, 3] and one.client.restarts == 3
 
 
 def test_whose_client_is_gone_meanwhile_is_passed_over() -> None:
   pool: Any = Pool(4)
   listener: Any = Listener()
-  incoming = Incoming(LAYOUT, listener)
+  incoming = IncomingSteps(LAYOUT, listener)
   gone, there = groups(pool, 2)
   incoming.add(gone, body(value=np.inf))
   incoming.add(there, body(FIRST))
   gone.state = 'gone'
-  incoming.look()
+  incoming.check()
   assert pool.come == [[there]] and not listener.blamed
 
 
@@ -146,6 +147,7 @@ class Turning:
     self.ended: list[Any] = []
     self.said: list[str] = []
     self.turns, self.closed = 0, False
+    self.counts: collections.Counter[str] = collections.Counter()
     self.later = self.calls.append
 
   def open(self) -> None:
@@ -195,7 +197,8 @@ def test_its_own_thread_looks_after_it_and_gives_it_to_one_that_waits() -> None:
   assert not shared.turn(0.0) and listener.turns == turns  # nobody is served any more
   shared.close()
   assert (
-    listener.ended == [(True, 'the run is complete', shared_listener.GOODBYE)] and listener.closed
+    listener.ended == [(True, 'the run is complete', shared_listener.GOODBYE_SECONDS)]
+    and listener.closed
   )
   assert not busy.nudged
 

@@ -157,7 +157,7 @@ def test_the_minimal_client_is_all_it_takes(tmp_path: Path, how: str) -> None:
       client.says('session ended: a test')
       before = one.steps
       until(lambda: one.steps > before + 200)
-      one.server.finished()
+      one.server.network.finish()
       one.__exit__()
       assert client.wait() == 0
     assert one.server.counts['sessions'] == 2 and not one.server.counts['malformed']
@@ -189,7 +189,7 @@ def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path, in_c: Path, how
       one.pause.set()
       before = one.steps
       until(lambda: one.steps > before + 200)
-      one.server.finished()
+      one.server.network.finish()
       one.__exit__()
       assert client.wait(20) == 0
     assert one.server.counts['sessions'] == 1 and not one.server.counts['malformed']

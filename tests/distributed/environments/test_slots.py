@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from podrace.distributed.environments.groups import Client, Group
+from podrace.distributed.environments.groups import ClientState, EnvironmentGroup
 from podrace.distributed.environments.slots import Slots
 
 
@@ -30,14 +30,14 @@ class Pool:
 
 
 def group(size: int) -> Any:
-  peer: Any = types.SimpleNamespace(state=Client({'env': 'test'}))
-  return Group(peer, 0, size)
+  peer: Any = types.SimpleNamespace(state=ClientState({'env': 'test'}))
+  return EnvironmentGroup(peer, 0, size)
 
 
 def filled(*sizes: int) -> tuple[Slots, list[Any]]:
   """Slots of pools of so many environments, and the groups that are started."""
   started: list[Any] = []
-  found = Slots(sum(sizes), started.append)
+  found = Slots(sum(sizes), started.append, lambda: started)
   for size in sizes:
     pool: Any = Pool(size)
     found.add(pool)
@@ -72,7 +72,7 @@ def test_slots_of_a_group_that_is_being_answered_come_back_after_it() -> None:
   found, started = filled(2)
   one, two = group(2), group(2)
   found.enter(one)
-  one.state = 'thinking'
+  one.state = 'acting'
   found.pools[0].answering.append(one)  # type: ignore[attr-defined]
   found.enter(two)
   found.leave([one])
@@ -106,7 +106,7 @@ def test_who_is_dropped_while_it_is_started_leaves_its_slots_to_the_next() -> No
     if len(started) == 1:
       found.leave([one])
 
-  found = Slots(2, start)
+  found = Slots(2, start, list)
   pool: Any = Pool(2)
   first, second = group(2), group(2)
   found.enter(first)
@@ -122,7 +122,7 @@ def test_a_client_that_is_dropped_while_one_group_is_started_hears_nothing_of_an
     started.append(one)
     found.leave(both)
 
-  found = Slots(4, start)
+  found = Slots(4, start, list)
   pool: Any = Pool(4)
   both = [group(2), group(2)]
   for one in both:
@@ -138,7 +138,7 @@ def test_thousands_that_are_dropped_one_after_the_other_are_no_recursion() -> No
     started.append(one)
     found.leave([one])
 
-  found = Slots(2, start)
+  found = Slots(2, start, list)
   pool: Any = Pool(2)
   for _ in range(2000):
     found.enter(group(2))
@@ -151,12 +151,12 @@ def test_groups_of_a_pool_that_is_gone_are_gone(monkeypatch: pytest.MonkeyPatch)
   groups = [group(2), group(2)]
   for one in groups:
     found.enter(one)
-  found.remove(found.pools[0], groups)
-  assert sorted(one.state for one in groups) == ['asked', 'gone'] and found.total == 2
+  found.remove(found.pools[0])
+  assert sorted(one.state for one in groups) == ['gone', 'stepping'] and found.total == 2
   found.leave(groups)
   assert found.free == 2
   monkeypatch.setattr('podrace.distributed.environments.slots.WAITING', 1)
-  assert not found.crowded
+  assert not found.is_crowded
   found.enter(group(2))
   found.enter(group(2))
-  assert found.crowded
+  assert found.is_crowded

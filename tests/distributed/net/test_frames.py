@@ -11,6 +11,7 @@ import msgpack
 import numpy as np
 import pytest
 
+from podrace.distributed.net.channel import ConnectionClosed, set_no_delay
 from podrace.distributed.net.frame import (
   HEADER_BYTES,
   PREFIX,
@@ -22,16 +23,9 @@ from podrace.distributed.net.frame import (
   split,
   unpack,
 )
+from podrace.distributed.net.frame_reader import DIRECT, SCRATCH_BYTES, new_scratch
 from podrace.distributed.net.keys import client_context, new_keys, server_context
-from podrace.distributed.net.stream import (
-  DIRECT,
-  SCRATCH_BYTES,
-  Ended,
-  Full,
-  Stream,
-  new_scratch,
-  no_delay,
-)
+from podrace.distributed.net.stream import SendQueueFull, Stream
 
 SHORT = packed(7, 'SHORT', int, str)
 ONE = packed(8, 'ONE', object, arrays=1)
@@ -59,7 +53,7 @@ class Pair:
     self.heard: list[tuple[str, list[Any], list[bytes]]] = []
     self.got: list[memoryview] = []
     for socket in (one, two):
-      no_delay(socket)
+      set_no_delay(socket)
     nothing = lambda *args: None  # noqa: E731
     contexts = (client_context(keys), server_context(keys)) if keys else (None, None)
     self.one = Stream(one, KINDS, nothing, nothing, largest, most_out, new_scratch(), contexts[0])
@@ -212,7 +206,7 @@ def test_a_declared_size_takes_no_memory_until_bytes_come() -> None:
     before = resident()
     pair.one.socket.send(frame(bytes(70_000), 9, 8, size=2**30))
     pair.two.receive()
-    assert pair.two._large is not None and pair.two._large.into.nbytes == 2**30 - 8
+    assert pair.two.reader.large is not None and pair.two.reader.large.into.nbytes == 2**30 - 8
     assert resident() - before < 2**24
 
 
@@ -224,7 +218,7 @@ def resident() -> int:
 def test_a_peer_that_does_not_read_fills_a_bounded_queue(keys: Path | None) -> None:
   with Pair(most_out=10, keys=keys) as pair:
     sent = 0
-    with pytest.raises(Full):
+    with pytest.raises(SendQueueFull):
       for _ in range(10**4):
         pair.one.send(FIXED, 1, 2, arrays=(bytes(10**6),))
         sent += 1
@@ -239,12 +233,12 @@ def test_the_other_end_is_gone(keys: Path | None) -> None:
     pair.one.close()
     pair.two.receive()
     assert pair.heard == [('SHORT', [1, 'last words'], [])]
-    with pytest.raises(Ended, match='closed'):
+    with pytest.raises(ConnectionClosed, match='closed'):
       pair.two.receive()
-    with pytest.raises(Ended):
+    with pytest.raises(ConnectionClosed):
       for _ in range(10):
         pair.two.send(SHORT, 1, 'x')
-    with pytest.raises(Ended):
+    with pytest.raises(ConnectionClosed):
       pair.one.send(SHORT, 1, 'x')
 
 

@@ -36,10 +36,10 @@ def of_replay(address: str) -> tuple[Link, Callable[[], Any]]:
 
 
 def of_seed(address: str) -> tuple[Link, Callable[[], Any]]:
-  options = remote_client.Options(connect=address, env='test:spec', num_envs=2)
-  client = remote_client.Client(options, spec())
-  client._link.start()
-  return client._link, client._link.close
+  options = remote_client.ClientOptions(connect=address, env='test:spec', num_envs=2)
+  client = remote_client.EnvironmentClient(options, spec())
+  client.link.start()
+  return client.link, client.link.close
 
 
 def parameters_say() -> list[Document]:

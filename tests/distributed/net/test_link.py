@@ -99,7 +99,7 @@ def test_a_client_is_heard_whose_hello_the_kernel_takes_in_parts(
   def little_room(socket: sockets.socket) -> None:
     socket.setsockopt(sockets.SOL_SOCKET, sockets.SO_SNDBUF, 1)
 
-  monkeypatch.setattr(connecting, 'no_delay', little_room)
+  monkeypatch.setattr(connecting, 'set_no_delay', little_room)
   with Service().listen() as service:
     link = to(service.address, Large())
     assert joined(link)

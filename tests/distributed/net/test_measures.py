@@ -74,7 +74,7 @@ def test_memory_is_that_of_this_process() -> None:
   assert 190 < resident_mb() - before < 260
 
 
-class Measured(link.Handler):
+class Measured(link.LinkHandler):
   service, kinds = 'test', session_messages.of_listeners()
 
   def __init__(self) -> None:

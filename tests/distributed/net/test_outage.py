@@ -69,7 +69,7 @@ def test_it_is_said_once_then_every_half_minute(
     for _ in range(3):
       clock.now += 1.0
       one.check(clock.now)
-    clock.now += connecting.REMIND + 1.0
+    clock.now += connecting.REMIND_SECONDS + 1.0
     one.check(clock.now)
     one.check(clock.now)
     one.end()

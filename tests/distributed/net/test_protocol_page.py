@@ -224,7 +224,7 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
       with Raw(one.address) as late:
         say(late.socket, example('HELLO').replace(b'client\x07', b'client\x08'))
         hear(late.socket, 'WAIT')
-        one.server.finished()
+        one.server.network.finish()
         hear(raw.socket, 'END')
         hear(late.socket, 'END')
       say(raw.socket, 'BYE')
@@ -342,12 +342,12 @@ def test_the_hello_of_the_page_is_one() -> None:
     f'| after it was connected, for TLS and HELLO or ASK | {connections.SILENT_SECONDS:.0f} |',
     f'to WAIT, or has asked | {connections.TALKING_SECONDS:.0f} |',
     f'`silence`, {session_messages.SILENCE:.0f} by default',
-    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {connecting.NEAR} over a Unix socket |',
+    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {connecting.UNIX_RETRY_SECONDS} over a Unix socket |',
     f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
-    f'a map of at most {process_metrics.MOST} numbers',
+    f'a map of at most {process_metrics.MAX_METRICS} numbers',
     f'{", ".join(f"`{name}`" for name in [*process_metrics.LOGGED][:-1])} and `{[*process_metrics.LOGGED][-1]}`',
     f'if the client does not close it first | {connections.ENDING_SECONDS:.0f} |',
-    f'{connecting.BACKOFF[0]}, doubled each time, at most {connecting.BACKOFF[1]:.0f}, over a Unix socket {connecting.NEAR};',
+    f'{connecting.BACKOFF[0]}, doubled each time, at most {connecting.BACKOFF[1]:.0f}, over a Unix socket {connecting.UNIX_RETRY_SECONDS};',
     f'looks at its clock every {listener.TICK} s',
     f'| sessions of a listener | {sessions.PEERS:,};',
     f'| connections without a session | {descriptors.GUESTS:,};',
@@ -391,4 +391,4 @@ def test_powers_of_two_are_those_of_the_page() -> None:
   assert KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
   assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
   assert server.SLACK == 2**20 and table_settings.MOST_NUMBER == 10**15
-  assert answer_timer.START_SECONDS == 120 and stream.PREFIX_BYTES == 8
+  assert answer_timer.START_SECONDS == 120 and PREFIX.size == 8

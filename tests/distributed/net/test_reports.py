@@ -112,7 +112,7 @@ def test_a_report_is_refused_or_shown_as_text(make: Any) -> None:
         continue
       shown += 1
       console = Console(width=200, record=True, file=io.StringIO())
-      console.print(dashboard.table(report, dashboard.counted(report), 1.0))
+      console.print(dashboard.table(report, dashboard.counters(report), 1.0))
       assert not {'\x1b', '\x07'} & set(console.export_text())
       json.dumps(report, allow_nan=False)
   assert refused > 100 and shown > 10

@@ -133,7 +133,7 @@ def test_answers_to_a_client_that_does_not_read_are_bounded(
 
   def answer(service: Service, peer: Any, kind: Kind, fields: Any, arrays: Any) -> None:
     service.listener.send(peer, ANSWER, 'x' * size)
-    waiting.append(peer.stream._out.answer_bytes)
+    waiting.append(peer.stream.answer_bytes)
 
   with Service(SAY, on=answer).listen() as service, bare.connect(service.address, KINDS) as deaf:
     deaf.hello('test')

@@ -113,7 +113,7 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
 
 def under_way(reader: parameters.Parameters) -> bool:
   connection = reader._link._connection
-  return connection is not None and connection.stream._large is not None
+  return connection is not None and connection.stream.reader.large is not None
 
 
 def test_a_cut_on_the_way_is_outlived() -> None:

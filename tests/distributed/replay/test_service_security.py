@@ -181,7 +181,7 @@ def test_a_link_that_fails_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> No
   def fail(*args: Any) -> None:
     raise MemoryError('no room')
 
-  monkeypatch.setattr('podrace.distributed.net.link.Link._look_at_the_clock', fail)
+  monkeypatch.setattr('podrace.distributed.net.link.Link._check_deadlines', fail)
   error = ended(lambda: service.connect('tcp://127.0.0.1:9', timeout=None))
   assert isinstance(error, MemoryError) and 'no room' in str(error)
 
