@@ -18,9 +18,9 @@ from podrace.run.directory import check_directory, name_of, new_run_dir, run_dir
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options, value_of
 from podrace.system.output import Lasting, print_text, results, results_alone
-from podrace.system.process import log_to_stderr
 
 if TYPE_CHECKING:
   from podrace.distributed.net.announce import Announcement

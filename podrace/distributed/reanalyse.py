@@ -36,7 +36,7 @@ from podrace.replay.layout import Columns, Layout, named
 from podrace.settings.agents import agent_name, bind_run
 from podrace.settings.config import Config
 from podrace.settings.validation import validate
-from podrace.system.process import give_way
+from podrace.system.scheduling import give_way
 from podrace.system.threads import Worker
 from podrace.types import Array
 

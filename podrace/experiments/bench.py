@@ -22,7 +22,7 @@ from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
 from podrace.settings.validation import validate
 from podrace.system.output import print_text
-from podrace.system.process import cores
+from podrace.system.scheduling import cores
 from podrace.system.threads import Worker
 from podrace.topology import data_size, on_host
 

@@ -31,7 +31,7 @@ OF_ALL = ('--no-compile-cache', '--quiet')
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class LaunchRequest:
   """A run, and how many processes are to share it."""
 
   config: Config  # what the arguments amount to
@@ -88,7 +88,7 @@ def some(arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = Tr
   return found
 
 
-def seed(asked: Asked) -> Program:
+def seed(asked: LaunchRequest) -> Program:
   """SEED RL (Espeholt et al. 2020, arXiv 1910.06591): other processes have environments only."""
   config = asked.config
   if not config.env.startswith(('ale:', 'envpool:', 'gymnasium:')):
@@ -113,7 +113,7 @@ def seed(asked: Asked) -> Program:
   return Program((*learners, Node('envs', envs, asked.actors)))
 
 
-def impala(asked: Asked) -> Program:
+def impala(asked: LaunchRequest) -> Program:
   """IMPALA (Espeholt et al. 2018, arXiv 1802.01561): unrolls in a queue, each learned from once."""
   if learns_from_replay(asked.config.agent):
     raise UsageError(
@@ -122,7 +122,7 @@ def impala(asked: Asked) -> Program:
   return Program(_over_service('impala', asked))
 
 
-def apex(asked: Asked) -> Program:
+def apex(asked: LaunchRequest) -> Program:
   """Ape-X (Horgan et al. 2018, arXiv 1803.00933): windows in prioritised replay."""
   if not learns_from_replay(asked.config.agent):
     raise UsageError(
@@ -131,7 +131,7 @@ def apex(asked: Asked) -> Program:
   return Program(_over_service('apex', asked))
 
 
-def reanalyse(asked: Asked) -> Program:
+def reanalyse(asked: LaunchRequest) -> Program:
   """MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): as apex, with newer targets."""
   if agent_name(asked.config.agent) != 'muzero':
     raise UsageError(
@@ -144,7 +144,7 @@ def reanalyse(asked: Asked) -> Program:
   )
 
 
-def learners(asked: Asked) -> Program:
+def learners(asked: LaunchRequest) -> Program:
   """Anakin or Sebulba over several processes (Hessel et al. 2021, arXiv 2104.06272).
 
   One that fails takes the others with it. All start again, and resume from the newest checkpoint.
@@ -153,7 +153,7 @@ def learners(asked: Asked) -> Program:
   return Program(tuple(_learners(asked, asked.command('train'))))
 
 
-def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
+def _over_service(arrangement: str, asked: LaunchRequest) -> tuple[Node, ...]:
   """Replay, the learner and acting processes."""
   asked.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
   replay = (
@@ -176,7 +176,7 @@ def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
 
 
 def _learners(
-  asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = (), each: bool = False
+  asked: LaunchRequest, command: tuple[str, ...], listens: tuple[str, ...] = (), each: bool = False
 ) -> Iterator[Node]:
   """Processes that learn as one, the first of which listens, or each."""
   several = asked.learners > 1
@@ -204,11 +204,11 @@ def _learners(
     yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
 
 
-def _listening(asked: Asked) -> tuple[str, ...]:
+def _listening(asked: LaunchRequest) -> tuple[str, ...]:
   return ('--listen', '{listen}', '--announce', '{announce}', *asked.keys)
 
 
-ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {
+ARRANGEMENTS: dict[str, Callable[[LaunchRequest], Program]] = {
   'seed': seed,
   'impala': impala,
   'apex': apex,

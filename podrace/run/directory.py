@@ -42,7 +42,8 @@ from podrace.system.files.schema import (
   is_step,
   needed,
 )
-from podrace.system.process import NO_LOCKS, cores, is_locked, lock
+from podrace.system.locks import NO_LOCKS, is_locked, lock
+from podrace.system.scheduling import cores
 from podrace.version import __version__
 
 RUNNING, FINISHED, STOPPED, FAILED = 'running', 'finished', 'stopped', 'failed'

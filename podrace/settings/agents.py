@@ -12,7 +12,7 @@ from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.errors import UsageError, unknown
 from podrace.settings.config import Basics
 from podrace.system import importing
-from podrace.system.process import check_jax
+from podrace.system.jax_settings import check_jax
 
 
 def unknown_agent(came: str) -> UsageError:

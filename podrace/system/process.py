@@ -4,105 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
-import fcntl
-import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from podrace.errors import UsageError
 from podrace.system import files
-from podrace.system.files import open_lock
-from podrace.system.output import flush_standard, tell
+from podrace.system.output import flush_standard
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
-NICE = 19  # the most that there is
 SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
-
-JAX_TRUE = ('y', 'yes', 't', 'true', 'on', '1')  # as JAX reads its variables
-JAX_SETTINGS = {  # of JAX, which podrace does not compute under -> the values, and why
-  'jax_enable_x64': (JAX_TRUE, 'podrace computes in 32 bits'),
-  'jax_numpy_dtype_promotion': (('strict',), 'podrace computes with the standard promotion'),
-  'jax_disable_jit': (JAX_TRUE, 'podrace computes in compiled programs'),
-}
-JAX_SETTINGS |= {
-  f'jax_transfer_guard{kind}': (
-    ('disallow', 'disallow_explicit'),
-    'podrace moves arrays between host and devices',
-  )
-  for kind in ('', '_host_to_device', '_device_to_device', '_device_to_host')
-}
-
-
-class _ToStderr(logging.Handler):
-  """Tells whoever reads; that nobody does any more ends nothing."""
-
-  def emit(self, record: logging.LogRecord) -> None:
-    tell(self.format(record))
-
-
-def python(*arguments: str) -> tuple[str, ...]:
-  """Return the command line of a child interpreter; `arguments` are options of Python, then its program.
-
-  With -P the child does not import from its working directory, which may be somebody else's.
-  """
-  return sys.executable, '-P', *arguments
-
-
-def escape_logs() -> None:
-  """Have `tell` print what is logged where no command says how: Python's own handler prints text as it is."""
-  logging.lastResort = _ToStderr(logging.WARNING)
-
-
-def cores() -> int:
-  """How many cores this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
-  """Has a command tell what podrace logs, as `who: message`; if it is quiet, only what is wrong.
-
-  For commands: as a library podrace logs, and configures nothing.
-  """
-  log, handler = logging.getLogger('podrace'), _ToStderr()
-  handler.setFormatter(logging.Formatter(f'{who}: %(message)s'))
-  before = log.level, log.propagate
-  log.addHandler(handler)
-  log.setLevel(logging.WARNING if quiet else logging.INFO)
-  log.propagate = False  # else libraries that configure the root's would tell it again
-  try:
-    yield
-  finally:
-    log.removeHandler(handler)
-    log.setLevel(before[0])
-    log.propagate = before[1]
-
-
-def check_jax() -> None:
-  """Checks the settings of JAX, by its variables where it is not imported.
-
-  Raises:
-    UsageError: for a setting that podrace does not compute under.
-  """
-  jax = sys.modules.get('jax')
-  config = getattr(jax, 'config', None)
-  for name, (refused, why) in JAX_SETTINGS.items():
-    variable = name.upper()
-    value = str(getattr(config, name, os.environ.get(variable, '')))
-    if value.lower() in refused:
-      raise UsageError(
-        f"{variable}={value}: {why}; unset it, or leave out jax.config.update('{name}', ...)"
-      )
 
 
 def tell_of_faults() -> None:
@@ -200,21 +114,6 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
       remove()
 
 
-def give_way() -> None:
-  """Has other processes go first where cores are short; for what may be late. Threads from now on do so, too.
-
-  Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
-  gives way as well.
-  """
-  try:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-  except (AttributeError, OSError):  # not Linux, or a sandbox
-    os.nice(NICE)
-  if os.getsid(0) == os.getpid():
-    with contextlib.suppress(OSError):  # the kernel does not weigh sessions
-      Path('/proc/self/autogroup').write_text(f'{NICE}\n', encoding='ascii')
-
-
 def end_at_once(signum: int, frame: Any) -> None:
   """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
   _ending.acquire()  # the other thread waits here for the end, and does nothing more
@@ -246,35 +145,3 @@ def leave(code: int) -> NoReturn:
   atexit._run_exitfuncs()
   flush_standard()
   os._exit(code)
-
-
-def lock(directory: Path) -> IO[str]:
-  """A directory that is this process's for as long as the file is open; see `is_locked`.
-
-  Raises:
-    BlockingIOError: if another process has it.
-    OSError: if it can't be written to.
-  """
-  file = open_lock(directory / 'lock')
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BaseException as e:
-    file.close()
-    if isinstance(e, OSError) and e.errno in NO_LOCKS:
-      raise OSError(
-        e.errno,
-        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at once; '
-        'take a directory on another file system',
-      ) from e
-    raise
-  return file
-
-
-def is_locked(directory: Path, file: IO[str]) -> bool:
-  """Whether a directory is still the one of which `lock` gave this file: not removed, nor replaced."""
-  ours = os.fstat(file.fileno())
-  try:
-    there = (directory / 'lock').stat()
-  except (FileNotFoundError, NotADirectoryError):
-    return False
-  return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)

@@ -16,7 +16,9 @@ import pytest
 
 import podrace
 from podrace.system import signals
-from podrace.system.process import is_locked, lock, log_to_stderr, on_signals
+from podrace.system.locks import is_locked, lock
+from podrace.system.logs import log_to_stderr
+from podrace.system.process import on_signals
 
 LOG = logging.getLogger('podrace.somewhere')
 
@@ -73,7 +75,7 @@ def test_only_commands_configure_logging() -> None:
   commands = {
     f'commands/{x}.py' for x in ('train', 'act', 'reanalyse', 'envs', 'replay', 'discover')
   }
-  assert found == {'system/process.py', *commands}
+  assert found == {'system/logs.py', *commands}
 
 
 def test_a_hang_up_is_handled_and_under_nohup_stays_ignored() -> None:
@@ -159,6 +161,6 @@ def test_a_wait_names_no_function_of_python(of_user: bool, monkeypatch: pytest.M
   monkeypatch.setattr(signals, 'SLOW_SECONDS', 0.01)
   with signals.Stop() as stopping:
     stopping.during(waits_here if of_user else warned.wait, 'waiting', warn)
-  file = 'test_process' if of_user else 'worker'
+  file = 'test_process' if of_user else 'threads'
   name = 'waits_here' if of_user else 'podrace'
   assert re.search(rf' in {name} \(.*{file}\.py:\d+\)', told[0]), told

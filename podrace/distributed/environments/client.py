@@ -32,7 +32,8 @@ from podrace.envs.host import answer_timer
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.spaces import values
-from podrace.system.process import cores, on_signals
+from podrace.system.process import on_signals
+from podrace.system.scheduling import cores
 from podrace.system.threads import Worker
 from podrace.types import Arrival
 

@@ -30,9 +30,9 @@ from podrace.launch.engines.manifests import (
 from podrace.launch.engines.ray_actor import HOST, ROOM, Placed, Runner
 from podrace.launch.program import Node, Program, is_one_of_several
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Local
-from podrace.launch.supervisor.remote_child import Asked
-from podrace.launch.supervisor.replica import settings
+from podrace.launch.supervisor.local import Supervisor
+from podrace.launch.supervisor.remote_child import ReplicaRequest
+from podrace.launch.supervisor.replica import extra_environ
 from podrace.system import process
 from podrace.system.importing import why_not
 from podrace.system.options import Options
@@ -44,7 +44,7 @@ PRIVATE = '/PODRACE-PRIVATE'  # in commands: a directory that each replica has o
 
 
 def launch(make: Make, options: Options) -> int:
-  """Runs a program on the cluster of this machine, or shows it; the exit code, as of `Local.run`.
+  """Runs a program on the cluster of this machine, or shows it; the exit code, as of `Supervisor.run`.
 
   Raises:
     UsageError: without Ray, or a cluster.
@@ -65,7 +65,9 @@ def run(program: Program, directory: Path, group: Any) -> int:
 
   actors = Actors(program, directory, group)
   with Screen([x for n in program.nodes for x in n.names]) as screen:
-    return Local(program, directory, screen.say, screen.look, actors.start, actors.places).run()
+    return Supervisor(
+      program, directory, screen.say, screen.look, actors.start, actors.places
+    ).run()
 
 
 def show(program: Program, directory: Path) -> None:
@@ -185,8 +187,8 @@ class Actors:
       self._files.pop(announces, None)  # else it would be taken for what this one announces
       own = {f'keys/{name}' for name in files_of_keys(node)}
       files = {k: x for k, x in self._files.items() if k in own or not k.startswith('keys/')}
-      asked = Asked(
-        list(words), settings(node), os.getcwd(), PRIVATE, announces, addresses, files,
+      asked = ReplicaRequest(
+        list(words), extra_environ(node), os.getcwd(), PRIVATE, announces, addresses, files,
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
       make = functools.partial(self._actor, node, number)

@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import IO, Any
 
-from podrace.launch.supervisor.remote_child import Asked
-from podrace.launch.supervisor.replica import CHUNK, LEFT
-from podrace.system.process import python
+from podrace.launch.supervisor.remote_child import ReplicaRequest
+from podrace.launch.supervisor.replica import CHUNK, LAST_CHUNKS
+from podrace.system.child import ChildProcess, python
 from podrace.system.threads import Worker
 
 ROOM = 600.0  # seconds in which the cluster must have room
@@ -32,29 +32,25 @@ class Runner:
   """Keeps a replica on the actor's machine, in a process of its own, which ends when the actor does.
 
   Args:
-    asked: `Asked`, as JSON; HOST in it stands for what `host` gives.
+    asked: `ReplicaRequest`, as JSON; HOST in it stands for what `host` gives.
   """
 
   def __init__(self, asked: str, host: Callable[[], str]) -> None:
     self._reports, report = os.pipe()
-    self._keeper = subprocess.Popen(
+    self._keeper = ChildProcess(
       python('-m', 'podrace.launch.supervisor.remote_child', str(report)), pass_fds=(report,),
-      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+      stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     os.close(report)
     self.tell(asked.replace(HOST, host()))
 
   def tell(self, line: str) -> None:
     """A line for the keeper."""
-    assert self._keeper.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended
-      self._keeper.stdin.write(line.encode() + b'\n')
-      self._keeper.stdin.flush()
+    self._keeper.send(line.encode() + b'\n')
 
   def events(self) -> Iterator[Event]:
     """What happens, to the end of the replica."""
     yield STARTED, None
-    assert self._keeper.stdout is not None
     output = self._keeper.stdout.fileno()
     with selectors.DefaultSelector() as selector:
       selector.register(output, selectors.EVENT_READ)
@@ -66,18 +62,17 @@ class Runner:
           else:
             yield (SAID, data) if key.fd == output else (ANNOUNCED, data.decode().splitlines()[-1])
     os.set_blocking(output, False)
-    for _ in range(LEFT):
+    for _ in range(LAST_CHUNKS):
       with contextlib.suppress(BlockingIOError):
         if data := os.read(output, CHUNK):
           yield SAID, data
           continue
       break
-    code = self._keeper.wait()
-    yield ENDED, code if code >= 0 else 128 - code
+    yield ENDED, self._keeper.wait()
 
 
 class Placed:
-  """A replica that runs in an actor; a Child.
+  """A replica that runs in an actor; a ReplicaProcess.
 
   Args:
     make: an actor with a Runner, of what is asked for, as JSON.
@@ -87,7 +82,7 @@ class Placed:
 
   def __init__(
     self,
-    asked: Asked,
+    asked: ReplicaRequest,
     make: Callable[[str], Any],
     announced: Callable[[str, str], None],
     ended: Callable[[Placed], None],

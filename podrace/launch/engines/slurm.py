@@ -35,12 +35,12 @@ from podrace.launch.engines.manifests import (
 )
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Local, locked
-from podrace.launch.supervisor.replica import Child, Here, runnable
+from podrace.launch.supervisor.local import Supervisor, lock_logs
+from podrace.launch.supervisor.replica import LocalStarter, ReplicaProcess, expand_podrace
+from podrace.system.child import python
 from podrace.system.files import UTF8, move, remove, write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
-from podrace.system.process import python
 
 OPTIONS = (
   Option('--sbatch', 'OPTION', "of --on slurm: one of sbatch's own without its --, as time=8:00:00; may be repeated"),
@@ -66,7 +66,7 @@ def launch(make: Make, options: Options) -> int:
     print_text(text, *(f'# {name}\n{line}' for name, line in steps.items()), sep='\n')
     return 0
   sbatch = tool('sbatch', 'see what it would be given with --dry-run')
-  with locked(directory / 'logs'):
+  with lock_logs(directory / 'logs'):
     prepare(program, directory)
     write_whole(directory / 'job.sbatch', text)
   return submit(sbatch, directory)
@@ -117,13 +117,13 @@ def step(node: Node) -> tuple[str, ...]:
 
 
 class Step:
-  """A step of the job, by its srun; a Child.
+  """A step of the job, by its srun; a ReplicaProcess.
 
   srun does not pass SIGTERM on: it kills the step. With --disable-status it passes SIGINT on. Where srun itself is
   killed, a process that it has started kills the step, so that one is left alone.
   """
 
-  def __init__(self, srun: Child) -> None:
+  def __init__(self, srun: ReplicaProcess) -> None:
     self._srun = srun
     self.pid, self.stdout, self.poll, self.wait = srun.pid, srun.stdout, srun.poll, srun.wait
 
@@ -133,8 +133,8 @@ class Step:
 
 
 def start(node: Node, number: int, words: tuple[str, ...]) -> Step:
-  """Starts a replica as a step; see `Here`."""
-  return Step(Here()(node, number, (*step(node), *runnable(words))))
+  """Starts a replica as a step; see `LocalStarter`."""
+  return Step(LocalStarter()(node, number, (*step(node), *expand_podrace(words))))
 
 
 def places(program: Program, directory: Path) -> Announcements:
@@ -147,7 +147,7 @@ def commands(program: Program, directory: Path) -> Iterator[tuple[str, str]]:
   where = places(program, directory)
   for node in program.order():
     for i, name in enumerate(node.names):
-      words = runnable(where.command(node, i, where.known()))
+      words = expand_podrace(where.command(node, i, where.known()))
       yield name, shlex.join((*step(node), *words))
 
 
@@ -204,7 +204,7 @@ def submit(sbatch: str, directory: Path) -> int:
 
 
 def main(directory: Path, submitted: str = '') -> int:
-  """Supervises the program to its end; the exit code, as of `Local.run`.
+  """Supervises the program to its end; the exit code, as of `Supervisor.run`.
 
   Raises:
     UsageError: if program.json is not the one of the hash `submitted`: its commands may be somebody else's.
@@ -219,7 +219,7 @@ def main(directory: Path, submitted: str = '') -> int:
     )
   program = programs.from_json(text)
   with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
-    code = Local(
+    code = Supervisor(
       program, directory, screen.say, screen.look, start,
       lambda private: places(program, directory).open(),
     ).run()  # fmt: skip
