@@ -142,7 +142,7 @@ class DistributedSource:
       if not self._waited:
         self._waited = True
         log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
-      return Batch(None) if self._feed.begun(self._give_up) else None
+      return Batch(None) if self._feed.wait_for_first(self._give_up) else None
     due = int(w.schedule.due(update - w.schedule.ready))
     if not due:
       return Batch(None)

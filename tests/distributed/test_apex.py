@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -285,20 +287,49 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     actor.join(120)
 
 
-def test_a_batch_that_comes_just_before_the_failure_is_taken() -> None:
-  feed, worker = object.__new__(Feed), SimpleNamespace(failed=False)
+def feed_of(batches: Callable[[Any], Any], episodes: Any = None) -> Feed:
+  """A feed from a table whose samples are None."""
+  samples = contextlib.nullcontext(itertools.repeat(None))
+  table = SimpleNamespace(sampler=lambda size, ahead: samples)
+  source = SimpleNamespace(table=table, size=1, ahead=1, prioritised=False, batches=batches)
+  return Feed(source, episodes)  # type: ignore[arg-type]
 
-  class Late(queue.Queue[Any]):
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-      if not worker.failed:  # the time is up, then there is one, and then the thread fails
-        self.put('the last')
-        worker.failed = True
-        raise queue.Empty
-      return super().get(block, timeout)
 
-  feed._next, feed._drawn, feed._workers = None, Late(), [worker]  # type: ignore[assignment, list-item]
-  assert feed.take(lambda: False) == 'the last'
+def test_a_batch_just_before_a_failure_is_taken() -> None:
+  go, calls = threading.Event(), 0
+
+  def batches(sample: Any) -> Iterator[str]:
+    go.wait()
+    yield 'the last'
+    raise ZeroDivisionError
+
+  feed = feed_of(batches)
+
+  def cancelled() -> bool:
+    nonlocal calls
+    calls += 1
+    go.set()
+    until(has_failed)
+    return False
+
+  def has_failed() -> bool:
+    try:
+      feed.check()
+    except errors.ReplayFailed:
+      return True
+    return False
+
+  assert feed.take(cancelled) == 'the last' and calls == 1  # type: ignore[comparison-overlap]
+  assert feed.take(cancelled) is None
+  with pytest.raises(errors.ReplayFailed, match='ZeroDivisionError'):
+    feed.check()
+
+
+def test_a_failure_ends_the_wait_for_a_batch() -> None:
+  feed = feed_of(lambda sample: 1 / 0)
   assert feed.take(lambda: False) is None
+  with pytest.raises(errors.ReplayFailed, match='ZeroDivisionError'):
+    feed.check()
 
 
 def test_an_unroll_is_learned_from_once() -> None:
@@ -721,21 +752,29 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
 
 
 def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
-  feed = object.__new__(Feed)
-  feed._closed, feed._lock, feed._totals = False, threading.Lock(), Totals()
+  counted = threading.Event()
 
   class Late:
+    calls = 0
+
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-      feed._closed = True  # after this one
+      self.calls += 1
+      if self.calls > 1:
+        counted.set()
+        raise tables.Closed
       error = tables.RateLimited('one shard has not answered')
       totals = {'totals': np.array([[[2.0, 3.0, 5.0, 7.0]]])}
       nothing = np.zeros(1)
       error.taken = tables.Samples(totals, totals, *[nothing] * 5)
       raise error
 
-  feed._episodes = Late()
-  feed._listen()
+  def closed(sample: Any) -> Any:
+    raise tables.Closed
+
+  feed = feed_of(closed, Late())
+  assert counted.wait(600)
   assert feed.episodes() == Totals(2, 3.0, 5.0, 7)
+  feed.close()
 
 
 def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
