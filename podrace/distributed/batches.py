@@ -1,4 +1,4 @@
-"""Batches for a learner whose experience comes from a service."""
+"""Batches for a learner from a replay service."""
 
 from __future__ import annotations
 
@@ -26,37 +26,41 @@ from podrace.topology import AXIS, TRAJECTORY_SPECS, own_rows, share
 from podrace.types import Array, Trajectory
 
 log = logging.getLogger('podrace.distributed')
-PREFETCH = 2  # batches that are asked for, and that are unpacked, ahead of time
-SOURCES = 4096  # acting processes of which is known what the learner has had
+PREFETCH = 2  # batches that are requested, and batches that are unpacked, ahead of time
+SOURCES = 4096  # acting processes of which the newest unroll is remembered
 POLL = 0.1  # seconds between calls of a learner's `cancelled()`, which no event announces
 
 
 class Sampled:
-  """Batches of windows, for agents with replay; of several learner processes, this one's rows of them."""
+  """Batches of windows, for agents with replay.
+
+  Each of several learner processes has its own rows of them.
+  """
 
   def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
     self.table, self.size, self.ahead = table, share(w.buffer.batch_size), PREFETCH
     self.prioritised = w.prioritised
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
-    self.steps = 0  # of the environments, up to the update at hand
+    self.steps = 0  # environment steps up to the update at hand
     self._samples = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
-    """What is learned from, on the learner's devices."""
+    """Yield the batch of a sample, on the learner's devices."""
     self._samples += len(samples.key)
     rows = weighted(samples, self._windows, self.steps)
     yield Draw(samples.key, jax.make_array_from_process_local_data(self._sharding, rows))
 
   def counts(self) -> dict[str, int]:
-    """For the log."""
+    """Return counts for the log."""
     return {'replay_samples': self._samples}
 
 
 class Queued:
-  """Batches of unrolls, for agents without replay; a batch's `key` are the versions that acted, [n].
+  """Batches of unrolls, for agents without replay; `key` has the versions that acted, [n].
 
-  Each unroll comes once. A service that was killed begins again from a checkpoint and does not know who has
-  had what since: so it is known here, by its source and number. Each of several learner processes knows of its own rows.
+  Each unroll is learned from once. A service that was killed begins again from a checkpoint, and
+  may send an unroll again. It is recognized by its source and number. Each of several learner
+  processes remembers its own rows.
   """
 
   prioritised, ahead = False, 1
@@ -68,11 +72,11 @@ class Queued:
       lambda spec: NamedSharding(mesh, spec), TRAJECTORY_SPECS, is_leaf=lambda x: isinstance(x, P)
     )
     self._newest: collections.OrderedDict[int, int] = collections.OrderedDict()
-    self._kept: Columns = {}  # rows that do not make a batch yet
+    self._kept: Columns = {}  # rows too few for a batch
     self._taken = self._repeated = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
-    """As `Sampled.batches`; none, or several, where unrolls were repeated."""
+    """Yield batches as `Sampled.batches`. Repeated unrolls make their number other than one."""
     new = [self._is_new(*ids) for ids in zip(
       samples.data['source'].tolist(), samples.data['number'].tolist(), strict=True
     )]  # fmt: skip
@@ -103,7 +107,7 @@ class Queued:
     )
 
   def counts(self) -> dict[str, int]:
-    """For the log."""
+    """Return counts for the log."""
     return {'unrolls_taken': self._taken, 'unrolls_repeated': self._repeated}
 
 

@@ -229,7 +229,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     loop.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     for actor in actors:
       actor.join(120)
-    assert [type(e) for e in ended] == [learner_client.Finished] * 2, ended
+    assert [type(e) for e in ended] == [errors.RunFinished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
   assert ('tuned_discount' in told[-1]) == self_tuning
@@ -519,7 +519,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
       seen |= set(table.sample(4, at_least=1, timeout=60).data['env_id'].tolist())
     publisher.publish(2, [*leaves, (run_identity.FINISHED, np.ones(1, np.uint8))])
     thread.join(120)
-  assert [type(e) for e in ended] == [learner_client.Finished], ended
+  assert [type(e) for e in ended] == [errors.RunFinished], ended
   assert seen == {0, 1, 2, 3}
 
 
@@ -784,24 +784,24 @@ def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
   here = run_identity.record(
     dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2)
   )
-  assert run_identity.other_run(there, here) == [
+  assert run_identity.describe_differences(there, here) == [
     'the learner runs r2d2, this process dqn',
     '--num-envs: the learner has 7, this process 3',
   ]
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
   one = run_identity.record(Config(impala))
   two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
-  assert run_identity.other_run(one, two) == [
+  assert run_identity.describe_differences(one, two) == [
     '--agent.optimizer: the learner has adam, this process adam\\x1b',
     '--agent.lambda: the learner has 1.0, this process 0.5',
   ]
-  assert run_identity.other_run(one, one) == []
+  assert run_identity.describe_differences(one, one) == []
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
   few = {**one, 'agent': {'name': 'impala'}}
-  told = run_identity.other_run(many, few)
+  told = run_identity.describe_differences(many, few)
   assert told[0] == '--agent.x-0: the learner has 0, this process None'
   rules = {**one, 'agent': {'name': 'impala', 'rules': [['a$', -1], ['b', 0]]}}
-  assert run_identity.other_run(rules, few) == [
+  assert run_identity.describe_differences(rules, few) == [
     '--agent.rules: the learner has a$ -1 b 0, this process None'
   ]
   assert len(told) == 11 and told[-1] == 'and 10 more'
@@ -811,9 +811,9 @@ def test_a_network_with_the_older_units_is_told_to_acting_processes() -> None:
   """config.json leaves the setting out."""
   new = Config(Impala())
   older = with_unrecorded(new, {'agent': {'network': {}}})
-  assert run_identity.other_run(run_identity.record(older), run_identity.record(new)) == [
-    '--agent.network.scaling: the learner has plain, this process space'
-  ]
+  assert run_identity.describe_differences(
+    run_identity.record(older), run_identity.record(new)
+  ) == ['--agent.network.scaling: the learner has plain, this process space']
   command = run_identity.act_command(older, run_identity.Addresses(('unix:r',), 'unix:p'))
   assert '--agent.network.scaling plain' in command
 
