@@ -1,4 +1,4 @@
-"""Programs of several processes, started together: arrangements of ours, and the engines that start them."""
+"""Programs of many processes: ready-made arrangements, and the engines that start them."""
 
 from podrace.launch.supervisor.local import Supervisor, run
 

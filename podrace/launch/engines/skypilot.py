@@ -15,7 +15,7 @@ from typing import Any
 from podrace.errors import UsageError, unknown
 from podrace.launch.engines import manifests
 from podrace.launch.engines.manifests import GRACE, PORT, Make
-from podrace.launch.program import Announced, Node, Program, Reference, pieces, resolve
+from podrace.launch.program import Announced, Node, Program, Reference, parse, resolve
 from podrace.system.files import write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
@@ -97,7 +97,7 @@ class Cloud:
 
 def launch(make: Make, options: Options) -> int:
   """Starts the program with sky, or prints its task."""
-  name, directory = manifests.placed(options)
+  name, directory = manifests.run_place(options)
   cloud = Cloud(
     name, directory, options.whole('--machines'), options.text('--image'), options.text('--setup'),
     tuple(resources(options.every('--resources'))),
@@ -197,7 +197,7 @@ def _words(program: Program, node: Node, i: int, known: Announced, at: str, clou
       return shlex.quote(piece)
     return own[piece.node] if piece.node in own else resolve(program, piece, known)
 
-  words = [''.join(map(shell, pieces(argument))) or "''" for argument in node.command]
+  words = [''.join(map(shell, parse(argument))) or "''" for argument in node.command]
   more = [f'--give-up-after {GIVE_UP}'] if _waits(node) else []
   # as on one machine: only the learner computes on accelerators
   return ' '.join(([] if node.gpus or node.main else ['env JAX_PLATFORMS=cpu']) + words + more)

@@ -224,7 +224,7 @@ def main(directory: Path, submitted: str = '') -> int:
       lambda private: places(program, directory).open(),
     ).run()  # fmt: skip
   if up and code == 128 + signal.SIGTERM:  # else it has ended by itself
-    call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], seconds=SECONDS)
+    call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], timeout=SECONDS)
   return code
 
 
