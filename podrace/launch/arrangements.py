@@ -23,7 +23,8 @@ from podrace.system.options import value_of
 
 SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')  # options of all processes
 OF_ACTING = (  # options of acting processes
-  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
+  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads',
+  '--max-lag',
 )  # fmt: skip
 NOWHERE = 'tcp://127.0.0.1:*'  # the address of a learner to which no process connects
 OF_ALL = ('--no-compile-cache', '--quiet')
@@ -109,7 +110,10 @@ def select_options(
 
 
 def seed(request: LaunchRequest) -> Program:
-  """Return SEED RL (Espeholt et al. 2020, arXiv 1910.06591): other processes only have environments."""
+  """Return SEED RL (Espeholt et al.
+
+  2020, arXiv 1910.06591): other processes only have environments.
+  """
   config = request.config
   if not config.env.startswith(('ale:', 'envpool:', 'gymnasium:')):
     raise UsageError(
@@ -121,7 +125,8 @@ def seed(request: LaunchRequest) -> Program:
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
   if (each := config.num_envs // request.actors) % request.learners:
     raise UsageError(
-      f'--num-envs {config.num_envs}: the {each} of each of --actors {request.actors} do not divide over '
+      f'--num-envs {config.num_envs}: the {each} of each of --actors {request.actors} do not '
+      'divide over '
       f'--learners {request.learners}'
     )
   learners = tuple(
@@ -129,14 +134,18 @@ def seed(request: LaunchRequest) -> Program:
   )
   more = select_options(request.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
-    'podrace', 'envs', '--connect', ','.join(f'{{{node.name}}}' for node in learners), '--env', literal(config.env),
+    'podrace', 'envs', '--connect', ','.join(f'{{{node.name}}}' for node in learners),
+    '--env', literal(config.env),
     *request.keys, *map(literal, more), '--num-envs', str(each),
   )  # fmt: skip
   return Program((*learners, Node('envs', envs, request.actors)))
 
 
 def impala(request: LaunchRequest) -> Program:
-  """Return IMPALA (Espeholt et al. 2018, arXiv 1802.01561): unrolls in a queue, each learned from once."""
+  """Return IMPALA (Espeholt et al.
+
+  2018, arXiv 1802.01561): unrolls in a queue, each learned from once.
+  """
   if learns_from_replay(request.config.agent):
     raise UsageError(
       f'--as impala: {agent_name(request.config.agent)} learns from replay; take --as apex'
@@ -148,13 +157,17 @@ def apex(request: LaunchRequest) -> Program:
   """Return Ape-X (Horgan et al. 2018, arXiv 1803.00933): windows in prioritised replay."""
   if not learns_from_replay(request.config.agent):
     raise UsageError(
-      f'--as apex: {agent_name(request.config.agent)} learns from each unroll once; take --as impala'
+      f'--as apex: {agent_name(request.config.agent)} learns from each unroll once; take --as '
+      'impala'
     )
   return Program(_over_service('apex', request))
 
 
 def reanalyse(request: LaunchRequest) -> Program:
-  """Return MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): Ape-X with newer targets."""
+  """Return MuZero Reanalyse (Schrittwieser et al.
+
+  2021, arXiv 2104.06294): Ape-X with newer targets.
+  """
   if agent_name(request.config.agent) != 'muzero':
     raise UsageError(
       f'--as reanalyse: {agent_name(request.config.agent)} has no search; take --agent muzero'
@@ -203,20 +216,26 @@ def _learners(
   listens: tuple[str, ...] = (),
   each: bool = False,
 ) -> Iterator[Node]:
-  """Yield the nodes of processes that learn as one. The first one listens, with `each` all of them."""
+  """Yield the nodes of processes that learn as one.
+
+  The first one listens, with `each` all of them.
+  """
   several = request.learners > 1
   if request.learners_insecure and not several:
     raise UsageError('--learners-insecure: of --learners N, which is 1; leave it out')
   if several and request.keyed and not request.learners_insecure:
     raise UsageError(
-      f'--learners {request.learners} on several machines: JAX connects learners without keys and in plain text, so '
-      'everyone with access to their network can read and disturb it; give --learners-insecure if it is yours alone'
+      f'--learners {request.learners} on several machines: JAX connects learners without keys and '
+      'in plain text, so '
+      'everyone with access to their network can read and disturb it; give --learners-insecure if '
+      'it is yours alone'
     )
   for i in range(request.learners):
     more: tuple[str, ...] = ()
     if several:
       more = (
-        '--coordinator', '{coordinator}', '--num-processes', str(request.learners), '--process-id', str(i),
+        '--coordinator', '{coordinator}', '--num-processes', str(request.learners),
+        '--process-id', str(i),
       )  # fmt: skip
     own = listens if i == 0 or each else ()
     if own:

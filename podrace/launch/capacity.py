@@ -1,7 +1,7 @@
 """The speed, bottleneck and price of a run on many machines, from the rates of its stages alone.
 
-A model of a few divisions. Stages that share a processor take turns, so the seconds of a step add up. Stages on separate
-machines run at the same time, so the slowest one decides.
+A model of a few divisions. Stages that share a processor take turns, so the seconds of a step add
+up. Stages on separate machines run at the same time, so the slowest one decides.
 """
 
 from __future__ import annotations
@@ -124,13 +124,15 @@ def one_machine(rates: Rates, price: float = 0.0) -> Estimate:
 def seed(learner: Rates, acting: Rates, machines: Machines) -> Estimate:
   """Estimate environments on acting machines, with inference on the learner's (SEED)."""
   by_turns = 1 / (1 / learner.inference + 1 / learner.learner + HANDOVER / learner.batch)
-  own = {'learner': by_turns} if learner.shared else {'inference': learner.inference, 'learner': learner.learner}  # fmt: skip
+  own = {'inference': learner.inference, 'learner': learner.learner}
+  if learner.shared:
+    own = {'learner': by_turns}
   limits = {'environments': machines.acting * acting.environment, **own}
   return Estimate(limits | _wire(acting, machines), machines.price)
 
 
 def acting_machines(learner: Rates, acting: Rates, machines: Machines) -> Estimate:
-  """Estimate environments and inference on acting machines, with replay on the learner's (IMPALA, Ape-X)."""
+  """Estimate acting on acting machines, with replay on the learner's (IMPALA, Ape-X)."""
   limits = {'acting': machines.acting * acting.acting, 'learner': learner.learner}
   return Estimate(limits | _wire(acting, machines), machines.price)
 

@@ -1,7 +1,8 @@
 """A program: the processes of a distributed run, as data.
 
-A node is a command with one or more replicas. Its arguments may refer to addresses that are known only once other nodes
-listen, as in `{learner.params}`; docs/launch.md has a table. An engine starts the processes, nothing here does.
+A node is a command with one or more replicas. Its arguments may refer to addresses that are known
+only once other nodes listen, as in `{learner.params}`; docs/launch.md has a table. An engine starts
+the processes, nothing here does.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ class Node:
     texts = isinstance(self.command, tuple) and all(isinstance(x, str) for x in self.command)
     if not self.command or not texts:
       raise UsageError(
-        f'node {self.name}: its command must be a tuple of texts, with at least one, not {self.command!r}'
+        f'node {self.name}: its command must be a tuple of texts, with at least one, not '
+        f'{self.command!r}'
       )
     if not (self.restart is None or isinstance(self.restart, Backoff)):
       raise UsageError(f'node {self.name}: restart takes a Backoff or None, not {self.restart!r}')
@@ -149,7 +151,8 @@ def parse(argument: str) -> Iterator[str | Reference]:
     node, _, address = field.partition('.')
     if conversion or spec not in ('', 'all') or not NAME.fullmatch(node):
       raise UsageError(
-        f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or {{NODE:all}}; '
+        f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or '
+        f'{{NODE:all}}; '
         'a brace is written {{ or }}'
       )
     yield Reference(node, address, spec == 'all')
@@ -171,7 +174,8 @@ class Program:
   """Nodes, one of which is the main one.
 
   Raises:
-    UsageError: if names clash, a reference leads nowhere, nodes wait for each other, or the main node is not one.
+    UsageError: if names clash, a reference leads nowhere, nodes wait for each other, or the main
+      node is not one.
   """
 
   nodes: tuple[Node, ...]
@@ -196,7 +200,8 @@ class Program:
       own = references(self.main)
       if not {Reference('coordinator'), Reference('announce')} <= {*own}:
         raise UsageError(
-          f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it too, and '
+          f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it '
+          f'too, and '
           '--announce {announce}'
         )
     self.order()
@@ -264,7 +269,7 @@ def is_ready(program: Program, node: Node, announced: Announced) -> bool:
 
 
 def resolve(program: Program, reference: Reference, announced: Announced) -> str:
-  """Return the address that a reference stands for, with commas between the addresses of all replicas.
+  """Return the address of a reference, with commas between the addresses of all replicas.
 
   It must have been announced.
 

@@ -1,10 +1,12 @@
-"""Programs on Kubernetes: a JobSet (jobset.sigs.k8s.io) with a job for each node and a pod for each replica.
+"""Programs on Kubernetes: a JobSet (jobset.sigs.k8s.io).
 
-Pods listen at one port, and find each other by their names in DNS, which clients resolve again at each connection. Keys
-are a Secret. Kubernetes restarts pods, so no process of podrace stays once the objects are made.
+It has a replicated job for each node, and a pod for each replica. Pods listen at one port, and find
+each other by their names in DNS, which clients resolve again at each connection. Keys are a Secret.
+Kubernetes restarts pods, so no process of podrace stays once the objects are made.
 
-The manifest is built from dictionaries, not from a YAML template. Half of a pod depends on its node (keys, volume,
-accelerators, port, replica number), so a template would need the same code to cut parts out, and quoting besides.
+The manifest is built from dictionaries, not from a YAML template. Half of a pod depends on its node
+(keys, volume, accelerators, port, replica number), so a template would need the same code to cut
+parts out, and quoting besides.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class Cluster:
 
 
 def launch(make: Make, options: Options) -> int:
-  """Make the program's objects with kubectl, or print them with --dry-run; returns the exit code."""
+  """Make the program's objects with kubectl, or print them with --dry-run.
+
+  Returns the exit code.
+  """
   name, directory = manifests.run_place(options)
   cluster = Cluster(name, options.needed('--image'), options.needed('--volume'), directory)
   program = manifests.with_resources(make(directory), options)
@@ -119,7 +124,8 @@ def jobset(program: Program, cluster: Cluster) -> dict[str, Any]:
     pod = f'{cluster.name}-{n.name}-{n.replicas - 1}-0-abcde'
     if len(pod) > LONGEST:
       raise UsageError(
-        f'--run-dir: {cluster.name} is too long by {len(pod) - LONGEST} for the name of a pod, {pod}'
+        f'--run-dir: {cluster.name} is too long by {len(pod) - LONGEST} for the name of a pod, '
+        f'{pod}'
       )
   known = manifests.addresses(program, cluster.host)
   return {
@@ -145,7 +151,7 @@ def jobset(program: Program, cluster: Cluster) -> dict[str, Any]:
 
 
 def _job(program: Program, node: Node, known: Announced, cluster: Cluster) -> dict[str, Any]:
-  """Return the replicated job of a node: one pod in each job, so that each replica has its own name."""
+  """Return the replicated job of a node; a job has one pod, so each replica has its own name."""
   rules = [  # the loss of a machine is no failure of the node
     {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]},
     {
@@ -182,7 +188,10 @@ def _pod(program: Program, node: Node, known: Announced, cluster: Cluster) -> di
     items = [{'key': x, 'path': x} for x in files]
     of_keys = {'name': 'keys', 'mountPath': KEYS}
     volumes += [
-      {'name': 'secret', 'secret': {'secretName': f'{cluster.name}-keys', 'items': items, 'defaultMode': 0o400}},
+      {
+        'name': 'secret',
+        'secret': {'secretName': f'{cluster.name}-keys', 'items': items, 'defaultMode': 0o400},
+      },
       {'name': 'keys', 'emptyDir': {'medium': 'Memory'}},
     ]  # fmt: skip
     mounts.append(of_keys)

@@ -1,4 +1,4 @@
-"""The common part of engines that pass a program to an external tool: names, keys, manifests and calls."""
+"""The common part of engines that use external tools: names, keys, manifests and calls."""
 
 from __future__ import annotations
 
@@ -31,8 +31,11 @@ SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # of
 PORT = 5555
 COORDINATOR = 5554  # the port at which JAX connects several learners
 GRACE = 60  # seconds in which processes may save
-CPUS = Option('--cpus', 'NODE=N', 'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be '
-  'repeated')  # fmt: skip
+CPUS = Option(
+  '--cpus',
+  'NODE=N',
+  'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be repeated',
+)
 GPUS = Option(
   '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
 )
@@ -53,7 +56,8 @@ def run_place(options: Options) -> tuple[str, Path]:
   directory = Path(options.needed('--run-dir'))
   if not NAME.fullmatch(directory.name):
     raise UsageError(
-      f'--run-dir {directory}: --on {options.text("--on")} calls the program as its last part, which must have '
+      f'--run-dir {directory}: --on {options.text("--on")} calls the program as its last part, '
+      'which must have '
       f'1 to 40 of a-z, 0-9 and -, and begin with a letter, not {directory.name!r}'
     )
   return directory.name, directory
@@ -151,7 +155,10 @@ def tool(name: str, instead: str) -> str:
 
 
 def call(*command: str, text: str | None = None, timeout: float | None = None) -> int:
-  """Run a tool in this terminal, with `text` as input; returns its exit code, 1 after `timeout` seconds."""
+  """Run a tool in this terminal, with `text` as input.
+
+  Returns its exit code, 1 after `timeout` seconds.
+  """
   try:
     return subprocess.run(command, input=text, encoding='utf-8', timeout=timeout).returncode
   except subprocess.TimeoutExpired:

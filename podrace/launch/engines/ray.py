@@ -1,8 +1,9 @@
-"""Programs on Ray: a placement group with a bundle for each replica, and in it an actor that runs the replica.
+"""Programs on Ray: a placement group with a bundle and an actor for each replica.
 
-The supervisor is the one for a single machine (podrace.launch.supervisor.local), and Ray places the replicas. An actor
-runs its replica in a child process (podrace.launch.supervisor.remote_child), and passes on its output and announcements.
-If the actor or its machine dies, the supervisor makes another actor. Traffic of the program does not go through Ray.
+The supervisor is the one for a single machine (podrace.launch.supervisor.local), and Ray places the
+replicas. An actor runs its replica in a child process (podrace.launch.supervisor.remote_child), and
+passes on its output and announcements. If the actor or its machine dies, the supervisor makes
+another actor. Traffic of the program does not go through Ray.
 """
 
 from __future__ import annotations
@@ -88,13 +89,14 @@ def show(program: Program, directory: Path) -> None:
 def places(program: Program, directory: Path) -> Announcements:
   """Return the addresses of replicas, for machines that each have copies of the announcements.
 
-  Addresses have the IP address of a host. Ray needs no host names, so machines may not know each other's.
+  Addresses have the IP address of a host. Ray needs no host names, so machines may not know each
+  other's.
   """
   at = f'tcp://{HOST}:0'
   return Announcements(program, Path(PRIVATE, 'announced'), Path(PRIVATE, 'keys'), directory, at)
 
 
-# --- the cluster ------------------------------------------------------------------------------------
+# --- the cluster ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -159,7 +161,7 @@ def room(program: Program) -> Iterator[Any]:
     remove_placement_group(group)
 
 
-# --- the launcher's end of replicas -----------------------------------------------------------------
+# --- the launcher's end of replicas --------------------------------------------------------------
 
 
 class Actors:

@@ -33,7 +33,7 @@ class Places(Protocol):
 
 
 def coordinator(node: Node, host: str, announcement: Path) -> str:
-  """Return the text for {coordinator} in a node's command: the main node announces a free port of its host."""
+  """Return the text for {coordinator}; the main node announces a free port of its host."""
   return f'{host}:0' if node.main else f'announced:{announcement}#coordinator'
 
 
@@ -59,12 +59,14 @@ class Addresses:
     for node in self._program.nodes:
       if Reference('keys') in references(node):
         raise UsageError(
-          f'node {node.name}: {{keys}} are for programs on several machines, there are none here; leave them out'
+          f'node {node.name}: {{keys}} are for programs on several machines, there are none here; '
+          f'leave them out'
         )
     names = (f'{n.name}-{n.replicas}' for n in self._program.nodes)
     if max(len(os.fsencode(self._sockets / name)) for name in names) > LONGEST:
       raise UsageError(
-        f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, such as /tmp'
+        f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, '
+        'such as /tmp'
       )
     make_folder(self._announced_in, 0o700)
     return self
@@ -95,7 +97,7 @@ class Addresses:
     return command(self._program, node, known, own)
 
   def commands(self) -> Iterator[tuple[str, str]]:
-    """Yield the name of each replica and its command for a shell, with references to unknown addresses."""
+    """Yield the name and the command of each replica; unknown addresses stay references."""
     known = self.known()
     for node in self._program.nodes:
       for i in range(node.replicas):
@@ -113,7 +115,9 @@ class Addresses:
 
 
 class Announcements:
-  """Files in which processes on several machines announce their addresses. Clients read them at each connection.
+  """Files in which processes on several machines announce their addresses.
+
+  Clients read them at each connection.
 
   Args:
     program: the program.
@@ -123,7 +127,8 @@ class Announcements:
     listen: the address at which each process listens, with port 0 for a free one.
 
   Raises:
-    UsageError: for a path that cannot be in an address, or a node that listens and does not announce.
+    UsageError: for a path that cannot be in an address, or a node that listens and does not
+      announce.
   """
 
   def __init__(
@@ -136,7 +141,8 @@ class Announcements:
   ) -> None:
     if any(c.isspace() or c == ',' for c in str(announced)):
       raise UsageError(
-        f'{announced.parent}: on several machines its path is in addresses, so it has no spaces and commas; '
+        f'{announced.parent}: on several machines its path is in addresses, so it has no spaces '
+        'and commas; '
         'give another one'
       )
     for node in program.nodes:

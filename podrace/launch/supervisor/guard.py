@@ -1,4 +1,4 @@
-"""The launcher's end of its watchdog (podrace.launch.supervisor.watchdog), which outlives the launcher."""
+"""The launcher's end of its watchdog, podrace.launch.supervisor.watchdog."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""A program's supervisor: starts a process for each replica, restarts it after a failure, and ends all with the program.
+"""A program's supervisor: starts processes, restarts failed ones, and ends all with the program.
 
-By default processes run on this machine. They listen at Unix sockets in a directory that only this user can enter. So
-they need no keys, and a process that starts again has the address that it had. A watchdog ends them if this process
-dies. Engines for several machines pass other places and another way to start a process.
+By default processes run on this machine. They listen at Unix sockets in a directory that only this
+user can enter. So they need no keys, and a process that starts again has the address that it had. A
+watchdog ends them if this process dies. Engines for several machines pass other places and another
+way to start a process.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ class Supervisor:
 
   Args:
     program: the nodes.
-    directory: a directory that the program keeps, for the log of each replica and files of nodes in {dir}.
+    directory: a directory that the program keeps, for the log of each replica and files of nodes in
+      {dir}.
     say: called with each line of a replica, and each change of its state.
     look: called with all replicas after each event.
     start: starts a replica.
-    places: the addresses of replicas, from a directory for this user alone that is removed at the end.
+    places: the addresses of replicas, from a directory for this user alone that is removed at the
+      end.
   """
 
   def __init__(
@@ -75,7 +78,8 @@ class Supervisor:
     """Run the program to its end.
 
     Returns:
-      The exit code: that of the main node, 1 if another node failed for good, 128 + n after signal n.
+      The exit code: that of the main node, 1 if another node failed for good, 128 + n after signal
+        n.
 
     Raises:
       UsageError: if the program runs already, or the directory cannot be written to.
@@ -103,7 +107,7 @@ class Supervisor:
         self._guard.look()
     return self._code
 
-  # --- starting -------------------------------------------------------------------------------------
+  # --- starting ----------------------------------------------------------------------------------
 
   def _start_due(self) -> None:
     due = [r for r in self._replicas if r.due is not None and r.due <= time.monotonic()]
@@ -134,7 +138,7 @@ class Supervisor:
       self._guard.add(replica.process.pid)
     self._selector.register(replica.output, selectors.EVENT_READ, replica)  # type: ignore[arg-type]
 
-  # --- waiting --------------------------------------------------------------------------------------
+  # --- waiting -----------------------------------------------------------------------------------
 
   def _wait(self) -> None:
     """Wait until a process writes or ends, a signal comes, or a deadline passes."""
@@ -185,7 +189,7 @@ class Supervisor:
         self._complained.add('a log')
         self._say(replica.name, f'podrace launch: its log cannot be written: {e.strerror or e}')
 
-  # --- ending ---------------------------------------------------------------------------------------
+  # --- ending ------------------------------------------------------------------------------------
 
   def _reap(self) -> None:
     """Handle the ends of processes."""
@@ -243,7 +247,7 @@ class Supervisor:
       self._terminate_others()
 
   def _keep_deadlines(self) -> None:
-    """Send the signals whose time has come."""
+    """Send the signals that are due."""
     now = time.monotonic()
     if now >= self._terminate_at:
       self._terminate_others()

@@ -1,13 +1,16 @@
-"""Runs a replica on another machine: `python -m podrace.launch.supervisor.remote_child FD`, started by an engine there.
+"""Runs a replica on another machine, started there by an engine.
 
-Each line of standard input is a JSON object. The first one has the fields of `ReplicaRequest`, each further one is
+    python -m podrace.launch.supervisor.remote_child FD
+
+Each line of standard input is a JSON object. The first one has the fields of `ReplicaRequest`, each
+further one is
 
     {"files": {NAME: TEXT}}    files that are new or changed, in a directory for this user alone
     {"signal": N}              a signal for the processes of the replica's session
 
-The replica's output and exit code are those of this process. Each time that the replica's announcement changes, a line
-with it is written to FD. When standard input ends, the replica is ended. If this process is killed, a watchdog ends the
-replica and removes the directory.
+This process has the output and the exit code of the replica. Each time that the replica's
+announcement changes, a line with it is written to FD. When standard input ends, the replica is
+ended. If this process is killed, a watchdog ends the replica and removes the directory.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class ReplicaRequest:
 
   Attributes:
     words: its command.
-    environ: variables besides those of the machine.
+    environ: variables besides the ones of the machine.
     directory: the working directory, if the machine has it.
     private: stands in `words` for the directory of files.
     announces: the name of its announcement among the files; '' for none.
@@ -64,7 +67,10 @@ class ReplicaRequest:
 
 
 def main(report: int) -> int:
-  """Run one replica, and report its announcements to descriptor `report`; returns its exit code as a shell has it."""
+  """Run one replica, and report its announcements to descriptor `report`.
+
+  Returns its exit code as a shell has it.
+  """
   if not (line := sys.stdin.readline()):
     return 0  # the engine has gone
   request = ReplicaRequest(**json.loads(line))
@@ -93,8 +99,8 @@ def main(report: int) -> int:
 def wait_for_lock(path: Path) -> Iterator[tuple[int, ...] | None]:
   """Lock a file; yields its descriptors, None if another process keeps it for too long.
 
-  A replica whose supervisor was killed, or whose machine was cut off, may still be saving. It inherits the file and so
-  keeps the lock until it has ended.
+  A replica may still be saving after its supervisor was killed or its machine was cut off. It
+  inherits the file and so keeps the lock until it has ended.
   """
   if not path.parent.is_dir():
     yield ()

@@ -77,10 +77,10 @@ def expand_podrace(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def extra_environ(node: Node) -> dict[str, str]:
-  """Return the variables that a node's environment has besides those of its machine.
+  """Return the variables of a node's environment besides the ones of its machine.
 
-  Accelerators are for the main node and for nodes with `gpus`. Learners need devices of one kind, and each would take
-  all accelerators, so none of several learners has them without `gpus`.
+  Accelerators are for the main node and for nodes with `gpus`. Learners need devices of one kind,
+  and each would take all accelerators, so none of several learners has them without `gpus`.
   """
   unbuffered = {} if node.command[0] == 'podrace' else {'PYTHONUNBUFFERED': '1'}
   has_all = node.gpus or (node.main and not is_one_of_several(node))
@@ -95,13 +95,14 @@ class Replica:
     node: the node.
     number: of the replica, from 0.
     due: when it starts, by the monotonic clock. None: it runs or has ended.
-    follows: when it starts again after its end, because another learner has failed. None: not for that reason.
+    follows: when it starts again after its end, because another learner has failed. None: not for
+      that reason.
     process: the process, None while there is none.
     code: the exit code of its last process, None if it may start again.
     failures: failures in a row.
     restarts: restarts so far.
     began: when its process was started, by the monotonic clock.
-    rest: the beginning of a line whose end was not read yet.
+    rest: the beginning of a line, up to the end of the data read so far.
     log: its log, None if it is not open.
   """
 

@@ -1,7 +1,7 @@
 """The view of a program: the lines of its processes and, in a terminal, a table of them.
 
-A thread prints. A reader that has stopped or is gone does not hold up any process. If too many lines wait, further lines
-are left out of the view, and are in the logs.
+A thread prints. A reader that has stopped or is gone does not hold up any process. If too many
+lines wait, further lines are left out of the view, and are in the logs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Screen:
   def look(self, replicas: list[Replica]) -> None:
     """Show the states of the replicas in the table."""
     self._rows = [
-      (r.name, r.state, r.restarts, r.began if r.process else None, r.process.pid if r.process else None)
+      (r.name, r.state, r.restarts, *((r.began, r.process.pid) if r.process else (None, None)))
       for r in replicas
     ]  # fmt: skip
 

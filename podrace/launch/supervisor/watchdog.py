@@ -1,8 +1,11 @@
-"""Ends a launcher's processes after the launcher was killed: `python watchdog.py DIRECTORY PID...`, started by it.
+"""Ends a launcher's processes after the launcher was killed.
 
-The PIDs are of process groups. Each line of standard input is `+PID` for a group that begins or `-PID` for one that
-ended. The end of the input means that the launcher is gone. Groups that are left get SIGTERM, and SIGKILL half a minute
-later. Then the directory of sockets is removed. Imports nothing of podrace.
+    python watchdog.py DIRECTORY PID...    # started by the launcher
+
+The PIDs are of process groups. Each line of standard input is `+PID` for a group that begins or
+`-PID` for one that ended. The end of the input means that the launcher is gone. Groups that are
+left get SIGTERM, and SIGKILL half a minute later. Then the directory of sockets is removed. Imports
+nothing of podrace.
 """
 
 from __future__ import annotations

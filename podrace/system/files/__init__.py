@@ -64,7 +64,7 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files -------------------------------------------------------------------------------------
 
 
 def open_new(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
@@ -154,7 +154,7 @@ def _wrapped(descriptor: int, mode: str, buffering: int = -1) -> Any:
   return os.fdopen(descriptor, mode, buffering, encoding=None if 'b' in mode else UTF8)
 
 
-# --- directories ----------------------------------------------------------------------------------
+# --- directories -------------------------------------------------------------------------------
 
 
 def make_user_folder(path: Path, permissions: int = 0o777) -> Path:

@@ -94,7 +94,7 @@ def is_number(x: Any) -> bool:
   return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST
 
 
-# --- the files of a run directory ---------------------------------------------------------------------
+# --- the files of a run directory ------------------------------------------------------------------
 
 _RATE = Member('a number', 0, LARGEST, null=True)
 _EACH = Member('a list', each=NUMBER)
