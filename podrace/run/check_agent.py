@@ -23,7 +23,7 @@ from podrace.errors import UsageError
 from podrace.hooks import checks_vma, learns_from_replay, networks
 from podrace.replay.buffer import Buffer
 from podrace.system.blame import (
-  Failed,
+  UserCodeFailed,
   calling,
   check_arrays,
   describe,
@@ -228,9 +228,9 @@ class _Agent:
     )
     try:
       jax.eval_shape(learn, train, every, key_type())
-    except Failed as e:
+    except UserCodeFailed as e:
       if checks_vma(self.agent) and 'varying' in str(e):
-        raise Failed(
+        raise UserCodeFailed(
           f"{e}\nIf this is code of others, which does not trace under JAX's proof that all devices "
           'end with the same parameters: set check_vma = False in the class, see docs/own.md.'
         ) from e
@@ -251,7 +251,7 @@ class _Agent:
 
     try:
       _, _, metrics = trace(0, 0, 0)
-    except Failed:  # `vmap` is no mesh, for which this may be good
+    except UserCodeFailed:  # `vmap` is no mesh, for which this may be good
       return
     if not _traces(functools.partial(trace, None, 0, 0)):
       self._refuse_unaveraged('other params')

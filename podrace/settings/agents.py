@@ -37,7 +37,7 @@ def agent_class(name: str) -> Any:
       f'no agent {name!r}: your own is named MODULE:CLASS; write {module}:{attribute}'
     )
   if attribute:
-    return importing.attribute(f'no agent {name!r}', module, attribute)
+    return importing.import_attribute(f'no agent {name!r}', module, attribute)
   if name not in AGENTS:
     raise unknown_agent(name)
   module, attribute = AGENTS[name]

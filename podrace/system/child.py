@@ -12,9 +12,12 @@ from typing import IO, Any
 
 
 def python(*arguments: str) -> tuple[str, ...]:
-  """Return the command line of a child interpreter; `arguments` are options of Python, then its program.
+  """Return the command line of a child interpreter.
 
-  With -P the child does not import from its working directory, in which another user may have put modules.
+  `arguments` are options of Python, then its program.
+
+  With -P the child does not import from its working directory, in which another user may have put
+  modules.
   """
   return sys.executable, '-P', *arguments
 
@@ -31,7 +34,8 @@ class ChildProcess:
       code = child.stop(grace=60.0)
 
   Owner: the creator, which calls `wait` or `stop`.
-  Ends when: its program exits, or `stop` is called. It outlives a killed owner, unless a `Guard` ends it.
+  Ends when: its program exits, or `stop` is called. It outlives a killed owner, unless a `Guard`
+  ends it.
   Raises: OSError from the constructor, if the program cannot be started.
 
   Args:
@@ -106,7 +110,10 @@ class ChildProcess:
       self.signal(signal.SIGTERM)
 
   def finish(self, grace: float | None = None) -> int:
-    """Wait for the end, and send SIGKILL after `grace` seconds; returns the exit code as a shell has it."""
+    """Wait for the end, and send SIGKILL after `grace` seconds.
+
+    Returns the exit code as a shell has it.
+    """
     if (code := self.wait(grace)) is None:
       self.signal(signal.SIGKILL)
       code = exit_code(self._process.wait())

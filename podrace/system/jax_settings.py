@@ -8,7 +8,7 @@ import sys
 from podrace.errors import UsageError
 
 JAX_TRUE = ('y', 'yes', 't', 'true', 'on', '1')  # as JAX reads its variables
-JAX_SETTINGS = {  # of JAX, which podrace does not compute under -> the values, and why
+JAX_SETTINGS = {  # name -> the values that are refused, and the reason
   'jax_enable_x64': (JAX_TRUE, 'podrace computes in 32 bits'),
   'jax_numpy_dtype_promotion': (('strict',), 'podrace computes with the standard promotion'),
   'jax_disable_jit': (JAX_TRUE, 'podrace computes in compiled programs'),
@@ -23,10 +23,10 @@ JAX_SETTINGS |= {
 
 
 def check_jax() -> None:
-  """Checks the settings of JAX, by its variables where it is not imported.
+  """Check the settings of JAX, or its environment variables if it is not imported.
 
   Raises:
-    UsageError: for a setting that podrace does not compute under.
+    UsageError: for a setting under which podrace does not compute.
   """
   jax = sys.modules.get('jax')
   config = getattr(jax, 'config', None)

@@ -14,11 +14,11 @@ NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # erro
 
 
 def lock(directory: Path) -> IO[str]:
-  """A directory that is this process's for as long as the file is open; see `is_locked`.
+  """Lock a directory until the returned file is closed; see `is_locked`.
 
   Raises:
-    BlockingIOError: if another process has it.
-    OSError: if it can't be written to.
+    BlockingIOError: if another process has locked it.
+    OSError: if it cannot be written to, or its file system has no locks.
   """
   file = open_lock(directory / 'lock')
   try:
@@ -28,7 +28,8 @@ def lock(directory: Path) -> IO[str]:
     if isinstance(e, OSError) and e.errno in NO_LOCKS:
       raise OSError(
         e.errno,
-        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at once; '
+        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at '
+        'once; '
         'take a directory on another file system',
       ) from e
     raise
@@ -36,13 +37,13 @@ def lock(directory: Path) -> IO[str]:
 
 
 def is_locked(directory: Path, file: IO[str]) -> bool:
-  """Whether a directory is still the one of which `lock` gave this file: not removed, nor replaced."""
-  ours = os.fstat(file.fileno())
+  """Return whether `file` still locks the directory, which may have been removed or replaced."""
+  locked = os.fstat(file.fileno())
   try:
-    there = (directory / 'lock').stat()
+    current = (directory / 'lock').stat()
   except (FileNotFoundError, NotADirectoryError):
     return False
-  return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)
+  return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
 
 
 def try_lock(file: IO[str]) -> bool:

@@ -10,29 +10,30 @@ from podrace.system.output import tell
 
 
 class StderrHandler(logging.Handler):
-  """Tells whoever reads; that nobody does any more ends nothing."""
+  """Prints to standard error, also if its reader is gone."""
 
   def emit(self, record: logging.LogRecord) -> None:
+    """Print a record."""
     tell(self.format(record))
 
 
 def escape_logs() -> None:
-  """Have `tell` print what is logged where no command says how: Python's own handler prints text as it is."""
+  """Print logs outside of `log_to_stderr` by `tell`: Python's handler does not escape them."""
   logging.lastResort = StderrHandler(logging.WARNING)
 
 
 @contextlib.contextmanager
-def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
-  """Has a command tell what podrace logs, as `who: message`; if it is quiet, only what is wrong.
+def log_to_stderr(name: str, quiet: bool = False) -> Iterator[None]:
+  """Print the logs of podrace as `name: message`, with `quiet` warnings and errors only.
 
-  For commands: as a library podrace logs, and configures nothing.
+  For commands alone: as a library, podrace does not configure logging.
   """
   log, handler = logging.getLogger('podrace'), StderrHandler()
-  handler.setFormatter(logging.Formatter(f'{who}: %(message)s'))
+  handler.setFormatter(logging.Formatter(f'{name}: %(message)s'))
   before = log.level, log.propagate
   log.addHandler(handler)
   log.setLevel(logging.WARNING if quiet else logging.INFO)
-  log.propagate = False  # else libraries that configure the root's would tell it again
+  log.propagate = False  # else a library that configures the root logger prints logs again
   try:
     yield
   finally:

@@ -1,4 +1,7 @@
-"""What a command needs of its process, and no more of the package: the last words, signals, one at a time."""
+"""The end of this process: signal handlers, clean-up and exit codes.
+
+`podrace.__main__` imports this module first, so it imports little.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
 
 
 def tell_of_faults() -> None:
-  """Has a segmentation fault print Python's stack before it ends the process."""
+  """Print Python's stack at a segmentation fault, before that ends the process."""
   if not faulthandler.is_enabled():
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
       faulthandler.enable()
@@ -28,9 +31,11 @@ def tell_of_faults() -> None:
 
 @contextlib.contextmanager
 def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-  """Has SIGTERM, SIGINT and SIGHUP handled so while it is entered, where Python allows that.
+  """Handle SIGTERM, SIGINT and SIGHUP by `handle` while it is entered.
 
-  SIGHUP stays ignored where it is, as under nohup.
+  Does nothing outside the main thread.
+
+  SIGHUP stays ignored if it is ignored, as under nohup.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -51,10 +56,11 @@ def _handled() -> list[signal.Signals]:
 
 
 def end_on_signals() -> None:
-  """Has SIGTERM, SIGINT and SIGHUP end this process from now on, also while the main thread is in C.
+  """End this process at SIGTERM, SIGINT and SIGHUP from now on, also while the main thread is in C.
 
-  Python runs handlers between two instructions of the main thread, and one call of a compiler takes minutes. So a
-  thread reads which signals came. It ends the process unless another handler is in place, such as that of a run.
+  Python runs handlers between two instructions of the main thread, and one call of a compiler takes
+  minutes. So a thread reads the numbers of signals. It ends the process unless another handler is
+  set, such as that of a run.
   """
   for signum in _handled():
     signal.signal(signum, end_at_once)
@@ -76,7 +82,7 @@ def _watch_signals(came: int) -> None:
 
 
 def _default_signals() -> None:
-  """Undoes `end_on_signals` in a fork of this process, for the program that it becomes."""
+  """Undo `end_on_signals` in a fork of this process, for the program that it becomes."""
   signal.set_wakeup_fd(-1)  # else a signal to the fork would end this process
   for signum in _handled():
     if signal.getsignal(signum) is end_at_once:
@@ -91,7 +97,7 @@ _undo: list[Callable[[], None]] = []  # called by `end_at_once`
 
 @contextlib.contextmanager
 def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
-  """Has `end_at_once` call `undo` while it is entered."""
+  """Let `end_at_once` call `undo` while it is entered."""
   _undo.append(undo)
   try:
     yield
@@ -101,7 +107,7 @@ def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-  """A new directory that is removed at the end, also where a signal ends the process."""
+  """Yield a new directory, and remove it at the end, also if a signal ends the process."""
   path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
   def remove() -> None:
@@ -115,13 +121,16 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
 
 
 def end_at_once(signum: int, frame: Any) -> None:
-  """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
-  _ending.acquire()  # the other thread waits here for the end, and does nothing more
+  """End the process as a signal handler, with nothing to save.
+
+  Code that is running may catch an exception.
+  """
+  _ending.acquire()  # the second of two threads waits here for the end
   if _is_ending.is_set():  # by the handler of the signal before
     return
   _is_ending.set()
   name = signal.Signals(signum).name
-  with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+  with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
     os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
     if os.isatty(1):
       os.write(1, SHOW_CURSOR)
@@ -132,16 +141,19 @@ def end_at_once(signum: int, frame: Any) -> None:
 
 
 def leave(code: int) -> NoReturn:
-  """Ends the process as Python does, but leaves the interpreter as it is.
+  """End the process as Python does, but do not take the interpreter apart.
 
-  Threads of ours and of JAX may be in C++ then. Where Python ends one there, the process aborts: a run that was
-  complete would end with 134. The results are written, so prints from here on go to stderr, such as those of the
-  exit handlers of an environment.
+  Threads of podrace and of JAX may be in C++ at this time. If Python ends a thread there, the
+  process aborts, and a complete run would end with 134. Results are written, so further prints,
+  such as prints of exit handlers of environments, go to standard error.
+
+  Python has no public way to do its first two steps alone, so this calls two private functions.
+  They exist in all versions from 3.11 to 3.14, and a test runs them.
   """
   flush_standard()
   with contextlib.suppress(OSError):
     os.dup2(2, 1)
-  threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+  threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are not daemons
   atexit._run_exitfuncs()
   flush_standard()
   os._exit(code)

@@ -6,21 +6,21 @@ import contextlib
 import os
 from pathlib import Path
 
-NICE = 19  # the most that there is
+NICE = 19  # the lowest priority
 
 
 def cores() -> int:
-  """How many cores this process may use."""
+  """Return the number of cores that this process may use."""
   if hasattr(os, 'sched_getaffinity'):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
 
 
 def give_way() -> None:
-  """Has other processes go first where cores are short; for what may be late. Threads from now on do so, too.
+  """Give this process and its future threads the lowest priority.
 
-  Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
-  gives way as well.
+  Linux may weigh sessions first and then the processes in each. So a session that this process
+  leads gets the lowest priority as well.
   """
   try:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))

@@ -13,7 +13,7 @@ T = TypeVar('T')
 
 
 class Worker:
-  """A thread for one piece of work, whose failure is raised at its owner.
+  """A thread for one piece of work that raises its failure at its owner.
 
   Owner: the creator, which calls `check`, `join` or `result`.
   Ends when: the work returns or raises. The process does not wait for it.
@@ -86,7 +86,7 @@ class Worker:
     return '' if self._failure is None else ''.join(traceback.format_exception(self._failure))
 
   def message(self, *plain: type[Exception]) -> str:
-    """Return `failure`, or the message alone for exceptions of `plain` unless PODRACE_TRACEBACK is set."""
+    """Return `failure`, or the message alone of `plain` exceptions without PODRACE_TRACEBACK."""
     if isinstance(self._failure, plain) and not os.environ.get('PODRACE_TRACEBACK'):
       return str(self._failure)
     return self.failure
@@ -131,7 +131,10 @@ class ClosableQueue(Generic[T]):
       return True
 
   def get(self, timeout: float | None = None) -> T | None:
-    """Take the oldest element; returns None if there is none when the queue closes or after `timeout` seconds."""
+    """Take the oldest element.
+
+    Returns None if there is none when the queue closes or after `timeout` seconds.
+    """
     with self._changed:
       self._changed.wait_for(lambda: self._is_closed or bool(self._elements), timeout)
       if not self._elements:

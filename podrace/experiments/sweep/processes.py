@@ -24,7 +24,7 @@ GRACE = 60.0  # seconds that a trial has to save and end
 
 
 class Trial:
-  """One setting under way."""
+  """The process of one setting."""
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
@@ -34,11 +34,11 @@ class Trial:
 
   @property
   def code(self) -> int | None:
-    """Its exit code; None while it goes on."""
+    """The exit code, None while it runs."""
     return self._process.poll()
 
   def new_lines(self) -> Iterator[Line]:
-    """The lines of its metrics since the last call."""
+    """Yield the lines of its metrics since the last call."""
     with (
       contextlib.suppress(OSError, UnreadableFile),
       open_regular(self.run_dir / 'metrics.jsonl') as file,
@@ -54,15 +54,15 @@ class Trial:
           yield line
 
   def terminate(self) -> None:
-    """Send SIGTERM, after which it saves and ends."""
+    """Send SIGTERM, at which it saves and ends."""
     self._process.terminate()
 
   def stop(self) -> None:
-    """End it: SIGTERM, after which it saves, and SIGKILL if it does not end in time."""
+    """Let it save and end, and kill it after GRACE seconds."""
     self._process.stop(GRACE)
 
   def finish(self) -> None:
-    """Wait for its end after `terminate`, and kill it if it does not end in time."""
+    """Wait for its end after `terminate`, and kill it after GRACE seconds."""
     self._process.finish(GRACE)
 
 
