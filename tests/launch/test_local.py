@@ -368,7 +368,7 @@ def test_learners_start_again_together(main_fails: bool, tmp_path: Path) -> None
 
 def test_keys_are_for_several_machines(tmp_path: Path) -> None:
   program = Program((Node('main', ('true', '{keys}'), main=True),))
-  with pytest.raises(UsageError, match=r'node main: there are \{keys\} on several machines only'):
+  with pytest.raises(UsageError, match=r'node main: \{keys\} are for programs on several machines'):
     Supervisor(program, tmp_path, lambda name, line: None).run()
 
 

@@ -88,7 +88,7 @@ def launch(make: Make, options: Options) -> int:
   with manifests.new_keys() as keys:
     text = manifests.text(secret(keys, cluster), manifest)
   # `apply` would change the keys of a running program, and keep a copy of them in an annotation.
-  code = manifests.call(kubectl, 'create', '--filename', '-', text=text, timeout=SECONDS)
+  code = manifests.call(kubectl, 'create', '--filename', '-', content=text, timeout=SECONDS)
   print_text(next_lines(cluster, program))
   return 1 if code else 0
 

@@ -154,13 +154,13 @@ def tool(name: str, instead: str) -> str:
   return path
 
 
-def call(*command: str, text: str | None = None, timeout: float | None = None) -> int:
-  """Run a tool in this terminal, with `text` as input.
+def call(*command: str, content: str | None = None, timeout: float | None = None) -> int:
+  """Run a tool in this terminal, with `content` as input.
 
   Returns its exit code, 1 after `timeout` seconds.
   """
   try:
-    return subprocess.run(command, input=text, encoding='utf-8', timeout=timeout).returncode
+    return subprocess.run(command, input=content, encoding='utf-8', timeout=timeout).returncode
   except subprocess.TimeoutExpired:
     print_text(f'{command[0]} has not ended in {timeout:.0f} s')
     return 1
