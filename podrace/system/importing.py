@@ -97,9 +97,8 @@ def why_not(context: str, extra: str, error: Exception) -> str:
     return f'{context} needs {named}: pip install {package} ({error})'
   cause = f'{type(error).__name__}: {error}'.splitlines()[0]
   return (
-    f'{context} needs {" and ".join(libraries)}, which is installed but cannot be imported: {cause}. '
-    'It lacks a module, '
-    f'or its version does not fit: pip install --upgrade {package}'
+    f'{context} needs {" and ".join(libraries)}, which is installed but cannot be imported: '
+    f'{cause}. It lacks a module, or its version does not fit: pip install --upgrade {package}'
   )
 
 
