@@ -58,7 +58,7 @@ def rates_of(one: dict[str, Any]) -> Rates:
     unroll = int(args[args.index('--unroll-length') + 1])
   else:
     unroll = podrace.configure(args[0]).unroll_length
-  return Rates.of_bench(
+  return Rates.from_bench(
     medians | dict(num_envs=num_envs, threads=threads, unroll_length=unroll, bytes=one['bytes'])
   )
 

@@ -38,16 +38,10 @@ from podrace.commands import (
 )
 from podrace.errors import RunError, Stopped, unknown
 from podrace.settings import user_code
+from podrace.system.jax_settings import check_jax
+from podrace.system.logs import escape_logs
 from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
-from podrace.system.process import (
-  check_jax,
-  end_at_once,
-  end_on_signals,
-  escape_logs,
-  leave,
-  on_signals,
-  tell_of_faults,
-)
+from podrace.system.process import end_at_once, end_on_signals, leave, on_signals, tell_of_faults
 
 USAGE = """\
 podrace: reinforcement learning at scale in JAX

@@ -90,3 +90,19 @@ class Stopped(Exception):
 
 class HostError(Exception):
   """An environment on the host did what none may do; the message names it and the field."""
+
+
+class SignalReceived(BaseException):
+  """A signal came, which ends all waits of a process that works for a learner."""
+
+
+class RunFinished(Exception):
+  """The learner's run is complete."""
+
+
+class EnvironmentsMoved(Exception):
+  """The learner has lent this process other environments, from number `first` on."""
+
+  def __init__(self, first: int) -> None:
+    super().__init__(first)
+    self.first = first

@@ -75,7 +75,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'bench': 'podrace.experiments.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',
-  'launch': 'podrace.commands.launch.Asked',
+  'launch': 'podrace.commands.launch.LaunchRequest',
   'plan': 'podrace.commands.plan.read',
   'envs': 'podrace.distributed.environments.client.run',
   'replay': 'podrace.distributed.replay.server.run',

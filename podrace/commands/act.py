@@ -9,9 +9,9 @@ from podrace.commands import shared_options as shared
 from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
-from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'act',

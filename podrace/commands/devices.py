@@ -25,7 +25,7 @@ def run(args: list[str]) -> int:
   number = options.whole('--devices')
   import jax
 
-  from podrace.system.process import cores
+  from podrace.system.scheduling import cores
   from podrace.topology import split_devices
 
   topology = split_devices(

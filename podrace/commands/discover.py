@@ -17,9 +17,9 @@ from podrace.run.directory import check_directory
 from podrace.run.new_directory import run_directory
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options, value_of
 from podrace.system.output import Lasting, print_text, results, results_alone
-from podrace.system.process import log_to_stderr
 
 DEFAULT = 'lpg-catch'
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from podrace.commands.shared_options import CLIENT_INSECURE, CLIENT_KEYS, QUIET
 from podrace.settings import user_code
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
-from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'envs',

@@ -11,7 +11,7 @@ from podrace.commands import configure
 from podrace.commands.train import AGENT, metrics_address
 from podrace.commands.train import COMMAND as TRAIN
 from podrace.errors import UsageError, unknown
-from podrace.launch.arrangements import ARRANGEMENTS, Asked
+from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.engines import kubernetes, ray, skypilot, slurm
 from podrace.launch.program import Program
 from podrace.launch.supervisor import local
@@ -133,7 +133,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     # The learner goes on as the run began, and acting processes do not read its record.
     record = read_run_record(run_dir)
     begun = [] if record is None else unrecorded_options(config, record)
-    asked = Asked(
+    asked = LaunchRequest(
       config, preset, (*agent, *options.arguments, *begun, *flags), str(run_dir),
       actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
       keyed=options.text('--on') in ENGINES, learners_insecure='--learners-insecure' in options,

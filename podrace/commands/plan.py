@@ -71,7 +71,7 @@ def read(path: Path) -> Rates:
     raise UsageError(
       f'{path}: its last line is no JSON; `podrace bench sebulba PRESET > {path.name}` writes rates'
     ) from e
-  return Rates.of_bench(found)
+  return Rates.from_bench(found)
 
 
 def numbers(text: str) -> list[int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from podrace.commands import shared_options as shared
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
-from podrace.system.process import log_to_stderr
 
 COMMAND = Command(
   'replay',

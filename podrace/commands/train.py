@@ -19,9 +19,9 @@ from podrace.run.new_directory import choose_run_dir, name_run, run_directory
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options, value_of
 from podrace.system.output import Lasting, print_text, results, results_alone
-from podrace.system.process import log_to_stderr
 
 if TYPE_CHECKING:
   from podrace.distributed.net.announce import Announcement

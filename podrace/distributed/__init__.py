@@ -1,8 +1,9 @@
-"""Acting, replay and learning, each in processes of its own: the arrangements of Ape-X and IMPALA.
+"""Acting, replay and learning in separate processes: the arrangements of Ape-X and IMPALA.
 
-Horgan et al. 2018 (arXiv 1803.00933) and Espeholt et al. 2018 (arXiv 1802.01561). Acting processes (`podrace
-act`) have environments and their own inference; they write to a replay service (`podrace replay`) and read
-the parameters that the learner (`podrace train ... --replay service`) publishes. Agents with replay write windows,
-which the learner samples and sets priorities of; the others whole unrolls, to a queue from which the learner takes
-each once. Each process may end and come back; the others wait for it, and log which one is missing.
+Ape-X is by Horgan et al. 2018 (arXiv 1803.00933), IMPALA by Espeholt et al. 2018 (arXiv
+1802.01561). Acting processes (`podrace act`) have environments and their own inference. They write
+to a replay service (`podrace replay`) and read the parameters that the learner (`podrace train ...
+--replay service`) publishes. Agents with replay write windows, which the learner samples and sets
+priorities of. Agents without replay write whole unrolls to a queue, from which the learner takes
+each once. Each process may end and come back. Its peers wait for it, and log which one is missing.
 """

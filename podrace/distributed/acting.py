@@ -1,4 +1,4 @@
-"""`podrace act`: a process that acts for a learner elsewhere."""
+"""`podrace act`: a process that acts for a learner in another process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import tables
+from podrace import errors, tables
 from podrace.architectures.sebulba import (
   ActingProgram,
   ActorFailed,
@@ -43,8 +43,8 @@ from podrace.system.threads import Worker
 from podrace.topology import split_devices
 
 log = logging.getLogger('podrace.distributed')
-VERSIONS = 10_000  # of which an acting process knows the learner's numbers
-HEEDED = (
+VERSIONS = 10_000  # versions that are kept with their number at the learner
+HEEDED = (  # fields of the config on which an acting process depends
   *COMMON,
   'actor_devices',
   'actor_threads',
@@ -57,30 +57,38 @@ HEEDED = (
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """What `podrace act` is asked for, besides the run's config."""
+  """Options of `podrace act`, besides the run's config.
+
+  Attributes:
+    addresses: the addresses of the run's processes.
+    environments: the number of environments of this process. 0: all environments of the run.
+    patience: the time to work without the learner.
+  """
 
   addresses: Addresses
-  environments: int = 0  # of this process; 0: all that the run has
+  environments: int = 0
   patience: Patience = Patience()
 
 
 def check_options(config: Config, args: list[str]) -> None:
-  """Raises UsageError for options of `train` in `args` that an acting process would not heed."""
+  """Raise UsageError for options of `train` in `args` on which acting does not depend."""
   if 'max_lag' in learner_client.given_options(args) and learns_from_replay(config.agent):
     raise UsageError(
-      f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the lag; leave it out'
+      f'--max-lag: {agent_name(config.agent)} learns from replay, where --max-staleness bounds the '
+      'lag; leave it out'
     )
   learner_client.check_options('act', config, args, HEEDED)
 
 
 def act(config: Config, options: Options) -> int:
-  """`podrace act`: acts until the run is complete, a signal comes or it gives up; the exit code.
+  """Act until the end of the run, a signal, or the end of `patience`; returns the exit code.
 
   Raises:
-    UsageError: if the config can't be; if the learner's run is another one: both sides are named.
+    UsageError: for an impossible config, or if the learner has another run; the message names both
+      sides.
     RunError: if a thread or its environments fail.
   """
-  config = learner_client.fixed(config)
+  config = learner_client.with_fixed(config)
   validate(config)
   learner_client.check_addresses(options.addresses)
   if options.environments > config.num_envs:
@@ -88,18 +96,18 @@ def act(config: Config, options: Options) -> int:
       f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
     )
   try:
-    return learner_client.until_the_end(lambda: _act(config, options))
+    return learner_client.run_to_end(lambda: _act(config, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
 
 
 def _act(config: Config, options: Options) -> None:
-  """Acts, each time in the environments that the learner has lent."""
+  """Act in the environments that the learner has lent, anew each time that it lends other ones."""
   first = 0
   while True:
     try:
       _Acting(config, options, first).run()
-    except learner_client.Moved as e:
+    except errors.EnvironmentsMoved as e:
       first = e.first
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
 
@@ -107,13 +115,13 @@ def _act(config: Config, options: Options) -> None:
 def acting_program(
   config: Config, agent: Any, spec: HostSpec, num_envs: int, max_lag: int
 ) -> ActingProgram:
-  """What an acting process computes in so many environments, numbered from 0."""
+  """Return the program of an acting process with `num_envs` environments, numbered from 0."""
   devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
   return ActingProgram(
     agent=agent,
     spec=spec,
     devices=devices,
-    destinations=devices[:1],  # whence they are written
+    destinations=devices[:1],  # from which unrolls are written
     num_envs=num_envs,
     unroll_length=config.unroll_length,
     threads=config.actor_threads,
@@ -127,7 +135,7 @@ def acting_program(
 
 
 class _Acting:
-  """One acting process."""
+  """An acting process."""
 
   def __init__(self, config: Config, options: Options, first: int = 0) -> None:
     num_envs = options.environments or config.num_envs
@@ -137,7 +145,7 @@ class _Acting:
       spec.try_out(config.env_deadline)
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
     try:
-      # In versions. With replay the lag is bounded in seconds.
+      # The lag counts versions. With replay it is bounded in seconds instead.
       max_lag = 2**30 if windows else config.max_lag
       self._program = acting_program(config, agent, spec, num_envs, max_lag)
     except ValueError as e:
@@ -152,9 +160,10 @@ class _Acting:
       options.addresses, config, agent, options.patience, ACTING, num_envs, first, self._meter.read
     )
     self._num_envs = config.num_envs  # of all acting processes
-    self._versions: dict[int, int] = {}  # the learner's, of those that the actors count
+    self._versions: dict[int, int] = {}  # version as the actors count -> as the learner counts
 
   def run(self) -> None:
+    """Act until the run is complete, or something fails. Both raise."""
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       params = self._newest.get()
@@ -173,15 +182,15 @@ class _Acting:
         'acting in %d environments, %d to %d of %d', program.num_envs, first, last, self._num_envs
       )
       try:
-        self._write(watcher, actors, write, _Teller(client, self._newest.run))
+        self._write(watcher, actors, write, _EpisodeWriter(client, self._newest.run))
       except tables.Closed:
-        watcher.check()  # it closed what is written to
+        watcher.check()  # its failure closed the client
         raise
 
   def _windows(self, client: replay.ReplayClient, layout: Layout) -> Callable[[Unroll], None]:
-    """Writes unrolls as windows, for agents with replay."""
+    """Return a function that writes unrolls as windows, for agents with replay."""
     w = layout.windows
-    in_flight = 2 * max(1, w.unroll_length // w.period)  # else old windows would queue up
+    in_flight = 2 * max(1, w.unroll_length // w.period)  # more would queue old windows
     table = replay_table(client, layout, self._program.spec.action_space, self._newest.run)
     streams = Streams(
       layout, table,
@@ -195,7 +204,7 @@ class _Acting:
     return write
 
   def _unrolls(self, client: replay.ReplayClient) -> Callable[[Unroll], None]:
-    """Writes unrolls as they are, an item for each environment, and waits until they are in the queue."""
+    """Return a function that writes an item for each environment, and waits until it is queued."""
     example, space = self._example, self._program.spec.action_space
     table = unrolls_table(client, self._num_envs, example, space, self._newest.run)
     writer = client.writer(1)
@@ -222,9 +231,9 @@ class _Acting:
     return Actors(self._program, {0: params}, key, actor_key)
 
   def _write(
-    self, watcher: Worker, actors: Actors, write: Callable[[Unroll], None], teller: _Teller
+    self, watcher: Worker, actors: Actors, write: Callable[[Unroll], None], episodes: _EpisodeWriter
   ) -> None:
-    """Writes what is acted, until the watcher fails and closes what it is written to."""
+    """Write unrolls, until the watcher fails and closes the client."""
 
     def is_stale() -> bool:
       return watcher.failed or self._newest.is_stale
@@ -235,11 +244,11 @@ class _Acting:
       for unroll in actors.take(0, is_stale) or ():
         with self._meter.writing():
           write(unroll)
-        self._meter.wrote(unroll, self._program.unroll_length)
-        teller.add(unroll.totals)
+        self._meter.count(unroll, self._program.unroll_length)
+        episodes.add(unroll.totals)
 
   def _watch(self, actors: Actors) -> None:
-    """Has the actors act with each new version, until there will be none: it raises why."""
+    """Publish each new version to the actors. Raises at the end, as `Newest.follow`."""
     version = 0
 
     def act_with(params: Any) -> None:
@@ -259,16 +268,16 @@ class _Acting:
 
 
 class _Meter:
-  """The numbers that an acting process sends."""
+  """The measures that an acting process sends."""
 
   def __init__(self) -> None:
     self._rates, self._restarts, self._dropped = Meter(), 0, 0
     self._lock = threading.Lock()
-    self._since = math.inf  # when the write began of which the time is not counted yet
+    self._since = math.inf  # start of the part of a write that is not counted yet
 
   @contextlib.contextmanager
   def writing(self) -> Iterator[None]:
-    """Counts the time as spent on writing."""
+    """Count the time within as spent on writing."""
     with self._lock:
       self._since = time.monotonic()
     yield
@@ -277,19 +286,20 @@ class _Meter:
       self._since = math.inf
 
   def _count(self) -> None:
-    """Counts the time of a write, so far."""
+    """Count the time of a write so far."""
     with self._lock:
       now = time.monotonic()
       self._rates.add(write_share=max(now - self._since, 0.0))
       self._since = max(self._since, now)
 
-  def wrote(self, unroll: Unroll, length: int) -> None:
-    """An unroll of so many steps was written."""
+  def count(self, unroll: Unroll, length: int) -> None:
+    """Count an unroll of `length` steps that was written."""
     self._rates.add(steps_per_s=length * len(unroll.serial))
     self._restarts += unroll.restarts
     self._dropped += unroll.dropped
 
   def read(self) -> Measures:
+    """Return the measures since the last call."""
     self._count()
     return {
       **self._rates.read(),
@@ -298,13 +308,14 @@ class _Meter:
     }
 
 
-class _Teller:
-  """Tells the learner of finished episodes, through a table of their own."""
+class _EpisodeWriter:
+  """Sends totals of finished episodes to the learner, through a table of their own."""
 
   def __init__(self, client: replay.ReplayClient, run: str) -> None:
     self._table, self._writer = episodes_table(client, run), client.writer(1)
 
   def add(self, totals: Totals) -> None:
+    """Send totals, if there are episodes in them."""
     if totals.count:
       self._writer.append({'totals': np.array(dataclasses.astuple(totals), np.float64)})
       self._writer.create_item(self._table, 1.0, num_steps=1)

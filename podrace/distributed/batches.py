@@ -1,12 +1,10 @@
-"""Batches for a learner whose experience comes from a service."""
+"""Batches for a learner from a replay service."""
 
 from __future__ import annotations
 
 import collections
-import contextlib
 import functools
 import logging
-import queue
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,42 +21,46 @@ from podrace.errors import ReplayFailed, RunError
 from podrace.replay.host import Draw, weighted
 from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
-from podrace.system.threads import Worker
+from podrace.system.threads import ClosableQueue, Worker
 from podrace.topology import AXIS, TRAJECTORY_SPECS, own_rows, share
 from podrace.types import Array, Trajectory
 
 log = logging.getLogger('podrace.distributed')
-PREFETCH = 2  # batches that are asked for, and that are unpacked, ahead of time
-SOURCES = 4096  # acting processes of which is known what the learner has had
-POLL = 0.1  # seconds between looks at whether a wait has lost its sense
+PREFETCH = 2  # batches that are requested, and batches that are unpacked, ahead of time
+SOURCES = 4096  # acting processes of which the newest unroll is remembered
+POLL = 0.1  # seconds between calls of a learner's `cancelled()`, which no event announces
 
 
 class Sampled:
-  """Batches of windows, for agents with replay; of several learner processes, this one's rows of them."""
+  """Batches of windows, for agents with replay.
+
+  Each of several learner processes has its own rows of them.
+  """
 
   def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
     self.table, self.size, self.ahead = table, share(w.buffer.batch_size), PREFETCH
     self.prioritised = w.prioritised
     self._windows, self._sharding = w, NamedSharding(mesh, P(AXIS))
-    self.steps = 0  # of the environments, up to the update at hand
+    self.steps = 0  # environment steps up to the update at hand
     self._samples = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
-    """What is learned from, on the learner's devices."""
+    """Yield the batch of a sample, on the learner's devices."""
     self._samples += len(samples.key)
     rows = weighted(samples, self._windows, self.steps)
     yield Draw(samples.key, jax.make_array_from_process_local_data(self._sharding, rows))
 
   def counts(self) -> dict[str, int]:
-    """For the log."""
+    """Return counts for the log."""
     return {'replay_samples': self._samples}
 
 
 class Queued:
-  """Batches of unrolls, for agents without replay; a batch's `key` are the versions that acted, [n].
+  """Batches of unrolls, for agents without replay; `key` has the versions that acted, [n].
 
-  Each unroll comes once. A service that was killed begins again from a checkpoint and does not know who has
-  had what since: so it is known here, by its source and number. Each of several learner processes knows of its own rows.
+  Each unroll is learned from once. A service that was killed begins again from a checkpoint, and
+  may send an unroll again. It is recognized by its source and number. Each of several learner
+  processes remembers its own rows.
   """
 
   prioritised, ahead = False, 1
@@ -70,11 +72,11 @@ class Queued:
       lambda spec: NamedSharding(mesh, spec), TRAJECTORY_SPECS, is_leaf=lambda x: isinstance(x, P)
     )
     self._newest: collections.OrderedDict[int, int] = collections.OrderedDict()
-    self._kept: Columns = {}  # rows that do not make a batch yet
+    self._kept: Columns = {}  # rows too few for a batch
     self._taken = self._repeated = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
-    """As `Sampled.batches`; none, or several, where unrolls were repeated."""
+    """Yield batches as `Sampled.batches`. Repeated unrolls make their number other than one."""
     new = [self._is_new(*ids) for ids in zip(
       samples.data['source'].tolist(), samples.data['number'].tolist(), strict=True
     )]  # fmt: skip
@@ -105,101 +107,105 @@ class Queued:
     )
 
   def counts(self) -> dict[str, int]:
-    """For the log."""
+    """Return counts for the log."""
     return {'unrolls_taken': self._taken, 'unrolls_repeated': self._repeated}
 
 
 class Feed:
   """Batches for the learner, and priorities from it, by threads of their own.
 
+  Owner: the learner's source, which calls `close` before it closes the client.
+  Ends when: it is closed, or a thread fails, which `check` raises.
+
   Args:
-    source: what batches are made of.
-    episodes: the table of those that are finished; None if they are not read here.
+    source: makes the batches.
+    episodes: the table of finished episodes, None if this process does not read it.
   """
 
   def __init__(self, source: Sampled | Queued, episodes: Any) -> None:
     self._source, self._table, self._episodes = source, source.table, episodes
-    self._drawn: queue.Queue[Draw] = queue.Queue(source.ahead)
-    self._learned: queue.Queue[tuple[np.ndarray, Array]] = queue.Queue(PREFETCH)
+    self._drawn: ClosableQueue[Draw] = ClosableQueue(source.ahead)
+    self._learned: ClosableQueue[tuple[np.ndarray, Array]] = ClosableQueue(PREFETCH)
     self._lock = threading.Lock()
     self._totals = Totals()
-    self._closed = False
-    self._next: Draw | None = None  # drawn and not yet given away
+    self._closed = self._has_failed = False
+    self._next: Draw | None = None  # drawn and not yet taken
     works = [self._sample, self._prioritise, *([self._listen] if episodes is not None else [])]
     self._workers = [
-      Worker(work.__name__, functools.partial(self._until_closed, work)) for work in works
+      Worker(work.__name__, functools.partial(self._run, work), self._close_after_failure)
+      for work in works
     ]
 
-  def begun(self, give_up: Callable[[], bool]) -> bool:
-    """Waits until there is a batch, which `take` returns next; False where that would return None."""
-    self._next = self.take(give_up)
+  def wait_for_first(self, cancelled: Callable[[], bool]) -> bool:
+    """Wait for a batch, which `take` returns next; returns False where `take` would return None."""
+    self._next = self.take(cancelled)
     return self._next is not None
 
-  def take(self, give_up: Callable[[], bool]) -> Draw | None:
-    """The next batch; None if `give_up` says so before, or if there will be none: see `check`."""
+  def take(self, cancelled: Callable[[], bool]) -> Draw | None:
+    """Return the next batch, None once `cancelled()` or after a failure: see `check`."""
     if self._next is not None:
-      found, self._next = self._next, None
-      return found
+      first, self._next = self._next, None
+      return first
     while True:
-      failed = self._failed  # before a look at the queue, for its last one comes before the failure
-      try:
-        return self._drawn.get(timeout=POLL)
-      except queue.Empty:
-        if failed or give_up():
-          return None
+      closed = self._drawn.closed  # before a look at the queue: the last batch precedes the failure
+      if (draw := self._drawn.get(POLL)) is not None:
+        return draw
+      if closed or cancelled():
+        return None
 
-  def update(self, key: np.ndarray, priority: Array, give_up: Callable[[], bool]) -> None:
-    """New priorities [n], which may still be being computed; none are set if `give_up` says so."""
-    while self._source.prioritised and not self._failed:
-      with contextlib.suppress(queue.Full):
-        self._learned.put((key, priority), timeout=POLL)
-        return
-      if give_up():
+  def update(self, key: np.ndarray, priority: Array, cancelled: Callable[[], bool]) -> None:
+    """Set new priorities [n], which may still be being computed. Sets none once `cancelled()`."""
+    while self._source.prioritised and not self._learned.closed:
+      if self._learned.put((key, priority), POLL) or cancelled():
         return
 
   def episodes(self) -> Totals:
-    """Those that came since the last time."""
+    """Return the totals of the episodes since the last call."""
     with self._lock:
       totals, self._totals = self._totals, Totals()
     return totals
 
   def counts(self) -> dict[str, int]:
-    """What was taken, for the log."""
+    """Return counts for the log."""
     return self._source.counts()
 
   def close(self) -> None:
-    """Has the threads end with the client, which is closed next."""
+    """End the threads, of which one may wait for the client until that is closed, too."""
     self._closed = True
+    self._drawn.close()
+    self._learned.close()
 
   def check(self) -> None:
-    """Raises ReplayFailed if a thread has failed."""
+    """Raise ReplayFailed if a thread has failed."""
     for worker in self._workers:
       if worker.failed:
         raise ReplayFailed(worker.message(RunError))
 
-  @property
-  def _failed(self) -> bool:
-    return any(worker.failed for worker in self._workers)
-
-  def _until_closed(self, work: Callable[[], None]) -> None:
-    with contextlib.suppress(tables.Closed):
+  def _run(self, work: Callable[[], None]) -> None:
+    try:
       work()
+    except tables.Closed:
+      pass
+    except BaseException:
+      self._has_failed = True
+      raise
+
+  def _close_after_failure(self) -> None:
+    """End waits of the learner; called when the failure can be seen by `check`."""
+    if self._has_failed:
+      self._drawn.close()
+      self._learned.close()
 
   def _sample(self) -> None:
     with self._table.sampler(self._source.size, self._source.ahead) as samples:
-      while not self._closed:
-        for found in self._source.batches(next(samples)):
-          while not self._closed:
-            with contextlib.suppress(queue.Full):
-              self._drawn.put(found, timeout=POLL)
-              break
+      while not self._drawn.closed:
+        for draw in self._source.batches(next(samples)):
+          if not self._drawn.put(draw):
+            break
 
   def _prioritise(self) -> None:
-    while not self._closed:
-      try:
-        key, priority = self._learned.get(timeout=POLL)
-      except queue.Empty:
-        continue
+    while (learned := self._learned.get()) is not None and not self._closed:
+      key, priority = learned
       values = own_rows(priority).astype(np.float64)
       if np.isfinite(values).all():  # else neither is the loss, which ends the run
         self._table.update_priorities(key, values)
@@ -207,11 +213,11 @@ class Feed:
   def _listen(self) -> None:
     while not self._closed:
       try:
-        found = self._episodes.sample(1000, at_least=1, timeout=1.0)
+        samples = self._episodes.sample(1000, at_least=1, timeout=1.0)
       except tables.RateLimited as e:
         if e.taken is None:
           continue
-        found = e.taken
-      count, return_sum, square, length = found.data['totals'].sum((0, 1)).tolist()
+        samples = e.taken
+      count, return_sum, square, length = samples.data['totals'].sum((0, 1)).tolist()
       with self._lock:
         self._totals += Totals(int(count), return_sum, square, int(length))

@@ -1,4 +1,4 @@
-"""A learner whose actors and replay are other processes."""
+"""A learner with actors and replay in separate processes."""
 
 from __future__ import annotations
 
@@ -27,26 +27,34 @@ from podrace.distributed.run_tables import episodes_table, replay_table, unrolls
 from podrace.envs.host.base import HostSpec
 from podrace.envs.host.episodes import Totals
 from podrace.replay.layout import Layout
-from podrace.settings.config import (
-  Config,
-)
+from podrace.settings.config import Config
 from podrace.topology import data_size, everyones, from_first
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
-UNROLLS_PUBLISH_SECONDS = 0.05  # likewise, where no replay makes the policy's lag matter less
+UNROLLS_PUBLISH_SECONDS = 0.05  # likewise without replay, which makes the policy's lag matter less
 log = logging.getLogger('podrace.distributed')
 
 
 class DistributedSource:
-  """Batches of experience that other processes made; a `Source`.
+  """A `Source` of experience that acting processes made.
 
-  With replay the `update`-th update has the samples that `samples_per_insert` makes of its steps: the
-  service's limiter sees to it that as many steps have been made, and none is counted before it lets
-  something be sampled. Without, it has a batch of unrolls.
+  With replay, an update has the number of samples that `samples_per_insert` makes of its steps. The
+  limiter of the service ensures that these steps have been made. Without replay, an update has a
+  batch of unrolls.
 
-  Of several learner processes each takes its own rows of every batch from the service. How many batches there are
-  depends on the update alone, so it is the same for all.
+  Each of several learner processes takes its own rows of every batch from the service. The number
+  of batches depends on the update alone, so it is the same for all.
+
+  Owner: the run, which calls `open`, `start` and `close`.
+  Raises: ReplayFailed from `take`, if a thread has failed.
+
+  Args:
+    learning: the program that learns.
+    spec: the environments, for the space of their actions.
+    addresses: the addresses of the run's processes.
+    config: the run's config.
+    run_dir: the run's directory, which has its name.
   """
 
   snapshots = ()
@@ -62,7 +70,7 @@ class DistributedSource:
   ) -> None:
     self._learning, self._spec, self._addresses, self._config = learning, spec, addresses, config
     self._run_dir = run_dir
-    check(addresses, listens=jax.process_index() == 0)  # is refused before it is compiled for
+    check(addresses, listens=jax.process_index() == 0)  # before programs are compiled
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
     if size % data_size(mesh):
@@ -72,13 +80,14 @@ class DistributedSource:
     self._feed: Feed | None = None
     self._episodes = Totals()
     self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
-    self._waited = False  # for the first experience, which was logged
-    self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the log was last read
-    self._steps = 0  # of the environments, so far
+    self._waited = False  # for the first experience, which is logged once
+    self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the last `read`
+    self._steps = 0  # environment steps so far
     self._taken = 0  # batches of the update at hand
-    self._give_up: Callable[[], bool] = lambda: False
+    self._cancelled: Callable[[], bool] = lambda: False
 
   def open(self) -> None:
+    """Listen for acting processes, and connect to the replay service."""
     first = jax.process_index() == 0
     run = from_first(run_name(self._run_dir) if first else '')
     # Acting processes may wait for the publisher, so it listens before the service is waited for.
@@ -86,7 +95,7 @@ class DistributedSource:
     self._publishing = Publishing(self._addresses, self._config, every, run, self._program)
     a = self._addresses
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
-    # Here, where a signal ends the wait: a service may go away while it is asked for its tables.
+    # Here a signal ends the wait: a service may go away while its tables are requested.
     space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
     if isinstance(replay, Layout):
       table = replay_table(self._client, replay, space, run)
@@ -98,36 +107,38 @@ class DistributedSource:
     self._episodes_table = episodes_table(self._client, run) if first else None
 
   def _program(self) -> dict[str, Any]:
-    """What `podrace top` shows besides the acting processes."""
+    """Return the part of `podrace top` that is not about acting processes."""
     return dict(steps=self._steps, replay=replay_reports(self._client))
 
   def start(self, state: State, key: Array) -> None:
-    assert self._publishing is not None, 'start before open'  # which has made the tables
+    """Publish the parameters, and start to read batches."""
+    assert self._publishing is not None, 'start before open'  # which makes the tables
     update = int(jax.device_get(state.update))
     self._publishing.publish(update, state.train.params)
     self._count_steps(update)
     self._feed = Feed(self._source, self._episodes_table)
 
   def publish(self, update: int, params: Any) -> None:
-    """Publishes the parameters, if the last version is old enough."""
+    """Publish the parameters, if the last version is old enough."""
     assert self._publishing is not None
     self._publishing.publish_now_and_then(update, params)
 
   def _check(self) -> None:
-    """Raises ReplayFailed if a thread has failed."""
+    """Raise ReplayFailed if a thread has failed."""
     assert self._feed is not None and self._publishing is not None
     self._feed.check()
     self._publishing.check()
 
   def take(self, update: int, give_up: Callable[[], bool]) -> Batch | None:
+    """Return the next batch of the `update`-th update, None if `give_up()` becomes true before."""
     publishing = self._publishing
     assert publishing is not None
 
-    def waits() -> bool:
+    def cancelled() -> bool:
       publishing.warn_if_alone()
       return give_up() or publishing.failed
 
-    self._give_up, self._steps = waits, update * self._config.steps_per_update
+    self._cancelled, self._steps = cancelled, update * self._config.steps_per_update
     self._check()
     take = self._take_sample if self._windows else self._take_unrolls
     batch = take(update)
@@ -139,15 +150,15 @@ class DistributedSource:
     assert self._feed is not None and self._windows is not None
     w = self._windows
     self._count_steps(update)
-    if update < w.schedule.ready:  # nothing is due, but the steps must have been made
+    if update < w.schedule.ready:  # no batch is due, but the steps must have been made
       if not self._waited:
         self._waited = True
         log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
-      return Batch(None) if self._feed.begun(self._give_up) else None
+      return Batch(None) if self._feed.wait_for_first(self._cancelled) else None
     due = int(w.schedule.due(update - w.schedule.ready))
     if not due:
       return Batch(None)
-    draw, i = self._feed.take(self._give_up), self._taken
+    draw, i = self._feed.take(self._cancelled), self._taken
     if draw is None:
       return None
     self._taken = (i + 1) % due
@@ -155,24 +166,27 @@ class DistributedSource:
 
   def _take_unrolls(self, update: int) -> Batch | None:
     assert self._feed is not None
-    draw = self._feed.take(self._give_up)
+    draw = self._feed.take(self._cancelled)
     if draw is None:
       return None
-    self._lags.append(np.maximum(update - draw.key, 0))  # below 0: of a life that was lost
+    # Below 0 after a restart from an older checkpoint: the unroll is of the life that was lost.
+    self._lags.append(np.maximum(update - draw.key, 0))
     return Batch((draw.data,))
 
   def learned(self, batch: Batch, priority: Any) -> None:
+    """Set the priorities of a batch that was learned from."""
     assert self._feed is not None
     if self._windows:
-      self._feed.update(batch.key, priority, self._give_up)
+      self._feed.update(batch.key, priority, self._cancelled)
 
   def _count_steps(self, update: int) -> None:
-    """Sets how many steps of the environments there are with the update at hand."""
+    """Set the number of environment steps with the update at hand."""
     if isinstance(self._source, Sampled) and (w := self._windows):
-      learned = max(update, w.schedule.ready)  # no batch is of less
+      learned = max(update, w.schedule.ready)  # before that there are no batches
       self._source.steps = (learned + 1) * w.num_envs * w.unroll_length
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
+    """Return the totals of episodes, and the metrics, since the last call."""
     assert self._feed is not None and self._publishing is not None
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
     return episodes, {
@@ -184,16 +198,16 @@ class DistributedSource:
     }
 
   def _counts(self) -> dict[str, float]:
-    """What all learner processes have taken, and how old it was."""
+    """Return the counts of batches of all learner processes, and the lag of the policy."""
     assert self._feed is not None
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     counts = self._feed.counts()
     every = everyones([lags.max(initial=0), lags.sum(), len(lags), *counts.values()])
     lag_sum, unrolls, *sums = every[:, 1:].sum(0).tolist()
-    found: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
+    metrics: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
     if unrolls:
-      found |= dict(policy_lag_mean=lag_sum / unrolls, policy_lag_max=float(every[:, 0].max()))
-    return found
+      metrics |= dict(policy_lag_mean=lag_sum / unrolls, policy_lag_max=float(every[:, 0].max()))
+    return metrics
 
   def _save_statistics(self) -> dict[str, Any]:
     if self._feed is not None:
@@ -204,11 +218,12 @@ class DistributedSource:
     self._episodes = Totals(**saved.get('episodes', {}))
 
   def finish(self, state: State) -> None:
-    """Publishes that the run is complete, and waits for the acting processes to leave."""
+    """Publish that the run is complete, and wait for the acting processes to leave."""
     assert self._publishing is not None
     self._publishing.finish(int(jax.device_get(state.update)), state.train.params)
 
   def close(self) -> None:
+    """End the threads and the connections."""
     if self._feed:
       self._feed.close()
     if self._client:
@@ -221,7 +236,7 @@ Reports = list[dict[str, Any]]
 
 
 def replay_reports(client: replay.ReplayClient | None) -> Reports:
-  """The newest reports of all shards that are there; newer ones are asked for, and come later."""
+  """Return the newest reports of all connected shards, and request newer ones, which come later."""
   connections = [] if client is None else client.connections
   for connection in connections:
     connection.ask_report()
@@ -229,7 +244,7 @@ def replay_reports(client: replay.ReplayClient | None) -> Reports:
 
 
 def replay_metrics(reports: Reports, table: str) -> Measures:
-  """For the log: of the service's memory, and of the table that is learned from; none if nothing is known."""
+  """Return metrics of the service's memory and of `table`; none without reports."""
   if not reports:
     return {}
   tables = [t for report in reports for t in report['tables'] if t['name'] == table]

@@ -1,4 +1,4 @@
-"""Shared by the processes that work for a learner elsewhere: options, its parameters, their end."""
+"""The common part of processes that work for a learner: options, parameters and exit codes."""
 
 from __future__ import annotations
 
@@ -19,42 +19,35 @@ from podrace.distributed.run_identity import (
   FINISHED,
   RECORD,
   Addresses,
+  describe_differences,
   from_leaves,
-  other_run,
   read_record,
   record,
 )
-from podrace.errors import UsageError
+from podrace.errors import EnvironmentsMoved, RunFinished, SignalReceived, UsageError
 from podrace.fields import flag
 from podrace.settings.config import Config
 from podrace.system.process import on_signals
 
 log = logging.getLogger('podrace.distributed')
-FIXED = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}  # of all these processes
-
-
-class Signalled(BaseException):
-  """Ends whatever is waited for."""
-
-
-class Finished(Exception):
-  """The run is complete."""
-
-
-class Moved(Exception):
-  """The learner has lent this process other environments, from number `first` on, than it acts in."""
-
-  def __init__(self, first: int) -> None:
-    super().__init__(first)
-    self.first = first
+FIXED = {
+  'architecture': 'sebulba',
+  'lag': 'async',
+  'replay': 'service',
+}  # settings of all these processes
 
 
 @dataclasses.dataclass(frozen=True)
 class Patience:
-  """How long a process does without its learner."""
+  """The time that a process works without its learner.
 
-  max_staleness: float = 60.0  # seconds that parameters may be out of date
-  give_up: float = 0.0  # seconds without a learner, after them, until it ends; 0: never
+  Attributes:
+    max_staleness: seconds that parameters may be out of date.
+    give_up: seconds without a learner, after `max_staleness`, until the process ends. 0: never.
+  """
+
+  max_staleness: float = 60.0
+  give_up: float = 0.0
 
   def __post_init__(self) -> None:
     if not 0 < self.max_staleness < math.inf:
@@ -64,12 +57,12 @@ class Patience:
 
 
 def given_options(args: Sequence[str]) -> list[str]:
-  """The fields of `Config`, or other options, that are given in `args`."""
+  """Return the names of the options in `args`, as fields of `Config` are written."""
   return [a.partition('=')[0].removeprefix('--').replace('-', '_') for a in args if a[:2] == '--']
 
 
 def check_options(command: str, config: Config, args: Sequence[str], heeded: Sequence[str]) -> None:
-  """Raises UsageError for options of `train` in `args` that this command does not heed."""
+  """Raise UsageError for options of `train` in `args` on which this command does not depend."""
   fields = {f.name for f in dataclasses.fields(Config)}
   for name in given_options(args):
     if name in FIXED:
@@ -79,55 +72,68 @@ def check_options(command: str, config: Config, args: Sequence[str], heeded: Seq
         )
     elif name in fields and name not in heeded:
       raise UsageError(
-        f'--{flag(name)} is for podrace train only: nothing of podrace {command} depends on it; leave it out'
+        f'--{flag(name)} is for podrace train only: nothing of podrace {command} depends on it; '
+        'leave it out'
       )
 
 
-def fixed(config: Config) -> Config:
-  """The config as these processes have it, whatever the preset is for."""
+def with_fixed(config: Config) -> Config:
+  """Return the config with the settings that all these processes have."""
   return dataclasses.replace(config, **FIXED)  # type: ignore[arg-type]
 
 
 def check_addresses(addresses: Addresses) -> None:
-  """Raises SecurityError for addresses and keys that can't be connected with."""
+  """Raise SecurityError for addresses and keys with which no connection can be made."""
   a = addresses
   check_address(a.parameters, a.keys, a.insecure, '--params')
   for address in a.replay:
     check_address(address, a.keys, a.insecure, '--connect-replay')
 
 
-def until_the_end(work: Callable[[], None]) -> int:
-  """Works until the run is complete, a signal comes or it has waited too long; the exit code."""
-  found = 0
+def run_to_end(work: Callable[[], None]) -> int:
+  """Call `work`, which raises at its end; returns the exit code.
+
+  The end is that of the run, a signal, or a TimeoutError after too long a wait.
+  """
+  received = 0
 
   def on_signal(signum: int, frame: Any) -> None:
-    nonlocal found
-    if not found:
-      found = signum
-      raise Signalled
+    nonlocal received
+    if not received:
+      received = signum
+      raise SignalReceived
 
-  with contextlib.suppress(Signalled), on_signals(on_signal):
+  with contextlib.suppress(SignalReceived), on_signals(on_signal):
     try:
       work()
-    except Finished:
+    except RunFinished:
       log.info('the run is complete')
     except TimeoutError as e:
       log.error('giving up: %s', e)
       return 1
-  return 128 + found if found else 0
+  return 128 + received if received else 0
 
 
 class Newest:
-  """The learner's newest parameters; of its run and no other.
+  """The newest parameters of one learner's run.
+
+  Owner: the process's main thread, which calls `close`.
+  Ends when: it is closed. Calls that wait then raise `tables.Closed`.
 
   Args:
-    addresses: where the learner publishes them.
-    config: of this process, to be compared with the learner's.
+    addresses: the address at which the learner publishes.
+    config: the configuration of this process, which must agree with the learner's.
     agent: makes parameters of the same shapes.
-    patience: how long to do without newer ones.
-    role: of this process, as the learner counts it.
-    environments, first: that it acts in, see `parameters.Parameters`.
-    measure: numbers of this process, besides those that all have.
+    patience: the time to work without newer parameters.
+    role: the role under which the learner counts this process.
+    environments: the number of environments in which it acts, see `parameters.Parameters`.
+    first: the number of the first of these environments.
+    measure: returns measures of this process, besides the ones that all processes have.
+
+  Attributes:
+    run: the name of the learner's run, '' until it is known.
+    version: the version of the parameters returned last, -1 for none.
+    first: the number of the first environment that the learner had lent by then.
   """
 
   def __init__(
@@ -155,49 +161,47 @@ class Newest:
       first,
       self.measures,
     )
-    self.run = ''  # the name of the learner's, once it is known
-    self.version = -1  # of the last ones that were returned
-    self.first = first  # the number of the first environment that the learner had lent by then
+    self.run, self.version, self.first = '', -1, first
 
   @property
   def is_stale(self) -> bool:
-    """Whether those that there are must not be used."""
+    """Whether the parameters are too old to be used."""
     return self._reader.is_stale
 
   def measures(self) -> Measures:
-    """The numbers that this process sends."""
+    """Return the measures that this process sends."""
     staleness = round(self._reader.staleness, 3)
     return {**self._measure(), 'staleness_s': staleness, 'resident_mb': resident_mb()}
 
   def wait_while_stale(self) -> None:
-    """Returns at once if those that there are may be used."""
+    """Wait while the parameters are too old to be used."""
     self._reader.get()
 
   def get(self) -> Any:
-    """The newest, on a device; waits while those that there are are too old.
+    """Return the newest parameters, on a device; waits while they are too old to be used.
 
     Raises:
       UsageError: if they are of another run.
-      Finished: if the run is complete.
-      TimeoutError: if that took longer than it may.
-      Closed: if this is.
+      RunFinished: if the run is complete.
+      TimeoutError: after `patience`.
+      Closed: if this object is closed.
     """
-    found = self._reader.get(self._give_up)
+    published = self._reader.get(self._give_up)
     self.first = self._reader.first
-    return self._read(found)
+    return self._read(published)
 
-  def _read(self, found: parameters.Published) -> Any:
-    leaves = dict(found.leaves)
+  def _read(self, published: parameters.Published) -> Any:
+    leaves = dict(published.leaves)
     self._check(*read_record(leaves.pop(RECORD, None)))
     if leaves.pop(FINISHED, None) is not None:
-      raise Finished
-    self.version = found.version
+      raise RunFinished
+    self.version = published.version
     shapes = jax.eval_shape(lambda key: self._agent.init(key).params, jax.random.key(0))
     return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
 
-  def _check(self, run: str, theirs: dict[str, Any]) -> None:
+  def _check(self, run: str, learner_record: dict[str, Any]) -> None:
     try:
-      different = other_run(theirs, self._record)
+      different = describe_differences(learner_record, self._record)
     except RecursionError:
       different = ['its record has too many lists within each other']
     if different:
@@ -210,21 +214,21 @@ class Newest:
     self.run = run
 
   def follow(self, take: Callable[[Any], None]) -> NoReturn:
-    """Has each newer version taken, until there will be none: it raises why, as `get`.
+    """Call `take` with each newer version. Raises at the end, as `get`.
 
     Raises:
-      Moved: if this process is to act in other environments from now on.
+      EnvironmentsMoved: if this process is to act in other environments from now on.
     """
     while True:
-      found = self._reader.get(self._give_up)
-      if found.version != self.version:
-        take(self._read(found))
+      published = self._reader.get(self._give_up)
+      if published.version != self.version:
+        take(self._read(published))
       if self._reader.first != self.first:
-        raise Moved(self._reader.first)
+        raise EnvironmentsMoved(self._reader.first)
       with self._reader.changed:
         if self._reader.version == self.version:
           self._reader.changed.wait(1.0)
 
   def close(self) -> None:
-    """Ends whatever waits for them."""
+    """End all calls that wait."""
     self._reader.close()

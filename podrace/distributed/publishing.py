@@ -1,4 +1,4 @@
-"""A learner's parameters, for the processes that work for it."""
+"""Publishing of a learner's parameters to the processes that work for it."""
 
 from __future__ import annotations
 
@@ -30,18 +30,25 @@ from podrace.distributed.run_identity import (
 from podrace.errors import ReplayFailed
 from podrace.settings.config import Config
 
-GOODBYE_SECONDS = 5.0  # for acting processes to see that the run is complete
-REMIND = 30.0  # seconds between messages that nobody acts
+GOODBYE_SECONDS = 5.0  # for acting processes to notice that the run is complete
+REMIND = 30.0  # seconds between warnings that no process acts
 log = logging.getLogger('podrace.distributed')
 
 
 class Publishing:
-  """Publishes parameters, and knows who reads them. Of several learner processes the first one does; the others nothing.
+  """Publishes parameters, and counts their readers.
+
+  Only the first of several learner processes publishes.
+
+  Owner: the learner's source, which calls `close`.
+  Raises: ReplayFailed from `publish` and `check`, if the thread of the publisher has failed.
 
   Args:
-    every: seconds between versions, at least.
-    run: the name of the learner's.
-    program: what `podrace top` shows besides.
+    addresses: the address at which to listen, and keys.
+    config: the run's config.
+    every: the shortest time between versions, in seconds.
+    run: the name of the run.
+    program: returns the learner's part of `podrace top`.
   """
 
   def __init__(
@@ -64,7 +71,7 @@ class Publishing:
       )
 
   def publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
-    """Publishes the parameters after so many updates.
+    """Publish the parameters after `update` updates, and further named arrays.
 
     Raises:
       ReplayFailed: if its thread has failed.
@@ -79,22 +86,23 @@ class Publishing:
     self._at = time.monotonic()
 
   def publish_now_and_then(self, update: int, params: Any) -> None:
-    """Likewise, if the last version is old enough; `check` raises what failed."""
+    """Publish the parameters if the last version is old enough. A failure is left to `check`."""
     if time.monotonic() > self._at + self._every:
       with contextlib.suppress(ReplayFailed):
         self.publish(update, params)
 
   @property
   def failed(self) -> bool:
+    """Whether its thread has failed."""
     return self._publisher is not None and bool(self._publisher.failure)
 
   def check(self) -> None:
-    """Raises ReplayFailed if its thread has failed."""
+    """Raise ReplayFailed if its thread has failed."""
     if self._publisher is not None and self._publisher.failure:
       raise ReplayFailed(self._publisher.failure)
 
   def warn_if_alone(self) -> None:
-    """Logs that no process acts, while there is nothing to learn from: at once, then now and then."""
+    """Warn that no process acts, at most every REMIND seconds, while the learner waits."""
     if self._publisher is None:
       return
     now = time.monotonic()
@@ -109,7 +117,7 @@ class Publishing:
       )
 
   def metrics(self) -> dict[str, float]:
-    """For the log: of the processes that are connected."""
+    """Return metrics of the connected processes."""
     if self._publisher is None:
       return {}
     acting, reanalysing = (self._publisher.clients(role) for role in (ACTING, REANALYSING))
@@ -121,7 +129,7 @@ class Publishing:
     }
 
   def finish(self, update: int, params: Any) -> None:
-    """Publishes that the run is complete, and waits for the acting processes to leave."""
+    """Publish that the run is complete, and wait for the acting processes to leave."""
     if self._publisher is None:
       return
     self.publish(update, params, (FINISHED, np.ones(1, np.uint8)))
@@ -131,5 +139,6 @@ class Publishing:
       time.sleep(POLL)
 
   def close(self) -> None:
+    """Close the publisher."""
     if self._publisher is not None:
       self._publisher.close()

@@ -1,9 +1,9 @@
-"""`podrace reanalyse`: a process that refreshes the targets in replay, by newer parameters.
+"""`podrace reanalyse`: a process that refreshes the targets in replay with newer parameters.
 
-Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) in processes of its own. Windows are read from the replay
-service, searched anew with the learner's newest parameters, and their targets are written back by key. The
-learner samples them as any others. Reading is ahead of the searches, and writing is behind them, so that the network
-and the device work at the same time.
+Reanalyse is by Schrittwieser et al. 2021 (arXiv 2104.06294). Windows are read from the replay
+service and searched again with the learner's newest parameters. Their targets are written back by
+key, and the learner samples them like any window. Reading is ahead of the searches, and writing is
+behind them, so network and device work at the same time.
 """
 
 from __future__ import annotations
@@ -36,21 +36,27 @@ from podrace.replay.layout import Columns, Layout, named
 from podrace.settings.agents import agent_name, bind_run
 from podrace.settings.config import Config
 from podrace.settings.validation import validate
-from podrace.system.process import give_way
+from podrace.system.scheduling import give_way
 from podrace.system.threads import Worker
 from podrace.types import Array
 
-PREFETCH = 2  # batches that are asked for ahead of time
-LOG_EVERY = 60.0  # seconds between lines about the rate
+PREFETCH = 2  # batches that are requested ahead of time
+LOG_EVERY = 60.0  # seconds between messages about the rate
 log = logging.getLogger('podrace.distributed')
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-  """Of `podrace reanalyse`, besides the run's config."""
+  """Options of `podrace reanalyse`, besides the run's config.
+
+  Attributes:
+    addresses: the addresses of the run's processes.
+    batch_size: windows that are refreshed together. 0: the learner's batch size.
+    patience: the time to work without the learner.
+  """
 
   addresses: Addresses
-  batch_size: int = 0  # windows that are refreshed together; 0: as many as the learner's batch has
+  batch_size: int = 0
   patience: Patience = Patience()
 
   def __post_init__(self) -> None:
@@ -59,41 +65,43 @@ class Options:
 
 
 def check_options(config: Config, args: Sequence[str]) -> None:
-  """Raises UsageError for options of `train` in `args` that this process would not heed."""
+  """Raise UsageError for options of `train` in `args` on which this process does not depend."""
   learner_client.check_options('reanalyse', config, args, COMMON)
 
 
 def check_agent(agent: Any) -> None:
-  """Raises UsageError for an agent whose targets can't be refreshed."""
+  """Raise UsageError for an agent without targets that can be refreshed."""
   if not can_refresh(agent):
     raise UsageError(
-      f'{agent_name(agent)} has no targets that can be refreshed; podrace reanalyse is for agents with replay that '
+      f'{agent_name(agent)} has no targets that can be refreshed; podrace reanalyse is for agents '
+      'with replay that '
       'have a function `refresh`, such as muzero'
     )
 
 
 def reanalyse(config: Config, options: Options) -> int:
-  """`podrace reanalyse`: works until the run is complete, a signal comes or it gives up; the exit code.
+  """Work until the end of the run, a signal, or the end of `patience`; returns the exit code.
 
   Raises:
-    UsageError: if the config can't be; if the agent has nothing to refresh; if the learner's run is another one.
+    UsageError: for an impossible config, an agent without targets to refresh, or if the learner has
+      another run.
   """
   give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   check_agent(config.agent)
-  config = learner_client.fixed(config)
+  config = learner_client.with_fixed(config)
   validate(config)
   learner_client.check_addresses(options.addresses)
-  return learner_client.until_the_end(lambda: Reanalysing(config, options).run())
+  return learner_client.run_to_end(lambda: Reanalysing(config, options).run())
 
 
 class Reanalysing:
-  """One reanalysing process."""
+  """A reanalysing process."""
 
   def __init__(self, config: Config, options: Options) -> None:
     spec = host.make(config.env)
     agent = bind_run(config, spec)
     windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
-    assert windows is not None  # else it would not have been refreshed
+    assert windows is not None  # as `check_agent` has accepted it
     example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
     self._layout, self._space = Layout(windows, example), spec.action_space
     self._batch_size = options.batch_size or windows.buffer.batch_size
@@ -108,7 +116,7 @@ class Reanalysing:
     self._params: Any = None
 
   def run(self) -> None:
-    """Works until the run is complete, or something is wrong; either ends with an exception."""
+    """Work until the run is complete, or something fails. Both raise."""
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       self._params = self._newest.get()
@@ -124,11 +132,11 @@ class Reanalysing:
       try:
         self._work(table, Targets(client, table, self._layout.windows.length), watcher)
       except tables.Closed:
-        watcher.check()  # it closed the client
+        watcher.check()  # its failure closed the client
         raise
 
   def _compile(self) -> None:
-    """Before the first windows are there, so that none of them is old when it comes back."""
+    """Compile before the first windows arrive, which would else be old when written back."""
     shapes = {
       k: jax.ShapeDtypeStruct((self._batch_size, *x.shape[1:]), x.dtype)
       for k, x in self._layout.batch().items()
@@ -137,19 +145,19 @@ class Reanalysing:
     self._refresh = self._refresh.lower(self._params, shapes, self._key).compile()
 
   def _work(self, table: Any, targets: Targets, watcher: Worker) -> None:
-    """Refreshes batch after batch, and writes each while the next one is being searched."""
+    """Refresh batches, and write each while the next one is searched."""
     before: tuple[np.ndarray, Columns] | None = None
     with table.sampler(self._batch_size, PREFETCH, peek=True) as samples:
       while True:
         watcher.check()
         self._newest.wait_while_stale()
-        found = next(samples)
+        sample = next(samples)
         self._key, key = jax.random.split(self._key)
-        fresh = self._refresh(self._params, found.data, key)
+        fresh = self._refresh(self._params, sample.data, key)
         if before is not None:
           targets.write(*before)
           self._rate.add(len(before[0]))
-        before = found.key, fresh
+        before = sample.key, fresh
 
   def _watch(self) -> None:
     def take(params: Any) -> None:
@@ -165,26 +173,27 @@ class Reanalysing:
 
 
 class Refresh:
-  """The columns that an agent refreshes, of a table's items [n, L, ...]; to be compiled."""
+  """A function, to be compiled, that returns the columns of items which an agent refreshes."""
 
   def __init__(self, agent: Any, layout: Layout) -> None:
     self._agent, self._layout = agent, layout
 
   def __call__(self, params: Any, data: Columns, key: Array) -> Columns:
+    """Return the refreshed columns [n, L, ...] of items with columns `data` [n, L, ...]."""
     window = self._layout.trajectory(data)
     fresh = self._agent.refresh(params, window, key)
     old, new = named(window.outputs), named(fresh.outputs)
-    changed = {k: x for k, x in new.items() if x is not old[k]}  # the others are the same tracers
+    changed = {k: x for k, x in new.items() if x is not old[k]}  # the rest are the same tracers
     return {k: jnp.moveaxis(x, 1, 0) for k, x in changed.items()}
 
 
 class Targets:
-  """Writes columns of windows to where they were sampled from.
+  """Writes columns of windows back to the items that they were sampled from.
 
   Args:
-    client: of the service.
-    table: has the items.
-    length: rows of each column of a window.
+    client: the client of the service.
+    table: the table of the items.
+    length: the number of rows of each column of a window.
   """
 
   def __init__(self, client: replay.ReplayClient, table: Any, length: int) -> None:
@@ -192,7 +201,7 @@ class Targets:
     self._writers = client.writers(history=length)
 
   def write(self, keys: np.ndarray, columns: Columns) -> None:
-    """Amends the items of keys [n] with columns [n, L, ...]; waits until they are computed."""
+    """Amend the items of keys [n] with columns [n, L, ...]; waits until these are computed."""
     rows = {k: np.asarray(x) for k, x in columns.items()}
     for i, key in enumerate(keys.tolist()):
       writer = self._writers[self._table.shard_of(key)]
@@ -202,23 +211,23 @@ class Targets:
 
 
 class Rate:
-  """Counts windows, and logs now and then how many there are in a second.
+  """Counts windows, and logs their rate every LOG_EVERY seconds.
 
   Args:
-    searches: of each window.
+    searches: the number of searches of each window.
 
   Attributes:
-    meter: what there was since it was last read.
+    meter: the rates since it was last read.
   """
 
   def __init__(self, searches: int) -> None:
     self._searches, self._windows = searches, 0
     self.meter = Meter()
-    self._first = 0  # windows of the first batch, with which the clock begins
+    self._first = 0  # windows of the first batch, at which the clock begins
     self._begun = self._logged = time.monotonic()
 
   def add(self, windows: int) -> None:
-    """So many more have been written."""
+    """Count windows that have been written."""
     if not self._windows:
       self._begun, self._first = time.monotonic(), windows
     self._windows += windows

@@ -1,4 +1,4 @@
-"""What an acting process and its learner must agree on, and how parameters travel."""
+"""The record of a run that an acting process compares with its learner's, and parameters."""
 
 from __future__ import annotations
 
@@ -28,26 +28,35 @@ from podrace.system.files import write_json
 from podrace.system.files.reading import read_json
 from podrace.topology import on_host
 
-RECORD, FINISHED = '.run', '.finished'  # what is published besides parameters
-RUN = 'run'  # of the record: the name of the run, which its tables have, too
-DIFFERENCES = 10  # that are listed, of another run
-COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # what the two sides must agree on
+RECORD, FINISHED = '.run', '.finished'  # names of the arrays that are published besides parameters
+RUN = 'run'  # the key of the run's name in the record; tables have that name, too
+DIFFERENCES = 10  # the most that are listed
+COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # fields on which both sides must agree
 
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-  """Where the others are."""
+  """The addresses of a run's processes, and the security of connections.
 
-  replay: tuple[str, ...]  # of the service, or of its shards
-  parameters: str  # where the learner publishes them
+  Attributes:
+    replay: the addresses of the replay service's shards.
+    parameters: the address at which the learner publishes parameters.
+    keys: a directory of keys, None for connections without.
+    insecure: whether connections without keys may leave the machine.
+    peer_timeout: seconds of silence after which the learner drops an acting process.
+    announce: the learner's announcement, made once it listens.
+  """
+
+  replay: tuple[str, ...]
+  parameters: str
   keys: Path | None = None
   insecure: bool = False
-  peer_timeout: float = SILENCE  # of silence, after which the learner drops an acting process
-  announce: Announcement | None = None  # of the learner, once it listens
+  peer_timeout: float = SILENCE
+  announce: Announcement | None = None
 
 
 def check(addresses: Addresses, listens: bool = True) -> None:
-  """Raises SecurityError for addresses and keys with which a learner can't connect, or listen if it does."""
+  """Raise SecurityError for addresses and keys with which a learner cannot connect or listen."""
   a = addresses
   Listen(a.parameters, a.keys, a.insecure, a.peer_timeout)
   for address in a.replay:
@@ -63,10 +72,10 @@ def check(addresses: Addresses, listens: bool = True) -> None:
 
 
 def run_name(run_dir: Path) -> str:
-  """The name of a run, made with its directory and kept there, so that a resumed run has the same.
+  """Return the name of a run. It is kept in the run directory, so a resumed run has the same name.
 
   Raises:
-    UsageError: if what is kept there is no name.
+    UsageError: if the file in the directory has no name.
   """
   path = run_dir / 'name.json'
   if (name := read_json(path)) is None:
@@ -78,32 +87,32 @@ def run_name(run_dir: Path) -> str:
 
 
 def record(config: Config) -> dict[str, Any]:
-  """What the two sides must agree on."""
+  """Return the part of a config on which both sides must agree."""
   return {k: v for k, v in to_json(config, whole=True).items() if k in COMMON}
 
 
 def read_record(document: np.ndarray | None) -> tuple[str, dict[str, Any]]:
-  """Reads the name of a learner's run and its `record`, as they are published; both are empty if nothing is.
+  """Read the name of a run and its `record` from a published document, empty without one.
 
   Raises:
-    UsageError: if they are something else.
+    UsageError: if the document is no record of a run.
   """
   if document is None:
     return '', {}
   try:
-    found = json.loads(document.tobytes())
+    content = json.loads(document.tobytes())
   except (ValueError, RecursionError) as e:
-    raise UsageError(f'the learner publishes no record of a run, but what is not JSON ({e})') from e
-  if not isinstance(found, dict) or not isinstance(found.get(RUN, ''), str):
-    raise UsageError(f'the learner publishes no record of a run, but {plain(repr(found)[:200])}')
-  return found.pop(RUN, ''), found
+    raise UsageError(f'the learner publishes no record of a run: it is not JSON ({e})') from e
+  if not isinstance(content, dict) or not isinstance(content.get(RUN, ''), str):
+    raise UsageError(f'the learner publishes no record of a run, but {plain(repr(content)[:200])}')
+  return content.pop(RUN, ''), content
 
 
-def other_run(learner: dict[str, Any], here: dict[str, Any]) -> list[str]:
-  """In what an acting process has another `record` than its learner, in a few lines."""
+def describe_differences(learner: dict[str, Any], here: dict[str, Any]) -> list[str]:
+  """Describe in a few lines how the `record` of an acting process differs from its learner's."""
   agents = [x.get('agent') for x in (learner, here)]
   lines, names = [], [x.get('name') if isinstance(x, dict) else None for x in agents]
-  if names[0] != names[1]:  # then its settings are others as well
+  if names[0] != names[1]:  # then all settings of the agents differ
     lines = [f'the learner runs {names[0]}, this process {names[1]}']
     learner, here = ({k: v for k, v in x.items() if k != 'agent'} for x in (learner, here))
   lines += [
@@ -115,25 +124,25 @@ def other_run(learner: dict[str, Any], here: dict[str, Any]) -> list[str]:
 
 
 def act_command(config: Config, addresses: Addresses) -> str:
-  """What starts an acting process for a learner: from the preset that is nearest to its config."""
+  """Return the command of an acting process, from the preset that is nearest to the config."""
   wanted, name = record(config), agent_name(config.agent)
   bases: dict[tuple[str, ...], Config] = {(preset,): make() for preset, make in PRESETS.items()}
-  near = {given: base for given, base in bases.items() if agent_name(base.agent) == name}
-  if not near:  # somebody's own, with the preset that there is without one
+  near = {words: base for words, base in bases.items() if agent_name(base.agent) == name}
+  if not near:  # the user's own agent, with the default preset
     agent = dataclasses.replace(config.agent, **_defaults(type(config.agent)))
     near = {('--agent', name): dataclasses.replace(bases['catch',], agent=agent)}
-  different = {given: list(changes(record(base), wanted)) for given, base in near.items()}
-  given = min(different, key=lambda x: len(different[x]))
-  options = [f'{option(path)} {quoted(value)}' for path, _, value in different[given]]
+  different = {words: list(changes(record(base), wanted)) for words, base in near.items()}
+  nearest = min(different, key=lambda words: len(different[words]))
+  options = [f'{option(path)} {quote(value)}' for path, _, value in different[nearest]]
   a = addresses
   where = f'--connect-replay {",".join(a.replay)} --params {a.parameters}'
   keys = ['--keys DIR'] if a.keys else ['--insecure'] if a.insecure else []
-  return ' '.join(['podrace act', *given, *options, where, *keys])
+  return ' '.join(['podrace act', *nearest, *options, where, *keys])
 
 
-def quoted(value: Any) -> str:
-  """A record's value as a shell takes it."""
-  return ' '.join(map(quoted, value)) if isinstance(value, list) else shlex.quote(str(value))
+def quote(value: Any) -> str:
+  """Return a record's value as words for a shell."""
+  return ' '.join(map(quote, value)) if isinstance(value, list) else shlex.quote(str(value))
 
 
 def _defaults(cls: Any) -> dict[str, Any]:
@@ -144,16 +153,16 @@ def _defaults(cls: Any) -> dict[str, Any]:
 
 
 def to_leaves(params: Any) -> list[tuple[str, np.ndarray]]:
-  """Parameters as they are published."""
-  found = jax.tree_util.tree_leaves_with_path(params)
-  return [(jax.tree_util.keystr(path), on_host(x)) for path, x in found]
+  """Return the name and the array of each leaf of parameters, as they are published."""
+  leaves = jax.tree_util.tree_leaves_with_path(params)
+  return [(jax.tree_util.keystr(path), on_host(x)) for path, x in leaves]
 
 
 def from_leaves(like: Any, leaves: dict[str, np.ndarray]) -> Any:
-  """Parameters of the shapes of `like`.
+  """Return parameters of the structure of `like` from published leaves.
 
   Raises:
-    UsageError: with both sides, if they are others.
+    UsageError: if names, dtypes or shapes differ; the message has both sides.
   """
   paths = jax.tree_util.tree_leaves_with_path(like)
   expected = {jax.tree_util.keystr(path): x for path, x in paths}

@@ -1,4 +1,4 @@
-"""The tables through which experience goes from acting processes to the learner."""
+"""The tables that carry experience from acting processes to the learner."""
 
 from __future__ import annotations
 
@@ -23,27 +23,28 @@ from podrace.types import (
 )
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
-EPISODES = 'episodes'  # the table through which acting processes tell of theirs
-# Of an acting process's episodes: how many there were, the sums of their returns and of the squares of these, their length.
+EPISODES = 'episodes'  # the table of finished episodes
+# Bounds of the number of episodes, the sum of their returns, that of the squared returns, and that
+# of their lengths.
 LOWEST_TOTALS = (0.0, -1e30, 0.0, 0.0)
 HIGHEST_TOTALS = (2.0**53, 1e30, 1e60, 2.0**53)
 
 
 def _limits(name: str, kind: str, space: Any) -> tuple[Any, Any] | None:
-  """The least and the greatest value of a column that a learner can use, by its name in a trajectory."""
+  """Return the range of a column that a learner can use, None if it can use all values."""
   field = name.removeprefix('timesteps/').removeprefix('outputs/')
   if field.startswith('observation') or field == 'action':
     if kind == 'f':
       return -LARGEST_OBSERVATION, LARGEST_OBSERVATION
     return action_bounds(space) if field == 'action' else None
-  others = (-LARGEST_OUTPUT, LARGEST_OUTPUT) if kind == 'f' else None
+  default = (-LARGEST_OUTPUT, LARGEST_OUTPUT) if kind == 'f' else None
   return {
     'reward': (-LARGEST_REWARD, LARGEST_REWARD),
     'discount': (0, 1),
     'step_type': (FIRST, LAST),
     'stacks': (CONTINUED, REPEATED),
     'env_id': (0, 2**31 - 1),
-  }.get(field, others)
+  }.get(field, default)
 
 
 def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, space: Any) -> Any:
@@ -53,34 +54,34 @@ def _column(name: str, dtype: Any, shape: tuple[int, ...], rows: int | None, spa
 
 
 def timed(name: str) -> bool:
-  """Whether a column of an unroll has an axis of time, which comes first."""
+  """Return whether a column of an unroll has a time axis, which is its first."""
   return name.startswith(('timesteps', 'outputs'))
 
 
 def window_contents(layout: Layout, space: Any) -> list[Any]:
-  """What each window must hold, with actions of `space`."""
-  found = []
+  """Return the columns of each window, with actions of `space`."""
+  columns = []
   for name, x in layout.batch().items():
     if is_single(name) or name == 'env_id':
-      found.append(_column(name, x.dtype, x.shape[1:], None, space))
+      columns.append(_column(name, x.dtype, x.shape[1:], None, space))
     elif name != 'weight':
-      found.append(_column(name, x.dtype, x.shape[2:], x.shape[1], space))
-  return found
+      columns.append(_column(name, x.dtype, x.shape[2:], x.shape[1], space))
+  return columns
 
 
 def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
-  """What each unroll of one environment must hold; `example` is of several, in shapes."""
-  found = [
+  """Return the columns of the unroll of one environment; `example` has shapes [T, B, ...]."""
+  columns = [
     _column(k, x.dtype, x.shape[:1] + x.shape[2:] if timed(k) else x.shape[1:], None, space)
     for k, x in named(example).items()
   ]
-  return found + [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')]
+  return columns + [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')]
 
 
 def replay_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:
-  """The table of windows, made if there is none.
+  """Open the table of windows, or create it.
 
-  Its limiter keeps `samples_per_insert` to within a few updates' windows.
+  Its limiter keeps `samples_per_insert` to within the windows of a few updates.
   """
   w, b = layout.windows, layout.windows.buffer
   per_window = b.samples_per_insert * w.period
@@ -100,7 +101,7 @@ def replay_table(client: replay.ReplayClient, layout: Layout, space: Any, run: s
 def unrolls_table(
   client: replay.ReplayClient, num_envs: int, example: Trajectory, space: Any, run: str
 ) -> Any:
-  """The queue of unrolls of single environments, made if there is none; it holds one batch."""
+  """Open the queue of unrolls of single environments, with room for one batch, or create it."""
   return client.table(
     UNROLLS,
     sampler=tables.fifo(),
@@ -114,7 +115,7 @@ def unrolls_table(
 
 
 def episodes_table(client: replay.ReplayClient, run: str) -> Any:
-  """The table of finished episodes; the oldest go if nobody reads them."""
+  """Open the table of finished episodes, from which the oldest are dropped, or create it."""
   return client.table(
     EPISODES,
     sampler=tables.fifo(),

@@ -23,7 +23,7 @@ from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
 from podrace.settings.validation import validate
 from podrace.system.output import print_text
-from podrace.system.process import cores
+from podrace.system.scheduling import cores
 from podrace.system.threads import Worker
 from podrace.topology import data_size, on_host
 

@@ -1,5 +1,5 @@
-"""Programs of several processes, started together: arrangements of ours, and the engines that start them."""
+"""Programs of many processes: ready-made arrangements, and the engines that start them."""
 
-from podrace.launch.supervisor.local import Local, run
+from podrace.launch.supervisor.local import Supervisor, run
 
-__all__ = ['Local', 'run']
+__all__ = ['Supervisor', 'run']

@@ -1,12 +1,12 @@
-"""Ready-made programs: who acts, who remembers and who learns, for a run given as for `podrace train`.
+"""Ready-made programs for a run that is described as for `podrace train`.
 
-  seed       a learner that infers for everybody, and processes of environments (SEED RL)
+  seed       a learner that infers for all environments, which are in other processes (SEED RL)
   impala     a queue of unrolls, acting processes that fill it, a learner that empties it (IMPALA)
-  apex       a replay service, acting processes that write to it, a learner that samples (Ape-X, R2D2)
+  apex       a replay service, acting processes that write to it, a learner that samples (Ape-X)
   reanalyse  as apex, and processes that search the past again (MuZero Reanalyse)
-  learners   processes that learn as one, each with environments of its own (Podracer's replicated Sebulba)
+  learners   processes that learn as one, each with its own environments (replicated Sebulba)
 
-An arrangement is a function from what was asked for to a Program. It adds nothing to an agent.
+An arrangement is a function from a LaunchRequest to a Program. It adds nothing to an agent.
 """
 
 from __future__ import annotations
@@ -21,29 +21,42 @@ from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.system.options import value_of
 
-# The same for all processes.
-SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')
-OF_ACTING = (
-  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads', '--max-lag',
+SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')  # options of all processes
+OF_ACTING = (  # options of acting processes
+  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads',
+  '--max-lag',
 )  # fmt: skip
-NOWHERE = 'tcp://127.0.0.1:*'  # of a learner that does not listen
+NOWHERE = 'tcp://127.0.0.1:*'  # the address of a learner to which no process connects
 OF_ALL = ('--no-compile-cache', '--quiet')
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
-  """A run, and how many processes are to share it."""
+class LaunchRequest:
+  """A run, and the numbers of its processes.
 
-  config: Config  # what the arguments amount to
+  Attributes:
+    config: the config of the run.
+    preset: its preset, None for the default one.
+    arguments: its arguments of `podrace train`.
+    run_dir: its directory.
+    actors: the number of processes that act, or have environments.
+    shards: the number of shards of the replay service.
+    reanalysers: the number of processes that search again.
+    learners: the number of processes that learn as one.
+    keyed: whether connections have keys, as on several machines.
+    learners_insecure: whether learners may be on several machines, although they have no keys.
+  """
+
+  config: Config
   preset: str | None
-  arguments: tuple[str, ...]  # of `podrace train`, for that run
+  arguments: tuple[str, ...]
   run_dir: str
   actors: int = 2
-  shards: int = 1  # of the replay service
+  shards: int = 1
   reanalysers: int = 1
-  learners: int = 1  # processes that learn as one
-  keyed: bool = False  # on several machines: what listens, and what connects, has keys
-  learners_insecure: bool = False  # learners may be on several machines, though they have none
+  learners: int = 1
+  keyed: bool = False
+  learners_insecure: bool = False
 
   def __post_init__(self) -> None:
     for name in ('actors', 'shards', 'reanalysers', 'learners'):
@@ -55,160 +68,191 @@ class Asked:
       )
 
   def demand(self, arrangement: str, **needed: str) -> None:
-    """Raises UsageError if other options are given than an arrangement has."""
+    """Raise UsageError for options with other values than an arrangement has."""
     for name, value in needed.items():
-      given = value_of(f'--{name}', self.arguments)
-      if given not in (None, value):
-        raise UsageError(f'--as {arrangement} is --{name} {value}, not {given}; leave it out')
+      argument = value_of(f'--{name}', self.arguments)
+      if argument not in (None, value):
+        raise UsageError(f'--as {arrangement} is --{name} {value}, not {argument}; leave it out')
     if self.config.seeds > 1:
       raise UsageError(f'--seeds {self.config.seeds}: several seeds are one program, without --as')
 
   @property
   def keys(self) -> tuple[str, ...]:
-    """The options of a process that connects or listens."""
+    """The options for the keys of a process that connects or listens."""
     return ('--keys', '{keys}') if self.keyed else ()
 
   def command(self, name: str, *more: str, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
-    """podrace NAME [PRESET] and the arguments, or `only` some of them and those of the agent; and more."""
+    """Return the command podrace NAME [PRESET] with the arguments of the run, then `more`.
+
+    Args:
+      name: the name of the command.
+      more: further words.
+      only: the options to pass, besides the fields of the agent. None: all arguments.
+    """
     preset = () if self.preset is None else (self.preset,)
-    given = self.arguments if only is None else tuple(some(self.arguments, only))
-    return ('podrace', name, *preset, *map(literal, given), *more)
+    arguments = self.arguments if only is None else tuple(select_options(self.arguments, only))
+    return ('podrace', name, *preset, *map(literal, arguments), *more)
 
 
-def some(arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = True) -> list[str]:
-  """Those options with their values, and the agent's fields."""
-  found: list[str] = []
+def select_options(
+  arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = True
+) -> list[str]:
+  """Return the options `names` with their values, and with `of_agent` the fields of the agent."""
+  selected: list[str] = []
   taken = False
   for argument in arguments:
     if argument.startswith('--'):
       name = argument.partition('=')[0].replace('_', '-')
       taken = name in names or (of_agent and name.startswith('--agent.'))
     if taken:
-      found.append(argument)
-  return found
+      selected.append(argument)
+  return selected
 
 
-def seed(asked: Asked) -> Program:
-  """SEED RL (Espeholt et al. 2020, arXiv 1910.06591): other processes have environments only."""
-  config = asked.config
+def seed(request: LaunchRequest) -> Program:
+  """Return SEED RL (Espeholt et al.
+
+  2020, arXiv 1910.06591): other processes only have environments.
+  """
+  config = request.config
   if not config.env.startswith(('ale:', 'envpool:', 'gymnasium:')):
     raise UsageError(
       f'--as seed: {config.env} is an environment in JAX, which stays with the learner; '
       'give one of ale, envpool or gymnasium'
     )
-  asked.demand('seed', envs='remote', lag='async', architecture='sebulba')
+  request.demand('seed', envs='remote', lag='async', architecture='sebulba')
   if learns_from_replay(config.agent) and config.replay != 'host':
     raise UsageError(f'--as seed: {agent_name(config.agent)} learns from replay; add --replay host')
-  if (each := config.num_envs // asked.actors) % asked.learners:
+  if (each := config.num_envs // request.actors) % request.learners:
     raise UsageError(
-      f'--num-envs {config.num_envs}: the {each} of each of --actors {asked.actors} do not divide over '
-      f'--learners {asked.learners}'
+      f'--num-envs {config.num_envs}: the {each} of each of --actors {request.actors} do not '
+      'divide over '
+      f'--learners {request.learners}'
     )
-  learners = tuple(_learners(asked, asked.command('train', '--envs', 'remote'), ('envs',), True))
-  more = some(asked.arguments, ('--env-deadline', '--quiet'), of_agent=False)
+  learners = tuple(
+    _learners(request, request.command('train', '--envs', 'remote'), ('envs',), True)
+  )
+  more = select_options(request.arguments, ('--env-deadline', '--quiet'), of_agent=False)
   envs = (
-    'podrace', 'envs', '--connect', ','.join(f'{{{node.name}}}' for node in learners), '--env', literal(config.env),
-    *asked.keys, *map(literal, more), '--num-envs', str(each),
+    'podrace', 'envs', '--connect', ','.join(f'{{{node.name}}}' for node in learners),
+    '--env', literal(config.env),
+    *request.keys, *map(literal, more), '--num-envs', str(each),
   )  # fmt: skip
-  return Program((*learners, Node('envs', envs, asked.actors)))
+  return Program((*learners, Node('envs', envs, request.actors)))
 
 
-def impala(asked: Asked) -> Program:
-  """IMPALA (Espeholt et al. 2018, arXiv 1802.01561): unrolls in a queue, each learned from once."""
-  if learns_from_replay(asked.config.agent):
+def impala(request: LaunchRequest) -> Program:
+  """Return IMPALA (Espeholt et al.
+
+  2018, arXiv 1802.01561): unrolls in a queue, each learned from once.
+  """
+  if learns_from_replay(request.config.agent):
     raise UsageError(
-      f'--as impala: {agent_name(asked.config.agent)} learns from replay; take --as apex'
+      f'--as impala: {agent_name(request.config.agent)} learns from replay; take --as apex'
     )
-  return Program(_over_service('impala', asked))
+  return Program(_over_service('impala', request))
 
 
-def apex(asked: Asked) -> Program:
-  """Ape-X (Horgan et al. 2018, arXiv 1803.00933): windows in prioritised replay."""
-  if not learns_from_replay(asked.config.agent):
+def apex(request: LaunchRequest) -> Program:
+  """Return Ape-X (Horgan et al. 2018, arXiv 1803.00933): windows in prioritised replay."""
+  if not learns_from_replay(request.config.agent):
     raise UsageError(
-      f'--as apex: {agent_name(asked.config.agent)} learns from each unroll once; take --as impala'
+      f'--as apex: {agent_name(request.config.agent)} learns from each unroll once; take --as '
+      'impala'
     )
-  return Program(_over_service('apex', asked))
+  return Program(_over_service('apex', request))
 
 
-def reanalyse(asked: Asked) -> Program:
-  """MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): as apex, with newer targets."""
-  if agent_name(asked.config.agent) != 'muzero':
+def reanalyse(request: LaunchRequest) -> Program:
+  """Return MuZero Reanalyse (Schrittwieser et al.
+
+  2021, arXiv 2104.06294): Ape-X with newer targets.
+  """
+  if agent_name(request.config.agent) != 'muzero':
     raise UsageError(
-      f'--as reanalyse: {agent_name(asked.config.agent)} has no search; take --agent muzero'
+      f'--as reanalyse: {agent_name(request.config.agent)} has no search; take --agent muzero'
     )
-  at = ('--connect-replay', '{replay:all}', '--params', '{learner}', *asked.keys)
-  command = asked.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
+  at = ('--connect-replay', '{replay:all}', '--params', '{learner}', *request.keys)
+  command = request.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
   return Program(
-    (*_over_service('reanalyse', asked), Node('reanalyse', command, asked.reanalysers))
+    (*_over_service('reanalyse', request), Node('reanalyse', command, request.reanalysers))
   )
 
 
-def learners(asked: Asked) -> Program:
-  """Anakin or Sebulba over several processes (Hessel et al. 2021, arXiv 2104.06272).
+def learners(request: LaunchRequest) -> Program:
+  """Return Anakin or Sebulba over several processes (Hessel et al. 2021, arXiv 2104.06272).
 
-  One that fails takes the others with it. All start again, and resume from the newest checkpoint.
+  If one of them fails, JAX aborts the rest. All start again, and resume from the newest checkpoint.
   """
-  asked.demand('learners', envs='local')
-  return Program(tuple(_learners(asked, asked.command('train'))))
+  request.demand('learners', envs='local')
+  return Program(tuple(_learners(request, request.command('train'))))
 
 
-def _over_service(arrangement: str, asked: Asked) -> tuple[Node, ...]:
-  """Replay, the learner and acting processes."""
-  asked.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
+def _over_service(arrangement: str, request: LaunchRequest) -> tuple[Node, ...]:
+  """Return the nodes of replay, the learner and acting processes."""
+  request.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
     '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
-    *asked.keys, *some(asked.arguments, ('--quiet',), of_agent=False),
+    *request.keys, *select_options(request.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
-  learner = asked.command('train', '--replay', 'service', '--lag', 'async', *at)
-  actors = asked.command(
-    'act', *at, *asked.keys, '--params', '{learner}',
-    '--local-envs', str(asked.config.num_envs // asked.actors),
+  learner = request.command('train', '--replay', 'service', '--lag', 'async', *at)
+  actors = request.command(
+    'act', *at, *request.keys, '--params', '{learner}',
+    '--local-envs', str(request.config.num_envs // request.actors),
     only=(*SHARED, *OF_ACTING, *OF_ALL),
   )  # fmt: skip
   return (
-    Node('replay', replay, asked.shards, listens=('replay',)),
-    *_learners(asked, learner, ('params',)),
-    Node('act', actors, asked.actors),
+    Node('replay', replay, request.shards, listens=('replay',)),
+    *_learners(request, learner, ('params',)),
+    Node('act', actors, request.actors),
   )
 
 
 def _learners(
-  asked: Asked, command: tuple[str, ...], listens: tuple[str, ...] = (), each: bool = False
+  request: LaunchRequest,
+  command: tuple[str, ...],
+  listens: tuple[str, ...] = (),
+  each: bool = False,
 ) -> Iterator[Node]:
-  """Processes that learn as one, the first of which listens, or each."""
-  several = asked.learners > 1
-  if asked.learners_insecure and not several:
-    raise UsageError('--learners-insecure: of --learners N, which is 1')
-  if several and asked.keyed and not asked.learners_insecure:
+  """Yield the nodes of processes that learn as one.
+
+  The first one listens, with `each` all of them.
+  """
+  several = request.learners > 1
+  if request.learners_insecure and not several:
+    raise UsageError('--learners-insecure: of --learners N, which is 1; leave it out')
+  if several and request.keyed and not request.learners_insecure:
     raise UsageError(
-      f'--learners {asked.learners} on several machines: JAX connects learners without keys and in plain text, so all who '
-      'reach their network can read and disturb it; give --learners-insecure if it is yours alone'
+      f'--learners {request.learners} on several machines: JAX connects learners without keys and '
+      'in plain text, so '
+      'everyone with access to their network can read and disturb it; give --learners-insecure if '
+      'it is yours alone'
     )
-  for i in range(asked.learners):
+  for i in range(request.learners):
     more: tuple[str, ...] = ()
     if several:
       more = (
-        '--coordinator', '{coordinator}', '--num-processes', str(asked.learners), '--process-id', str(i),
+        '--coordinator', '{coordinator}', '--num-processes', str(request.learners),
+        '--process-id', str(i),
       )  # fmt: skip
     own = listens if i == 0 or each else ()
     if own:
-      more += _listening(asked)
+      more += _listening(request)
     elif listens:  # only the first one listens, but all connect
-      more += ('--listen', NOWHERE, *asked.keys)
+      more += ('--listen', NOWHERE, *request.keys)
     elif several and i == 0:
       more += ('--announce', '{announce}')
-    words = (*command, *more, '--run-dir', literal(asked.run_dir))
+    words = (*command, *more, '--run-dir', literal(request.run_dir))
     yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
 
 
-def _listening(asked: Asked) -> tuple[str, ...]:
-  return ('--listen', '{listen}', '--announce', '{announce}', *asked.keys)
+def _listening(request: LaunchRequest) -> tuple[str, ...]:
+  return ('--listen', '{listen}', '--announce', '{announce}', *request.keys)
 
 
-ARRANGEMENTS: dict[str, Callable[[Asked], Program]] = {
+ARRANGEMENTS: dict[str, Callable[[LaunchRequest], Program]] = {
   'seed': seed,
   'impala': impala,
   'apex': apex,

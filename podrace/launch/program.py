@@ -1,8 +1,8 @@
 """A program: the processes of a distributed run, as data.
 
-A node is a command, in one replica or several. Its arguments may refer to what is known only once others listen, as in
-`{learner.params}`; docs/launch.md has a table. Where and how processes are started is the matter of an engine
-(podrace.launch). Nothing here starts anything.
+A node is a command with one or more replicas. Its arguments may refer to addresses that are known
+only once other nodes listen, as in `{learner.params}`; docs/launch.md has a table. An engine starts
+the processes, nothing here does.
 """
 
 from __future__ import annotations
@@ -20,21 +20,26 @@ from podrace.errors import UsageError
 
 Announced = Mapping[tuple[str, int], Mapping[str, str]]  # (node, replica) -> name -> address
 
-# What an engine gives a replica.
+# References that an engine replaces for each replica.
 OWN = ('listen', 'announce', 'keys', 'dir', 'replica', 'replicas', 'coordinator')
-NAME = re.compile(
-  r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?'
-)  # as DNS has it: Kubernetes makes hosts of them
+NAME = re.compile(r'[a-z]([a-z0-9-]{0,38}[a-z0-9])?')  # as in DNS: Kubernetes names hosts so
 
 
 @dataclasses.dataclass(frozen=True)
 class Backoff:
-  """How a replica that failed is started again: after a pause that doubles each time."""
+  """The pause before a replica that failed is started again, which doubles each time.
 
-  first: float = 1.0  # seconds before the first restart
-  most: float = 60.0  # seconds before any other, at most
-  healthy: float = 30.0  # seconds of life after which the failures before no longer count
-  failures: int = 10  # in a row, with which the program fails
+  Attributes:
+    first: seconds before the first restart.
+    most: the longest pause, in seconds.
+    healthy: seconds of life after which earlier failures no longer count.
+    failures: failures in a row with which the program fails.
+  """
+
+  first: float = 1.0
+  most: float = 60.0
+  healthy: float = 30.0
+  failures: int = 10
 
   def __post_init__(self) -> None:
     if not (0 <= self.first <= self.most < math.inf and 0 <= self.healthy < math.inf):
@@ -46,35 +51,47 @@ class Backoff:
       raise UsageError(f'backoff: failures must be at least 1, not {self.failures}')
 
   def pause(self, failures: int) -> float:
-    """Seconds before the restart after so many failures in a row, from 1."""
+    """Return the seconds before the restart after `failures` failures in a row, from 1."""
     return min(self.first * 2.0 ** min(failures - 1, 60), self.most)
 
 
 @dataclasses.dataclass(frozen=True)
 class Node:
-  """A command, in one replica or several."""
+  """A command with one or more replicas.
+
+  Attributes:
+    name: the name of the node.
+    command: the program and its arguments, with references.
+    replicas: the number of replicas.
+    cpus: cores of each replica.
+    gpus: accelerators of each replica.
+    listens: the names under which it announces addresses.
+    restart: the pauses before restarts after failures. None: it is not started again.
+    main: whether its end is the end of the program.
+  """
 
   name: str
-  command: tuple[str, ...]  # the program and its arguments, with references
+  command: tuple[str, ...]
   replicas: int = 1
-  cpus: float = 1.0  # cores of each replica
-  gpus: int = 0  # of each replica
-  listens: tuple[str, ...] = ()  # the names under which it announces addresses
-  restart: Backoff | None = Backoff()  # after a failure; None: never
-  main: bool = False  # its end is the end of the program
+  cpus: float = 1.0
+  gpus: int = 0
+  listens: tuple[str, ...] = ()
+  restart: Backoff | None = Backoff()
+  main: bool = False
 
   def __post_init__(self) -> None:
-    for what, name in (('node', self.name), *(('address', x) for x in self.listens)):
+    for kind, name in (('node', self.name), *(('address', x) for x in self.listens)):
       if not NAME.fullmatch(name):
         raise UsageError(
-          f'{what} {name!r}: a name has 1 to 40 of a-z, 0-9 and -, and begins with a letter'
+          f'{kind} {name!r}: a name has 1 to 40 of a-z, 0-9 and -, and begins with a letter'
         )
     if self.name in OWN:
       raise UsageError(f'node {self.name!r}: this name is a reference; give another one')
     texts = isinstance(self.command, tuple) and all(isinstance(x, str) for x in self.command)
     if not self.command or not texts:
       raise UsageError(
-        f'node {self.name}: its command must be a tuple of texts, with at least one, not {self.command!r}'
+        f'node {self.name}: its command must be a tuple of texts, with at least one, not '
+        f'{self.command!r}'
       )
     if not (self.restart is None or isinstance(self.restart, Backoff)):
       raise UsageError(f'node {self.name}: restart takes a Backoff or None, not {self.restart!r}')
@@ -88,17 +105,23 @@ class Node:
 
   @property
   def names(self) -> list[str]:
-    """Of its replicas, as people see them."""
+    """The names of its replicas."""
     return [self.name] if self.replicas == 1 else [f'{self.name}-{i}' for i in range(self.replicas)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Reference:
-  """Between braces: a node's address, or what an engine gives a replica."""
+  """The part of an argument between braces: a node's address, or one of OWN.
 
-  node: str  # or one of OWN
-  address: str = ''  # '' for the only one
-  all: bool = False  # of all replicas
+  Attributes:
+    node: the name of the node, or one of OWN.
+    address: the name of the address, '' for the only one of the node.
+    all: whether it stands for the addresses of all replicas.
+  """
+
+  node: str
+  address: str = ''
+  all: bool = False
 
   def __str__(self) -> str:
     address = f'.{self.address}' if self.address else ''
@@ -106,12 +129,12 @@ class Reference:
 
 
 def literal(text: str) -> str:
-  """An argument of a command that has no references: its braces are braces."""
+  """Return an argument of a command for a text without references: its braces are braces."""
   return text.replace('{', '{{').replace('}', '}}')
 
 
-def pieces(argument: str) -> Iterator[str | Reference]:
-  """The text and the references of an argument, in their order.
+def parse(argument: str) -> Iterator[str | Reference]:
+  """Yield the texts and the references of an argument, in order.
 
   Raises:
     UsageError: for braces that are no reference.
@@ -128,20 +151,21 @@ def pieces(argument: str) -> Iterator[str | Reference]:
     node, _, address = field.partition('.')
     if conversion or spec not in ('', 'all') or not NAME.fullmatch(node):
       raise UsageError(
-        f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or {{NODE:all}}; '
+        f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or '
+        f'{{NODE:all}}; '
         'a brace is written {{ or }}'
       )
     yield Reference(node, address, spec == 'all')
 
 
 def references(node: Node) -> tuple[Reference, ...]:
-  """The references in a node's command, in their order."""
-  found = (x for argument in node.command for x in pieces(argument))
-  return tuple(x for x in found if isinstance(x, Reference))
+  """Return the references in a node's command, in order."""
+  parts = (x for argument in node.command for x in parse(argument))
+  return tuple(x for x in parts if isinstance(x, Reference))
 
 
 def is_one_of_several(node: Node) -> bool:
-  """Whether it is one of several processes that learn as one."""
+  """Return whether a node is one of the learners that learn as one."""
   return Reference('coordinator') in references(node)
 
 
@@ -150,8 +174,8 @@ class Program:
   """Nodes, one of which is the main one.
 
   Raises:
-    UsageError: if names clash, a reference leads nowhere, nodes wait for each other, or no or several nodes
-      are the main one.
+    UsageError: if names clash, a reference leads nowhere, nodes wait for each other, or the main
+      node is not one.
   """
 
   nodes: tuple[Node, ...]
@@ -176,22 +200,23 @@ class Program:
       own = references(self.main)
       if not {Reference('coordinator'), Reference('announce')} <= {*own}:
         raise UsageError(
-          f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it too, and '
+          f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it '
+          f'too, and '
           '--announce {announce}'
         )
     self.order()
 
   @property
   def main(self) -> Node:
-    """The node whose end is the end of the program."""
+    """The node that ends the program."""
     return next(n for n in self.nodes if n.main)
 
   def node(self, name: str) -> Node:
-    """The node of this name, which there must be."""
+    """Return the node `name`, which must exist."""
     return next(n for n in self.nodes if n.name == name)
 
   def order(self) -> tuple[Node, ...]:
-    """All nodes, each after those that it refers to."""
+    """Return all nodes, each after the nodes that it refers to."""
     try:
       sorted_names = graphlib.TopologicalSorter({n.name: needs(n) for n in self.nodes})
       return tuple(self.node(name) for name in sorted_names.static_order())
@@ -202,19 +227,19 @@ class Program:
       ) from None
 
   def _check(self, node: Node, reference: Reference) -> None:
-    """Raises UsageError if a reference leads nowhere."""
+    """Raise UsageError if a reference leads nowhere."""
     where = f'node {node.name}: {reference}'
     if reference.node in OWN:
       if reference.address or reference.all:
         raise UsageError(f'{where}: it is written {{{reference.node}}}, with nothing after it')
       if reference.node == 'listen' and not node.listens:
-        raise UsageError(f'{where}: the node has no `listens`, the names of what it announces')
+        raise UsageError(f'{where}: the node has no `listens`, the names of its addresses')
       return
-    found = [n for n in self.nodes if n.name == reference.node]
-    if not found:
-      there = ', '.join((*(n.name for n in self.nodes), *OWN))
-      raise UsageError(f'{where}: there is no such node; there are {there}')
-    (other,) = found
+    nodes = {n.name: n for n in self.nodes}
+    if reference.node not in nodes:
+      known = ', '.join((*nodes, *OWN))
+      raise UsageError(f'{where}: there is no such node; there are {known}')
+    other = nodes[reference.node]
     listens = ', '.join(other.listens) or 'none'
     if reference.address and reference.address not in other.listens:
       raise UsageError(f'{where}: {other.name} announces no such address, but {listens}')
@@ -230,12 +255,12 @@ class Program:
 
 
 def needs(node: Node) -> set[str]:
-  """The names of the nodes whose addresses a node must know to be started."""
+  """Return the names of the nodes that must have announced their addresses before a node starts."""
   return {r.node for r in references(node) if r.node not in OWN}
 
 
 def is_ready(program: Program, node: Node, announced: Announced) -> bool:
-  """Whether all that a node refers to has been announced."""
+  """Return whether all addresses to which a node refers have been announced."""
   return all(
     set(other.listens) <= set(announced.get((other.name, i), ()))
     for other in map(program.node, needs(node))
@@ -244,13 +269,15 @@ def is_ready(program: Program, node: Node, announced: Announced) -> bool:
 
 
 def resolve(program: Program, reference: Reference, announced: Announced) -> str:
-  """The address that a reference stands for; several with commas. It must have been announced.
+  """Return the address of a reference, with commas between the addresses of all replicas.
+
+  It must have been announced.
 
   Raises:
-    UsageError: for what an engine gives, and this one does not.
+    UsageError: for one of OWN that the engine does not have.
   """
   if reference.node in OWN:
-    raise UsageError(f'{reference}: where this program is to run there is none; leave it out')
+    raise UsageError(f'{reference}: this engine has none; leave it out')
   other = program.node(reference.node)
   address = reference.address or other.listens[0]
   return ','.join(announced[other.name, i][address] for i in range(other.replicas))
@@ -259,11 +286,13 @@ def resolve(program: Program, reference: Reference, announced: Announced) -> str
 def command(
   program: Program, node: Node, announced: Announced, own: Mapping[str, str]
 ) -> tuple[str, ...]:
-  """The command of a replica, with all references resolved.
+  """Return the command of a replica, with all references resolved.
 
   Args:
-    announced: of all nodes that it refers to, see `is_ready`.
-    own: what the engine gives the replica, by the names of OWN.
+    program: the program.
+    node: the node of the replica.
+    announced: the addresses of all nodes to which it refers, see `is_ready`.
+    own: the replacements of OWN for the replica.
   """
 
   def text(piece: str | Reference) -> str:
@@ -271,19 +300,19 @@ def command(
       return piece
     return own[piece.node] if piece.node in own else resolve(program, piece, announced)
 
-  return tuple(''.join(map(text, pieces(argument))) for argument in node.command)
+  return tuple(''.join(map(text, parse(argument))) for argument in node.command)
 
 
 def to_json(program: Program) -> str:
-  """A program as text, for a process that starts it elsewhere."""
+  """Return a program as text, for a process that starts it on another machine."""
   return json.dumps([dataclasses.asdict(node) for node in program.nodes], indent=1)
 
 
 def from_json(text: str) -> Program:
-  """The program of `to_json`.
+  """Return the program of a text of `to_json`.
 
   Raises:
-    UsageError: if the text is none.
+    UsageError: if the text is no program.
   """
   try:
     return Program(tuple(map(_node, json.loads(text))))

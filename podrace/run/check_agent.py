@@ -24,7 +24,7 @@ from podrace.errors import UsageError
 from podrace.hooks import checks_vma, learns_from_replay, networks
 from podrace.replay.buffer import Buffer
 from podrace.system.blame import (
-  Failed,
+  UserCodeFailed,
   calling,
   check_arrays,
   describe,
@@ -231,9 +231,9 @@ class _AgentCheck:
     )
     try:
       jax.eval_shape(learn, train, whole_sample, key_type())
-    except Failed as e:
+    except UserCodeFailed as e:
       if checks_vma(self.agent) and 'varying' in str(e):
-        raise Failed(
+        raise UserCodeFailed(
           f"{e}\nIf this is a library's code, which does not trace under JAX's proof that all "
           'devices end with the same parameters: set check_vma = False in the class, see '
           'docs/own.md.'
@@ -255,7 +255,7 @@ class _AgentCheck:
 
     try:
       _, _, metrics = trace(0, 0, 0)
-    except Failed:  # `vmap` is not a mesh, and the agent may need one
+    except UserCodeFailed:  # `vmap` is not a mesh, and the agent may need one
       return
     if not _can_trace(functools.partial(trace, None, 0, 0)):
       self._refuse_unaveraged('other params')

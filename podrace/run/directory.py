@@ -39,7 +39,8 @@ from podrace.system.files.schema import (
   is_step,
   needed,
 )
-from podrace.system.process import NO_LOCKS, cores, is_locked, lock
+from podrace.system.locks import NO_LOCKS, is_locked, lock
+from podrace.system.scheduling import cores
 from podrace.version import __version__
 
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for

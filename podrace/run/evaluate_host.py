@@ -18,7 +18,8 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.errors import HostError, RunError
 from podrace.networks import outside_loops
-from podrace.system.process import cores, undone_by_signals
+from podrace.system.process import undone_by_signals
+from podrace.system.scheduling import cores
 from podrace.system.threads import Worker
 from podrace.types import Agent, Array, Arrival, HostEnvironment
 

@@ -12,7 +12,7 @@ from podrace.agents import AGENTS, RELATED, agents_for
 from podrace.errors import UsageError, unknown
 from podrace.settings.config import Basics
 from podrace.system import importing
-from podrace.system.process import check_jax
+from podrace.system.jax_settings import check_jax
 
 
 def unknown_agent(came: str) -> UsageError:
@@ -37,7 +37,7 @@ def agent_class(name: str) -> Any:
       f'no agent {name!r}: your own is named MODULE:CLASS; write {module}:{attribute}'
     )
   if attribute:
-    return importing.attribute(f'no agent {name!r}', module, attribute)
+    return importing.import_attribute(f'no agent {name!r}', module, attribute)
   if name not in AGENTS:
     raise unknown_agent(name)
   module, attribute = AGENTS[name]

@@ -1,6 +1,6 @@
-"""Errors about code that is the user's: which function, in which file and line, what came of it.
+"""Errors about the user's code: the function, its file and line, and the value it returned.
 
-Processes that step environments use it, which have no JAX: it is imported where it is needed.
+Processes that step environments use this module and have no JAX, so functions import it.
 """
 
 from __future__ import annotations
@@ -15,31 +15,31 @@ from typing import Any, NoReturn
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.system.importing import is_the_users, short
+from podrace.system.importing import is_user_file, shorten
 
-MOST_LINES = 12  # of the message of somebody else's exception
-MOST_LETTERS = 200  # of a description
+MOST_LINES = 12  # lines of the message of a user's exception
+MOST_LETTERS = 200  # characters of a description
 TRACEBACK = 'PODRACE_TRACEBACK=1 shows the whole traceback'
 
 
-class Failed(UsageError):
-  """A function of the user's raised an exception."""
+class UserCodeFailed(UsageError):
+  """A function of the user raised an exception."""
 
 
 def inner(owner: Any) -> Any:
-  """What a wrapper of ours, such as NextStepReset, has wrapped."""
+  """Return the object within wrappers of podrace, such as NextStepReset."""
   while type(owner).__module__.startswith('podrace.') and hasattr(owner, 'dynamics'):
     owner = owner.dynamics
   return owner
 
 
 def is_ours(owner: Any) -> bool:
-  """Whether podrace brought it."""
+  """Return whether an object's class, within wrappers, is podrace's."""
   return type(inner(owner)).__module__.startswith('podrace.')
 
 
 def label(owner: Any, name: str) -> str:
-  """A method with its place, as `a2c.A2C.act (a2c.py:31)`."""
+  """Return the name of a method with its place, as `a2c.A2C.act (a2c.py:31)`."""
   owner = inner(owner)
   cls = type(owner)
   return f'{cls.__module__}.{cls.__qualname__}.{name}{_place(owner, name)}'
@@ -49,13 +49,13 @@ def _place(owner: Any, name: str) -> str:
   try:
     function = inspect.unwrap(getattr(owner, name))
     path, line = inspect.getsourcefile(function), inspect.getsourcelines(function)[1]
-  except (AttributeError, OSError, TypeError):  # it has no source, as what is made by `eval`
+  except (AttributeError, OSError, TypeError):  # it has no source, as a function made by `eval`
     return ''
-  return f' ({short(path or "")}:{line})'
+  return f' ({shorten(path or "")}:{line})'
 
 
 def describe(x: Any) -> str:
-  """Types and shapes, as `(float32[8, 3], {'loss': float32[]})`."""
+  """Return types and shapes, as `(float32[8, 3], {'loss': float32[]})`."""
   text = _describe(x)
   return text if len(text) <= MOST_LETTERS else f'{text[: MOST_LETTERS - 4]} ...'
 
@@ -75,12 +75,12 @@ def _describe(x: Any) -> str:
 
 
 def refuse(owner: Any, name: str, came: str, expected: str) -> NoReturn:
-  """Raises UsageError: the function returned one thing, where another is expected."""
+  """Raise UsageError: method `name` of `owner` returned `came` in place of `expected`."""
   raise UsageError(f'{label(owner, name)} returned {came}, expected {expected}')
 
 
 def out_of_space(agent: Any, space: Any, action: Any = None) -> str:
-  """What to say of an agent whose action is not in the space."""
+  """Return the message about an agent's action outside the space."""
   came = 'an action' if action is None else f'the action {action}'
   advice = ''
   if hasattr(space, 'low') and 'nan' not in str(action):  # a Box
@@ -89,10 +89,16 @@ def out_of_space(agent: Any, space: Any, action: Any = None) -> str:
 
 
 def calling(owner: Any, name: str, given: str, *args: Any) -> Any:
-  """What the user's function returns; `given` says what it was called with.
+  """Call method `name` of the user's `owner`; returns its result.
+
+  Args:
+    owner: has the method.
+    name: the name of the method.
+    given: describes the arguments, for the message.
+    *args: the arguments.
 
   Raises:
-    Failed: if it fails, with those lines of the traceback that are the user's.
+    UserCodeFailed: if the method fails, with the lines of the traceback in the user's files.
   """
   try:
     return getattr(owner, name)(*args)
@@ -102,16 +108,16 @@ def calling(owner: Any, name: str, given: str, *args: Any) -> Any:
     raise failed(owner, name, given, e) from e
 
 
-def failed(owner: Any, name: str, given: str, error: BaseException) -> Failed:
-  """The error for an exception of the user's function."""
+def failed(owner: Any, name: str, given: str, error: BaseException) -> UserCodeFailed:
+  """Return the error for an exception of the user's method; arguments as of `calling`."""
   frames = of_the_user(owner, error)
-  return Failed(
+  return UserCodeFailed(
     f'{label(owner, name)} failed:\n{_account(frames, error)}\nIt was given {given}.\n{TRACEBACK}.'
   )
 
 
 def not_made(name: str, error: Exception) -> UsageError:
-  """The error for an exception while something of the user's is made."""
+  """Return the error for an exception in a constructor of the user."""
   frames = of_the_user(None, error) or of_the_user(None, error.__cause__)
   if not frames:
     return UsageError(f'{name}: {error}')
@@ -119,14 +125,14 @@ def not_made(name: str, error: Exception) -> UsageError:
 
 
 def _account(frames: list[traceback.FrameSummary], error: BaseException) -> str:
-  """These lines of a traceback, and the exception."""
+  """Return lines of a traceback, and the exception."""
   where = ''.join(traceback.format_list(frames))
   lines = ''.join(traceback.format_exception_only(error)).strip().splitlines()
   return where + '\n'.join(lines[:MOST_LINES] + (['...'] if len(lines) > MOST_LINES else []))
 
 
 def of_the_user(owner: Any, error: BaseException | None) -> list[traceback.FrameSummary]:
-  """Frames that are neither podrace's nor a library's, but for those of the file of the owner."""
+  """Return the frames outside podrace and libraries, or in the file of the owner's class."""
   files = (getattr(sys.modules.get(name), '__file__', None) for name in ('jax', 'gymnasium'))
   libraries = [Path(file).parent for file in files if file]
   try:
@@ -134,24 +140,24 @@ def of_the_user(owner: Any, error: BaseException | None) -> list[traceback.Frame
   except TypeError:
     own = None
 
-  def is_ours(file: str) -> bool:
+  def is_of_user(file: str) -> bool:
     return file == own or (
-      is_the_users(file) and not any(Path(file).is_relative_to(p) for p in libraries)
+      is_user_file(file) and not any(Path(file).is_relative_to(p) for p in libraries)
     )
 
-  found = traceback.extract_tb(None if error is None else error.__traceback__)
-  return [f for f in found if is_ours(f.filename)]
+  frames = traceback.extract_tb(None if error is None else error.__traceback__)
+  return [f for f in frames if is_of_user(f.filename)]
 
 
 def leaves(tree: Any) -> list[tuple[str, Any]]:
-  """(path, array) of each leaf, the path as `.params['w']`."""
+  """Return the path, as `.params['w']`, and the array of each leaf."""
   import jax
 
   return [(jax.tree_util.keystr(p), x) for p, x in jax.tree_util.tree_leaves_with_path(tree)]
 
 
 def same_structure(x: Any, y: Any) -> bool:
-  """Whether two trees are alike but for their leaves."""
+  """Return whether two trees differ in their leaves only."""
   import jax
 
   a, b = (str(jax.tree.structure(tree)) for tree in (x, y))
@@ -159,7 +165,10 @@ def same_structure(x: Any, y: Any) -> bool:
 
 
 def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
-  """Where the types of two trees differ: what came, and what was expected; None if nowhere."""
+  """Describe the first difference in types between two trees, on both sides.
+
+  None if there is none.
+  """
   if not same_structure(came, expected):
     if missing := _absent(expected, came):
       return f'in which {", ".join(missing)} is missing', 'one that has it'
@@ -173,25 +182,26 @@ def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
 
 
 def _absent(tree: Any, other: Any) -> list[str]:
-  """The outermost parts of a tree that another one has not, at most three."""
+  """Return the paths of the outermost parts that only the first tree has, at most three."""
   import jax
 
-  paths, others = ([p for p, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (tree, other))
-  known = {path[:n] for path in others for n in range(len(path) + 1)}
+  paths, other_paths = (
+    [p for p, _ in jax.tree_util.tree_leaves_with_path(t)] for t in (tree, other)
+  )
+  known = {path[:n] for path in other_paths for n in range(len(path) + 1)}
   lost = [
     p[:n]
     for p in paths
     for n in range(1, len(p) + 1)
     if p[:n] not in known and p[: n - 1] in known | {()}
   ]
-  found = [jax.tree_util.keystr(p).lstrip('.') for p in dict.fromkeys(lost)]
-  return found[:3]
+  return [jax.tree_util.keystr(p).lstrip('.') for p in dict.fromkeys(lost)][:3]
 
 
-def check_arrays(owner: Any, name: str, found: Any, expected: str) -> None:
-  """Refuses what is no array in what a function returned."""
+def check_arrays(owner: Any, name: str, result: Any, expected: str) -> None:
+  """Refuse a result of a method with leaves that are no arrays."""
   import jax
 
-  for path, x in leaves(found):
+  for path, x in leaves(result):
     if not isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float):
       refuse(owner, name, f'{path.lstrip(".")} {describe(x)}'.strip(), expected)

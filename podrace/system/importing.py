@@ -1,6 +1,6 @@
-"""Modules of the user's: what a name such as module:Class imports, and what is said where that fails.
+"""Imports of the user's modules by names such as module:Class, and messages about failed imports.
 
-Importing this does not import jax.
+Importing this module does not import JAX.
 """
 
 from __future__ import annotations
@@ -17,51 +17,58 @@ from typing import Any
 from podrace.errors import UsageError
 
 
-def attribute(what: str, module: str, name: str) -> Any:
-  """`name` of a module of the user's; `what` begins the message if there is none.
+def import_attribute(context: str, module: str, name: str) -> Any:
+  """Return attribute `name` of a module of the user.
+
+  Args:
+    context: the beginning of an error message.
+    module: the name of the module.
+    name: the name of the attribute.
 
   Raises:
-    UsageError: if the module can't be imported, or has nothing of that name.
+    UsageError: if the module cannot be imported, or has no such attribute.
   """
-  found = imported(what, module)
-  if hasattr(found, name):
-    return getattr(found, name)
-  file, mine = getattr(found, '__file__', None), Path(*module.split('.')).with_suffix('.py')
+  loaded = import_user_module(context, module)
+  if hasattr(loaded, name):
+    return getattr(loaded, name)
+  file, mine = getattr(loaded, '__file__', None), Path(*module.split('.')).with_suffix('.py')
   if mine.exists() and (file is None or not mine.samefile(file)):
     raise UsageError(
-      f'{what}: module {module!r} is another one here, from {file or "Python itself"}, and not your '
+      f'{context}: module {module!r} is another one here, from {file or "Python itself"}, and not '
+      'your '
       f'{mine}: give the file another name'
     )
-  public = [n for n in vars(found) if not n.startswith('_')]
+  public = [n for n in vars(loaded) if not n.startswith('_')]
   near = difflib.get_close_matches(name, public, n=1, cutoff=0.5) or [
     n for n in public if n.lower() == name.lower()
   ]
   hint = f': did you mean {near[0]}?' if near else ''
-  raise UsageError(f'{what}: module {module!r} has no {name!r}{hint}')
+  raise UsageError(f'{context}: module {module!r} has no {name!r}{hint}')
 
 
-def imported(what: str, module: str) -> types.ModuleType:
-  """A module of the user's.
+def import_user_module(context: str, module: str) -> types.ModuleType:
+  """Import a module of the user; `context` begins an error message.
 
   Raises:
-    UsageError: if it can't be imported, with the lines of the user's that were to blame.
+    UsageError: if it cannot be imported, with the lines in the user's files that led to the
+      failure.
   """
   if module.endswith('.py'):
     plain = module.removesuffix('.py').replace(os.sep, '.')
-    raise UsageError(f'{what}: a module is named without .py; write {plain}')
+    raise UsageError(f'{context}: a module is named without .py; write {plain}')
   try:
     return importlib.import_module(module)
   except ModuleNotFoundError as e:
-    if e.name is None or not f'{module}.'.startswith(f'{e.name}.'):  # it imports what is not there
-      raise UsageError(f'{what}: {explain(e)}') from e
+    if e.name is None or not f'{module}.'.startswith(f'{e.name}.'):  # a module that it imports
+      raise UsageError(f'{context}: {explain(e)}') from e
     raise UsageError(
-      f'{what}: no module {e.name!r}, neither in this directory ({os.getcwd()}) nor installed'
+      f'{context}: no module {e.name!r}, neither in this directory ({os.getcwd()}) nor installed'
     ) from e
   except Exception as e:
-    raise UsageError(f'{what}: {explain(e)}') from e
+    raise UsageError(f'{context}: {explain(e)}') from e
 
 
-LIBRARIES = {  # extra -> the modules that it installs, where they are not of its name
+LIBRARIES = {  # extra -> the modules that it installs, if their names differ from its own
   'ale': ('ale_py',),
   'remote': ('cryptography', 'msgpack'),
   'plot': ('matplotlib',),
@@ -74,42 +81,42 @@ LIBRARIES = {  # extra -> the modules that it installs, where they are not of it
 NO_EXTRAS = ('pandas', 'onnxruntime')  # libraries that no extra of podrace installs
 
 
-def why_not(what: str, extra: str, error: Exception) -> str:
-  """Returns why the import of a library failed: its extra is not installed, or the library itself is to blame.
+def why_not(context: str, extra: str, error: Exception) -> str:
+  """Return the message about the failed import of a library: it is missing, or does not work.
 
   Args:
-    what: needs the library.
-    extra: installs it; or one of NO_EXTRAS.
-    error: the import raised it.
+    context: names the part of podrace that needs the library.
+    extra: the extra that installs it, or one of NO_EXTRAS.
+    error: the exception of the import.
   """
   libraries = LIBRARIES.get(extra, (extra,))
   named, package = f"the extra '{extra}'", f"'podrace[{extra}]'"
   if extra in NO_EXTRAS:
     named, package = extra, extra
   if isinstance(error, ModuleNotFoundError) and error.name in libraries:
-    return f'{what} needs {named}: pip install {package} ({error})'
+    return f'{context} needs {named}: pip install {package} ({error})'
   cause = f'{type(error).__name__}: {error}'.splitlines()[0]
   return (
-    f'{what} needs {" and ".join(libraries)}, which is installed but cannot be imported: {cause}. It lacks a module, '
-    f'or its version does not fit: pip install --upgrade {package}'
+    f'{context} needs {" and ".join(libraries)}, which is installed but cannot be imported: '
+    f'{cause}. It lacks a module, or its version does not fit: pip install --upgrade {package}'
   )
 
 
 def explain(error: Exception) -> str:
-  """An exception of the user's code, with the lines of it that led there."""
+  """Return an exception of the user's code, with the lines in the user's files that led to it."""
   if isinstance(error, SyntaxError) and error.filename:
     text = f'\n  {error.text.strip()}' if error.text else ''
-    return f'{short(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}{text}'
-  frames = [f for f in traceback.extract_tb(error.__traceback__) if is_the_users(f.filename)]
-  what = f'{type(error).__name__}: {error}'
+    return f'{shorten(error.filename)}:{error.lineno}: {type(error).__name__}: {error.msg}{text}'
+  frames = [f for f in traceback.extract_tb(error.__traceback__) if is_user_file(f.filename)]
+  text = f'{type(error).__name__}: {error}'
   if not frames:
-    return what
-  places = ''.join(f'\n  {short(f.filename)}:{f.lineno}: {f.line}' for f in frames)
-  return f'{short(frames[-1].filename)}:{frames[-1].lineno}: {what}{places}'
+    return text
+  places = ''.join(f'\n  {shorten(f.filename)}:{f.lineno}: {f.line}' for f in frames)
+  return f'{shorten(frames[-1].filename)}:{frames[-1].lineno}: {text}{places}'
 
 
-def is_the_users(file: str) -> bool:
-  """Whether a file is neither podrace's nor of a library or Python's own."""
+def is_user_file(file: str) -> bool:
+  """Return whether a file belongs to the user, not to podrace, a library or Python."""
   paths = sysconfig.get_paths()
   libraries = [Path(paths[k]) for k in ('stdlib', 'platstdlib', 'purelib', 'platlib')]
   libraries.append(Path(__file__).parents[1])
@@ -117,7 +124,7 @@ def is_the_users(file: str) -> bool:
   return path.exists() and not any(path.is_relative_to(p) for p in libraries)
 
 
-def short(path: str) -> str:
-  """The path from here, if it is below."""
-  found, here = Path(path), Path.cwd()
-  return str(found.relative_to(here) if found.is_relative_to(here) else found)
+def shorten(path: str) -> str:
+  """Return a path relative to the working directory, if it is below that."""
+  full, current = Path(path), Path.cwd()
+  return str(full.relative_to(current) if full.is_relative_to(current) else full)

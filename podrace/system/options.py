@@ -17,35 +17,53 @@ WIDTH = 100
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-  """An option of a command."""
+  """An option of a command.
+
+  Attributes:
+    name: its name, with --.
+    value: the name of its value in its help, '' for an option without a value.
+    help: its help.
+    default: its default.
+    choices: all its values, if they have names.
+  """
 
   name: str
-  value: str  # follows it, as its help calls it; '' if nothing does
+  value: str
   help: str
   default: Any = None
-  choices: tuple[str, ...] = ()  # all values that it takes, where they have names
+  choices: tuple[str, ...] = ()
 
   @property
   def text(self) -> str:
-    """Its help with its default, unless the help explains that itself."""
+    """Its help, with its default unless the help has it."""
     shown = '' if self.default is None or '(default' in self.help else f' (default {self.default})'
     return self.help + shown
 
 
 @dataclasses.dataclass(frozen=True)
 class Command:
-  """A command: its options, and the words of its help before and after them."""
+  """A command, its options and its help.
+
+  Attributes:
+    name: its name.
+    usage: the arguments after its name, for the help.
+    about: the first sentence of the help.
+    options: its options.
+    notes: the end of the help.
+    others_pass: whether unknown options are arguments, which another parser reads.
+    jax: whether it computes with JAX, in which case JAX's settings are checked first.
+  """
 
   name: str
-  usage: str  # follows its name
+  usage: str
   about: str
   options: tuple[Option, ...] = ()
   notes: str = ''
-  others_pass: bool = False  # other options are arguments, for somebody else to read
-  jax: bool = False  # it computes with JAX, whose settings are checked first
+  others_pass: bool = False
+  jax: bool = False
 
   def help(self, args: list[str]) -> str:
-    """Its help; `args` are the arguments without --help."""
+    """Return its help; `args` are the arguments without --help."""
     head = f'podrace {self.name} {self.usage}'.rstrip()
     parts = [textwrap.fill(f'{head}: {self.about}', WIDTH, break_on_hyphens=False)]
     if self.options:
@@ -55,7 +73,7 @@ class Command:
 
 
 def row(name: str, value: str, help: str, column: int = 46) -> str:
-  """A line of help or several; `help` begins at `column`."""
+  """Return an entry of a help text, in which `help` begins at `column`."""
   head, indent = f'  {name} {value}'.rstrip(), ' ' * column
   begin = indent if len(head) > column - 2 else head.ljust(column)
   text = textwrap.fill(
@@ -65,10 +83,14 @@ def row(name: str, value: str, help: str, column: int = 46) -> str:
 
 
 class Options:
-  """The options and the other arguments of a command, as they were given."""
+  """The parsed options and arguments of a command.
+
+  Attributes:
+    arguments: the arguments other than options.
+  """
 
   def __init__(self, args: Sequence[str], command: Command) -> None:
-    """Reads `args`.
+    """Parse `args`.
 
     Raises:
       UsageError: for an unknown option, or if its value is missing or is another option.
@@ -100,16 +122,16 @@ class Options:
 
   @property
   def names(self) -> list[str]:
-    """The names of the given options."""
+    """The names of the options on the command line."""
     return list(self._given)
 
   def no_arguments(self) -> None:
-    """Raises UsageError if there are arguments other than options."""
+    """Raise UsageError if there are arguments other than options."""
     if self.arguments:
       raise UsageError(f'{self._command.name} takes options only, not {" ".join(self.arguments)}')
 
   def one_argument(self, called: str) -> str:
-    """The one argument; raises UsageError if there is none, or more."""
+    """Return the only argument; raises UsageError if there is none, or more."""
     if len(self.arguments) != 1:
       name, usage = self._command.name, self._command.usage
       raise UsageError(
@@ -118,26 +140,27 @@ class Options:
     return self.arguments[0]
 
   def every(self, name: str) -> list[str]:
-    """All values of an option, in their order."""
+    """Return all values of an option, in order."""
     assert name in self._takes, name
     return self._given.get(name, [])
 
   def text(self, name: str) -> str:
-    """The last value, else the default, else ''."""
+    """Return the last value, else the default, else ''."""
     return (self.every(name) or [self._takes[name].default or ''])[-1]
 
   def needed(self, name: str) -> str:
-    """The last value of an option that the command can't do without."""
+    """Return the last value of a required option; raises UsageError without one."""
     if name not in self:
       command = self._command.name
       raise UsageError(f'{command} needs {name}: see podrace {command} --help')
     return self.text(name)
 
   def path(self, name: str) -> Path | None:
+    """Return the last value as a path, None without the option."""
     return Path(self.text(name)) if name in self else None
 
   def whole(self, name: str) -> Any:
-    """A whole number, at least 0, else the default; 1e6 and 1_000 are as well."""
+    """Return a whole number of at least 0, such as 1e6 or 1_000, else the default."""
     if name not in self:
       return self._takes[name].default
     text = whole_number(self.text(name))
@@ -146,7 +169,7 @@ class Options:
     return int(text)
 
   def number(self, name: str) -> float:
-    """A number, at least 0, else the default; an option without one has 0."""
+    """Return a number of at least 0, else the default, else 0."""
     if name not in self:
       return float(self._takes[name].default or 0)
     try:
@@ -159,10 +182,10 @@ class Options:
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:
-  """The last value of a flag."""
-  found = None
+  """Return the last value of a flag, None if it is not in `args`."""
+  last = None
   for i, arg in enumerate(args):
     name, equals, value = arg.partition('=')
     if name == flag:
-      found = value if equals else next(iter(args[i + 1 : i + 2]), None)
-  return found
+      last = value if equals else next(iter(args[i + 1 : i + 2]), None)
+  return last

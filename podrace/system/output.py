@@ -1,4 +1,4 @@
-"""Messages to whoever reads them. That nobody does, or not any longer, ends nothing."""
+"""Standard output and standard error; the process goes on if their reader is gone."""
 
 from __future__ import annotations
 
@@ -15,26 +15,32 @@ INVISIBLE = '\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0'  # letters and marks wi
 
 
 class Lasting:
-  """A stream of text whose failures are of no account: the reader is gone, the terminal, the disk is full.
+  """A text stream that ignores a closed pipe or terminal, and a full disk.
 
-  It is a file as far as `print` and rich need one. None is a stream without a reader.
+  It has the methods of a file that `print` and rich call.
+
+  Args:
+    file: the stream, None for one without a reader.
   """
 
   def __init__(self, file: TextIO | None) -> None:
     self._file = file
 
   def write(self, text: str) -> int:
+    """Write text, if the stream works; returns its length."""
     with self._failing():
       if self._file is not None:
         self._file.write(text)
     return len(text)
 
   def flush(self) -> None:
+    """Write buffered text, if the stream works."""
     with self._failing():
       if self._file is not None:
         self._file.flush()
 
   def isatty(self) -> bool:
+    """Return whether the stream is a terminal."""
     with contextlib.suppress(OSError, ValueError):
       return self._file is not None and self._file.isatty()
     return False
@@ -47,11 +53,11 @@ class Lasting:
     try:
       yield
     except (OSError, ValueError):  # ValueError: it is closed
-      _to_nobody(self._file)
+      _redirect_to_null(self._file)
 
 
-def _to_nobody(file: TextIO | None) -> None:
-  """Has a standard stream's descriptor go nowhere: what it holds back would fail again at the exit."""
+def _redirect_to_null(file: TextIO | None) -> None:
+  """Redirect a standard stream to the null device, as its buffer would fail again at the exit."""
   with contextlib.suppress(OSError, ValueError, AttributeError):
     descriptor = file.fileno()  # type: ignore[union-attr]
     if descriptor in STANDARD:
@@ -61,10 +67,11 @@ def _to_nobody(file: TextIO | None) -> None:
 
 
 def printable(text: str, lines: bool = True) -> str:
-  r"""Return `text` with everything escaped that a terminal obeys, or that no reader sees.
+  r"""Return `text` with control characters and invisible characters escaped.
 
-  That is control characters, direction marks, characters of no width and lone surrogates. Text of other users, such as
-  names in a run directory, could else move the cursor, change colours or look like other text.
+  These are also direction marks, characters of no width and lone surrogates. Text of other users,
+  such as names in a run directory, could otherwise move the cursor, change colours or look like
+  different text.
 
   Args:
     text: any text.
@@ -81,7 +88,10 @@ def printable(text: str, lines: bool = True) -> str:
 def print_text(
   *words: Any, sep: str = ' ', end: str = '\n', file: Any = None, flush: bool = False
 ) -> None:
-  """Print as `print` does, but `printable` and in the stream's encoding: the only way to a terminal but for rich."""
+  """Print as `print` does, but `printable` and in the stream's encoding.
+
+  All text to a terminal is printed so, or by rich.
+  """
   stream = sys.stdout if file is None else file
   text = printable(sep.join(map(str, words)))
   with contextlib.suppress(AttributeError, LookupError, TypeError):  # the stream names no encoding
@@ -95,7 +105,7 @@ def print_json(value: Any) -> None:
 
 
 def tell(text: str) -> None:
-  """A line on stderr."""
+  """Print a line to standard error."""
   print_text(text, file=Lasting(sys.stderr), flush=True)
 
 
@@ -105,9 +115,10 @@ def tell_exception(kind: type[BaseException], error: BaseException, trace: Any) 
 
 
 def open_standard() -> None:
-  """Opens the standard streams that the process was started without.
+  """Open the standard streams that the process was started without.
 
-  Else the next file that is opened gets the number of one, and what libraries print goes into it.
+  Otherwise the next file gets the number of a standard stream, and output of libraries goes into
+  that file.
   """
   for descriptor in STANDARD:
     try:
@@ -120,54 +131,53 @@ def open_standard() -> None:
 
 
 def flush_standard() -> bool:
-  """Writes what is held back, for the last time; whether somebody took what was on stdout."""
-  taken = True
+  """Write buffered output for the last time; returns whether that to standard output succeeded."""
+  succeeded = True
   for stream in (sys.stdout, sys.stderr):
     try:
       stream.flush()
     except (OSError, ValueError):
-      taken = taken and stream is not sys.stdout
-      _to_nobody(stream)
-  return taken
+      succeeded = succeeded and stream is not sys.stdout
+      _redirect_to_null(stream)
+  return succeeded
 
 
 _results: TextIO | None = None  # standard output, within `results_alone`
 
 
 def results() -> TextIO:
-  """Returns standard output, for the results of a command."""
+  """Return standard output, for the results of a command."""
   return _results or sys.stdout
 
 
 @contextlib.contextmanager
 def results_alone() -> Iterator[None]:
-  """Has standard output hold `results` only. Other prints, in Python or in C, go to stderr.
+  """Reserve standard output for `results`, and redirect other prints to standard error.
 
-  For what runs code of the user's: environments and their libraries print.
+  Prints of C are redirected as well. This is for commands that run the user's code, as environments
+  and their libraries print.
   """
   global _results
   if _results is not None:
     yield
     return
   out, kept = sys.stdout, os.dup(1)
-  with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+  with contextlib.suppress(OSError, ValueError):  # its reader is gone
     out.flush()
   _results, sys.stdout = _unredirected(out, kept), sys.stderr
   os.dup2(2, 1)
   try:
     yield
   finally:
-    with contextlib.suppress(
-      OSError, ValueError
-    ):  # prints to sys.__stdout__ may wait in its buffer
-      out.flush()
+    with contextlib.suppress(OSError, ValueError):
+      out.flush()  # prints to sys.__stdout__ may wait in its buffer
     os.dup2(kept, 1)
     os.close(kept)
     _results, sys.stdout = None, out
 
 
 def _unredirected(out: TextIO, kept: int) -> TextIO:
-  """A stream that goes to `kept` if `out` goes to descriptor 1, else `out`."""
+  """Return a stream to descriptor `kept` if `out` goes to descriptor 1, else `out`."""
   with contextlib.suppress(OSError, ValueError, AttributeError):  # it is not a file
     if out.fileno() == 1:
       return open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)

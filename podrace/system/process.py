@@ -1,112 +1,29 @@
-"""What a command needs of its process, and no more of the package: the last words, signals, one at a time."""
+"""The end of this process: signal handlers, clean-up and exit codes.
+
+`podrace.__main__` imports this module first, so it imports little.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import faulthandler
-import fcntl
-import logging
 import os
 import signal
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import Any, NoReturn
 
-from podrace.errors import UsageError
 from podrace.system import files
-from podrace.system.files import open_lock
-from podrace.system.output import flush_standard, tell
+from podrace.system.output import flush_standard
 
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
-NICE = 19  # the most that there is
 SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
-
-JAX_TRUE = ('y', 'yes', 't', 'true', 'on', '1')  # as JAX reads its variables
-JAX_SETTINGS = {  # of JAX, which podrace does not compute under -> the values, and why
-  'jax_enable_x64': (JAX_TRUE, 'podrace computes in 32 bits'),
-  'jax_numpy_dtype_promotion': (('strict',), 'podrace computes with the standard promotion'),
-  'jax_disable_jit': (JAX_TRUE, 'podrace computes in compiled programs'),
-}
-JAX_SETTINGS |= {
-  f'jax_transfer_guard{kind}': (
-    ('disallow', 'disallow_explicit'),
-    'podrace moves arrays between host and devices',
-  )
-  for kind in ('', '_host_to_device', '_device_to_device', '_device_to_host')
-}
-
-
-class _ToStderr(logging.Handler):
-  """Tells whoever reads; that nobody does any more ends nothing."""
-
-  def emit(self, record: logging.LogRecord) -> None:
-    tell(self.format(record))
-
-
-def python(*arguments: str) -> tuple[str, ...]:
-  """Return the command line of a child interpreter; `arguments` are options of Python, then its program.
-
-  With -P the child does not import from its working directory, which may be somebody else's.
-  """
-  return sys.executable, '-P', *arguments
-
-
-def escape_logs() -> None:
-  """Have `tell` print what is logged where no command says how: Python's own handler prints text as it is."""
-  logging.lastResort = _ToStderr(logging.WARNING)
-
-
-def cores() -> int:
-  """How many cores this process may use."""
-  if hasattr(os, 'sched_getaffinity'):
-    return len(os.sched_getaffinity(0))
-  return os.cpu_count() or 1
-
-
-@contextlib.contextmanager
-def log_to_stderr(who: str, quiet: bool = False) -> Iterator[None]:
-  """Has a command tell what podrace logs, as `who: message`; if it is quiet, only what is wrong.
-
-  For commands: as a library podrace logs, and configures nothing.
-  """
-  log, handler = logging.getLogger('podrace'), _ToStderr()
-  handler.setFormatter(logging.Formatter(f'{who}: %(message)s'))
-  before = log.level, log.propagate
-  log.addHandler(handler)
-  log.setLevel(logging.WARNING if quiet else logging.INFO)
-  log.propagate = False  # else libraries that configure the root's would tell it again
-  try:
-    yield
-  finally:
-    log.removeHandler(handler)
-    log.setLevel(before[0])
-    log.propagate = before[1]
-
-
-def check_jax() -> None:
-  """Checks the settings of JAX, by its variables where it is not imported.
-
-  Raises:
-    UsageError: for a setting that podrace does not compute under.
-  """
-  jax = sys.modules.get('jax')
-  config = getattr(jax, 'config', None)
-  for name, (refused, why) in JAX_SETTINGS.items():
-    variable = name.upper()
-    value = str(getattr(config, name, os.environ.get(variable, '')))
-    if value.lower() in refused:
-      raise UsageError(
-        f"{variable}={value}: {why}; unset it, or leave out jax.config.update('{name}', ...)"
-      )
 
 
 def tell_of_faults() -> None:
-  """Has a segmentation fault print Python's stack before it ends the process."""
+  """Print Python's stack at a segmentation fault, before that ends the process."""
   if not faulthandler.is_enabled():
     with contextlib.suppress(OSError, ValueError, RuntimeError):  # there is no stderr
       faulthandler.enable()
@@ -114,9 +31,11 @@ def tell_of_faults() -> None:
 
 @contextlib.contextmanager
 def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
-  """Has SIGTERM, SIGINT and SIGHUP handled so while it is entered, where Python allows that.
+  """Handle SIGTERM, SIGINT and SIGHUP by `handle` while it is entered.
 
-  SIGHUP stays ignored where it is, as under nohup.
+  Does nothing outside the main thread.
+
+  SIGHUP stays ignored if it is ignored, as under nohup.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
@@ -137,10 +56,11 @@ def _handled() -> list[signal.Signals]:
 
 
 def end_on_signals() -> None:
-  """Has SIGTERM, SIGINT and SIGHUP end this process from now on, also while the main thread is in C.
+  """End this process at SIGTERM, SIGINT and SIGHUP from now on, also while the main thread is in C.
 
-  Python runs handlers between two instructions of the main thread, and one call of a compiler takes minutes. So a
-  thread reads which signals came. It ends the process unless another handler is in place, such as that of a run.
+  Python runs handlers between two instructions of the main thread, and one call of a compiler takes
+  minutes. So a thread reads the numbers of signals. It ends the process unless another handler is
+  set, such as that of a run.
   """
   for signum in _handled():
     signal.signal(signum, end_at_once)
@@ -162,7 +82,7 @@ def _watch_signals(came: int) -> None:
 
 
 def _default_signals() -> None:
-  """Undoes `end_on_signals` in a fork of this process, for the program that it becomes."""
+  """Undo `end_on_signals` in a fork of this process, for the program that it becomes."""
   signal.set_wakeup_fd(-1)  # else a signal to the fork would end this process
   for signum in _handled():
     if signal.getsignal(signum) is end_at_once:
@@ -177,7 +97,7 @@ _undo: list[Callable[[], None]] = []  # called by `end_at_once`
 
 @contextlib.contextmanager
 def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
-  """Has `end_at_once` call `undo` while it is entered."""
+  """Let `end_at_once` call `undo` while it is entered."""
   _undo.append(undo)
   try:
     yield
@@ -187,7 +107,7 @@ def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
-  """A new directory that is removed at the end, also where a signal ends the process."""
+  """Yield a new directory, and remove it at the end, also if a signal ends the process."""
   path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
 
   def remove() -> None:
@@ -200,29 +120,17 @@ def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]
       remove()
 
 
-def give_way() -> None:
-  """Has other processes go first where cores are short; for what may be late. Threads from now on do so, too.
-
-  Linux may weigh sessions, each as a whole, and only then the processes in one. So a session of this process's own
-  gives way as well.
-  """
-  try:
-    os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-  except (AttributeError, OSError):  # not Linux, or a sandbox
-    os.nice(NICE)
-  if os.getsid(0) == os.getpid():
-    with contextlib.suppress(OSError):  # the kernel does not weigh sessions
-      Path('/proc/self/autogroup').write_text(f'{NICE}\n', encoding='ascii')
-
-
 def end_at_once(signum: int, frame: Any) -> None:
-  """A handler for when there is nothing to save. No exception, which whoever is called may swallow."""
-  _ending.acquire()  # the other thread waits here for the end, and does nothing more
+  """End the process as a signal handler, with nothing to save.
+
+  Code that is running may catch an exception.
+  """
+  _ending.acquire()  # the second of two threads waits here for the end
   if _is_ending.is_set():  # by the handler of the signal before
     return
   _is_ending.set()
   name = signal.Signals(signum).name
-  with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+  with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
     os.write(2, f'\npodrace: {name}: ended at once; there was nothing to save\n'.encode())
     if os.isatty(1):
       os.write(1, SHOW_CURSOR)
@@ -233,48 +141,19 @@ def end_at_once(signum: int, frame: Any) -> None:
 
 
 def leave(code: int) -> NoReturn:
-  """Ends the process as Python does, but leaves the interpreter as it is.
+  """End the process as Python does, but do not take the interpreter apart.
 
-  Threads of ours and of JAX may be in C++ then. Where Python ends one there, the process aborts: a run that was
-  complete would end with 134. The results are written, so prints from here on go to stderr, such as those of the
-  exit handlers of an environment.
+  Threads of podrace and of JAX may be in C++ at this time. If Python ends a thread there, the
+  process aborts, and a complete run would end with 134. Results are written, so further prints,
+  such as prints of exit handlers of environments, go to standard error.
+
+  Python has no public way to do its first two steps alone, so this calls two private functions.
+  They exist in all versions from 3.11 to 3.14, and a test runs them.
   """
   flush_standard()
   with contextlib.suppress(OSError):
     os.dup2(2, 1)
-  threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+  threading._shutdown()  # type: ignore[attr-defined]  # joins threads that are not daemons
   atexit._run_exitfuncs()
   flush_standard()
   os._exit(code)
-
-
-def lock(directory: Path) -> IO[str]:
-  """A directory that is this process's for as long as the file is open; see `is_locked`.
-
-  Raises:
-    BlockingIOError: if another process has it.
-    OSError: if it can't be written to.
-  """
-  file = open_lock(directory / 'lock')
-  try:
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-  except BaseException as e:
-    file.close()
-    if isinstance(e, OSError) and e.errno in NO_LOCKS:
-      raise OSError(
-        e.errno,
-        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at once; '
-        'take a directory on another file system',
-      ) from e
-    raise
-  return file
-
-
-def is_locked(directory: Path, file: IO[str]) -> bool:
-  """Whether a directory is still the one of which `lock` gave this file: not removed, nor replaced."""
-  ours = os.fstat(file.fileno())
-  try:
-    there = (directory / 'lock').stat()
-  except (FileNotFoundError, NotADirectoryError):
-    return False
-  return (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino)

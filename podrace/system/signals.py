@@ -1,4 +1,4 @@
-"""Signals: a run notices them, saves, and ends."""
+"""Signals of a run, which saves and ends."""
 
 from __future__ import annotations
 
@@ -16,21 +16,28 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import Stopped
-from podrace.system.importing import is_the_users
+from podrace.system.importing import is_user_file
 from podrace.system.process import on_signals
 from podrace.system.threads import Worker
 
-GRACE_SECONDS = 20.0  # after a signal: what a call has to end, before the run ends without it
+GRACE_SECONDS = 20.0  # in which a call must end after a signal, before the run ends without it
 PACKAGE = Path(__file__).parents[1]
-SLOW_SECONDS = 60.0  # of one call: a warning says where it stands, and again after twice the time
+SLOW_SECONDS = 60.0  # after which a warning has the place of a call, and again after twice the time
 
 
 class Stop:
-  """Notices SIGTERM, SIGINT and SIGHUP while it is entered; a second Ctrl-C interrupts at once."""
+  """Receives SIGTERM, SIGINT and SIGHUP while it is entered. A second Ctrl-C interrupts at once.
+
+  Owner: the run, in the main thread, which enters it.
+  Ends when: it is left.
+
+  Attributes:
+    signum: the last signal, 0 for none.
+  """
 
   def __init__(self) -> None:
     self.signum = 0
-    self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # a handler may put into it
+    self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # reentrant, as handlers put into it
     self._entered = contextlib.ExitStack()
 
   def __enter__(self) -> Stop:
@@ -54,24 +61,26 @@ class Stop:
       )
 
   def _say(self, text: str) -> None:
-    with contextlib.suppress(OSError):  # print is not for handlers: it may be what was interrupted
+    with contextlib.suppress(OSError):  # not print, which the signal may have interrupted
       os.write(2, f'\npodrace: {text}\n'.encode())
 
   def during(
     self,
     work: Callable[[], Any],
-    what: str,
+    name: str,
     warn: Callable[[str], None],
     grace: float = 0.0,
   ) -> Any:
-    """The result of `work`, which can't be interrupted and so runs in a thread of its own.
+    """Run `work`, which cannot be interrupted, in its own thread; returns its result.
 
     Args:
-      what: names the work in the warnings that come while it takes long.
+      work: the work.
+      name: names the work in warnings.
+      warn: called with a warning while the work takes long.
       grace: seconds that it may go on after a signal.
 
     Raises:
-      Stopped: if a signal came and `work` did not end in time; `work` is left to itself.
+      Stopped: if a signal came and `work` did not end in time. Its thread goes on.
     """
     ended = threading.Event()
 
@@ -79,18 +88,18 @@ class Stop:
       ended.set()
       self._wake.put(None)
 
-    worker = Worker(what, work, at_end)
+    worker = Worker(name, work, at_end)
     began, slow, deadline = time.monotonic(), SLOW_SECONDS, math.inf
     while not ended.is_set():
       now = time.monotonic()
       if self.signum:
         deadline = min(deadline, now + grace)
         if now >= deadline:
-          unsaved = f'{what} did not end within {grace:g} s and is not saved' if grace else ''
+          unsaved = f'{name} did not end within {grace:g} s and is not saved' if grace else ''
           raise Stopped(self.signum, unsaved)
       if now - began >= slow:
         where = _whereabouts(worker)
-        warn(f'{what} has taken {now - began:.0f} s so far, {where}; Ctrl-C ends it')
+        warn(f'{name} has taken {now - began:.0f} s so far, {where}; Ctrl-C ends it')
         slow *= 2
       with contextlib.suppress(queue.Empty):
         self._wake.get(timeout=max(0.0, min(began + slow, deadline) - now))
@@ -98,12 +107,12 @@ class Stop:
 
 
 def _whereabouts(worker: Worker) -> str:
-  """Where a worker stands in Python: the innermost line of the user's, else of podrace's."""
-  frame = sys._current_frames().get(worker.ident)
+  """Return the innermost Python line of a worker in the user's files, else in podrace's."""
+  frame = sys._current_frames().get(worker.ident)  # documented, in spite of its underscore
   lines = [] if frame is None else traceback.extract_stack(frame)
-  of_user = [line for line in lines if is_the_users(line.filename)]
-  ours = [line for line in lines if Path(line.filename).is_relative_to(PACKAGE)]
-  at = (of_user or ours)[-1:]
+  of_user = [line for line in lines if is_user_file(line.filename)]
+  of_podrace = [line for line in lines if Path(line.filename).is_relative_to(PACKAGE)]
+  at = (of_user or of_podrace)[-1:]
   if not at:
     return 'ending'
   name = at[0].name if of_user else 'podrace'

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import logging
 import os
@@ -14,6 +15,7 @@ import shlex
 import signal
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -227,7 +229,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
     loop.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     for actor in actors:
       actor.join(120)
-    assert [type(e) for e in ended] == [learner_client.Finished] * 2, ended
+    assert [type(e) for e in ended] == [errors.RunFinished] * 2, ended
     table = server.tables['unrolls']
   told = lines(tmp_path / 'run')
   assert ('tuned_discount' in told[-1]) == self_tuning
@@ -285,20 +287,49 @@ def test_what_was_learned_before_the_service_failed_is_saved(
     actor.join(120)
 
 
-def test_a_batch_that_comes_just_before_the_failure_is_taken() -> None:
-  feed, worker = object.__new__(Feed), SimpleNamespace(failed=False)
+def feed_of(batches: Callable[[Any], Any], episodes: Any = None) -> Feed:
+  """A feed from a table whose samples are None."""
+  samples = contextlib.nullcontext(itertools.repeat(None))
+  table = SimpleNamespace(sampler=lambda size, ahead: samples)
+  source = SimpleNamespace(table=table, size=1, ahead=1, prioritised=False, batches=batches)
+  return Feed(source, episodes)  # type: ignore[arg-type]
 
-  class Late(queue.Queue[Any]):
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-      if not worker.failed:  # the time is up, then there is one, and then the thread fails
-        self.put('the last')
-        worker.failed = True
-        raise queue.Empty
-      return super().get(block, timeout)
 
-  feed._next, feed._drawn, feed._workers = None, Late(), [worker]  # type: ignore[assignment, list-item]
-  assert feed.take(lambda: False) == 'the last'
+def test_a_batch_just_before_a_failure_is_taken() -> None:
+  go, calls = threading.Event(), 0
+
+  def batches(sample: Any) -> Iterator[str]:
+    go.wait()
+    yield 'the last'
+    raise ZeroDivisionError
+
+  feed = feed_of(batches)
+
+  def cancelled() -> bool:
+    nonlocal calls
+    calls += 1
+    go.set()
+    until(has_failed)
+    return False
+
+  def has_failed() -> bool:
+    try:
+      feed.check()
+    except errors.ReplayFailed:
+      return True
+    return False
+
+  assert feed.take(cancelled) == 'the last' and calls == 1  # type: ignore[comparison-overlap]
+  assert feed.take(cancelled) is None
+  with pytest.raises(errors.ReplayFailed, match='ZeroDivisionError'):
+    feed.check()
+
+
+def test_a_failure_ends_the_wait_for_a_batch() -> None:
+  feed = feed_of(lambda sample: 1 / 0)
   assert feed.take(lambda: False) is None
+  with pytest.raises(errors.ReplayFailed, match='ZeroDivisionError'):
+    feed.check()
 
 
 def test_an_unroll_is_learned_from_once() -> None:
@@ -488,7 +519,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
       seen |= set(table.sample(4, at_least=1, timeout=60).data['env_id'].tolist())
     publisher.publish(2, [*leaves, (run_identity.FINISHED, np.ones(1, np.uint8))])
     thread.join(120)
-  assert [type(e) for e in ended] == [learner_client.Finished], ended
+  assert [type(e) for e in ended] == [errors.RunFinished], ended
   assert seen == {0, 1, 2, 3}
 
 
@@ -721,21 +752,29 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
 
 
 def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
-  feed = object.__new__(Feed)
-  feed._closed, feed._lock, feed._totals = False, threading.Lock(), Totals()
+  counted = threading.Event()
 
   class Late:
+    calls = 0
+
     def sample(self, *args: Any, **kwargs: Any) -> Any:
-      feed._closed = True  # after this one
+      self.calls += 1
+      if self.calls > 1:
+        counted.set()
+        raise tables.Closed
       error = tables.RateLimited('one shard has not answered')
       totals = {'totals': np.array([[[2.0, 3.0, 5.0, 7.0]]])}
       nothing = np.zeros(1)
       error.taken = tables.Samples(totals, totals, *[nothing] * 5)
       raise error
 
-  feed._episodes = Late()
-  feed._listen()
+  def closed(sample: Any) -> Any:
+    raise tables.Closed
+
+  feed = feed_of(closed, Late())
+  assert counted.wait(600)
   assert feed.episodes() == Totals(2, 3.0, 5.0, 7)
+  feed.close()
 
 
 def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
@@ -745,24 +784,24 @@ def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
   here = run_identity.record(
     dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2)
   )
-  assert run_identity.other_run(there, here) == [
+  assert run_identity.describe_differences(there, here) == [
     'the learner runs r2d2, this process dqn',
     '--num-envs: the learner has 7, this process 3',
   ]
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
   one = run_identity.record(Config(impala))
   two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
-  assert run_identity.other_run(one, two) == [
+  assert run_identity.describe_differences(one, two) == [
     '--agent.optimizer: the learner has adam, this process adam\\x1b',
     '--agent.lambda: the learner has 1.0, this process 0.5',
   ]
-  assert run_identity.other_run(one, one) == []
+  assert run_identity.describe_differences(one, one) == []
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
   few = {**one, 'agent': {'name': 'impala'}}
-  told = run_identity.other_run(many, few)
+  told = run_identity.describe_differences(many, few)
   assert told[0] == '--agent.x-0: the learner has 0, this process None'
   rules = {**one, 'agent': {'name': 'impala', 'rules': [['a$', -1], ['b', 0]]}}
-  assert run_identity.other_run(rules, few) == [
+  assert run_identity.describe_differences(rules, few) == [
     '--agent.rules: the learner has a$ -1 b 0, this process None'
   ]
   assert len(told) == 11 and told[-1] == 'and 10 more'
@@ -772,9 +811,9 @@ def test_a_network_with_the_older_units_is_told_to_acting_processes() -> None:
   """config.json leaves the setting out."""
   new = Config(Impala())
   older = with_unrecorded(new, {'agent': {'network': {}}})
-  assert run_identity.other_run(run_identity.record(older), run_identity.record(new)) == [
-    '--agent.network.scaling: the learner has plain, this process space'
-  ]
+  assert run_identity.describe_differences(
+    run_identity.record(older), run_identity.record(new)
+  ) == ['--agent.network.scaling: the learner has plain, this process space']
   command = run_identity.act_command(older, run_identity.Addresses(('unix:r',), 'unix:p'))
   assert '--agent.network.scaling plain' in command
 

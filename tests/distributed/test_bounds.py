@@ -85,7 +85,9 @@ def test_a_record_that_is_none_is_refused_in_a_line(document: bytes) -> None:
 @pytest.mark.parametrize('agent', [None, 7, [], 'x', {'name': []}])
 def test_records_of_other_shapes_are_other_runs(agent: Any) -> None:
   run, record = run_identity.read_record(np.frombuffer(b'{"env": 7}', np.uint8))
-  assert run == '' and run_identity.other_run({**record, 'agent': agent}, {'agent': {'name': 'x'}})
+  assert run == '' and run_identity.describe_differences(
+    {**record, 'agent': agent}, {'agent': {'name': 'x'}}
+  )
 
 
 def test_an_acting_process_ends_with_a_line_where_a_learner_publishes_something_else(

@@ -21,7 +21,7 @@ from processes import as_users_have_it, cache, checkpoints
 from test_apex import Places, places
 from test_muzero import quick, recording, window_of
 
-from podrace import cli, tables
+from podrace import cli, errors, tables
 from podrace.agents import search
 from podrace.agents.muzero import MuZero
 from podrace.agents.search import Params
@@ -217,7 +217,7 @@ class Learner:
     self.publish(version, (run_identity.FINISHED, np.ones(1, np.uint8)))
     for thread in self.threads:
       thread.join(120)
-    assert [type(e) for e in self.ended] == [learner_client.Finished] * count, self.ended
+    assert [type(e) for e in self.ended] == [errors.RunFinished] * count, self.ended
 
 
 def contents(table: tables.Table) -> dict[int, dict[str, np.ndarray]]:

@@ -28,7 +28,7 @@ from podrace.experiments import curves, labels, runs
 from podrace.run import metrics, run_end
 from podrace.run.directory import load_any, read_summary
 from podrace.run.summary import final_return
-from podrace.system.process import python
+from podrace.system.child import python
 
 SLUG = str.maketrans(' :,', '---')
 HANGS = 600  # seconds, after which a call that waits for ever is ended

@@ -23,10 +23,10 @@ from podrace.commands import follow
 from podrace.commands.runs import age, size
 from podrace.errors import RunError, Stopped, UsageError
 from podrace.experiments import runs
-from podrace.launch.supervisor.local import locked
+from podrace.launch.supervisor.local import lock_logs
 from podrace.run import directory, run_end
 from podrace.settings.agents import agent_name
-from podrace.system.process import lock
+from podrace.system.locks import lock
 
 CONFIG = {
   'version': 1, 'agent': {'name': 'ppo'}, 'env': 'podrace:catch', 'architecture': 'anakin',
@@ -83,7 +83,7 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
 
 def test_a_run_whose_learner_is_to_start_again_is_running(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300, 0.25))
-  with locked(path / 'logs'), pytest.raises(UsageError, match='is still running: stop it first'):
+  with lock_logs(path / 'logs'), pytest.raises(UsageError, match='is still running: stop it first'):
     runs.remove(path)
   runs.remove(path)
   assert not path.exists()

@@ -13,14 +13,14 @@ from children import ROOT, Process, until
 
 import podrace
 from podrace.errors import UsageError
-from podrace.launch.arrangements import ARRANGEMENTS, Asked
+from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.program import Program
 from podrace.launch.supervisor.addresses import Addresses, Announcements
-from podrace.launch.supervisor.replica import NO_ACCELERATORS, settings
+from podrace.launch.supervisor.replica import NO_ACCELERATORS, extra_environ
 
 
-def asked(preset: str, *arguments: str, **counts: int) -> Asked:
-  return Asked(podrace.configure(preset), preset, arguments, 'runs/one', **counts)
+def asked(preset: str, *arguments: str, **counts: int) -> LaunchRequest:
+  return LaunchRequest(podrace.configure(preset), preset, arguments, 'runs/one', **counts)
 
 
 def commands(program: Program, tmp_path: Path) -> dict[str, str]:
@@ -53,7 +53,7 @@ def test_every_process_has_keys_on_several_machines() -> None:
     ('reanalyse', 'muzero-catch'),
   ):
     program = ARRANGEMENTS[arrangement](
-      Asked(podrace.configure(preset), preset, (), 'runs/one', keyed=True)
+      LaunchRequest(podrace.configure(preset), preset, (), 'runs/one', keyed=True)
     )
     for node in program.nodes:
       at = node.command.index('--keys')
@@ -137,7 +137,7 @@ def test_each_learner_has_environments_of_its_own_with_seed(tmp_path: Path) -> N
 
 def test_one_learner_has_the_accelerators_and_several_have_none(tmp_path: Path) -> None:
   found = [
-    settings(node)
+    extra_environ(node)
     for n in (1, 2)
     for node in ARRANGEMENTS['impala'](asked('catch', learners=n)).nodes
     if node.name.startswith('learner')

@@ -24,8 +24,8 @@ BENCH: dict[str, Any] = dict(
 
 
 def test_rates_of_what_bench_prints() -> None:
-  assert Rates.of_bench(BENCH) == Rates(8000.0, 16000.0, 4000.0, 16.0, 1000.0, True)
-  assert not Rates.of_bench(BENCH | dict(minimum=4000.0)).shared
+  assert Rates.from_bench(BENCH) == Rates(8000.0, 16000.0, 4000.0, 16.0, 1000.0, True)
+  assert not Rates.from_bench(BENCH | dict(minimum=4000.0)).shared
 
 
 def test_stages_of_one_machine_take_turns() -> None:
@@ -84,13 +84,13 @@ def test_costs() -> None:
 @pytest.mark.parametrize('wrong', [{}, [], {**BENCH, 'threads': 0}, {**BENCH, 'learner': 'fast'}])
 def test_what_are_no_rates(wrong: Any) -> None:
   with pytest.raises(UsageError, match='no rates as `podrace bench sebulba` prints them'):
-    Rates.of_bench(wrong)
+    Rates.from_bench(wrong)
 
 
 @pytest.mark.parametrize('wrong', [0.0, -1.0, float('nan'), float('inf')])
 def test_rates_are_more_than_nothing(wrong: float) -> None:
   with pytest.raises(UsageError, match='rates: inference must be more than 0'):
-    Rates.of_bench(BENCH | dict(inference=wrong))
+    Rates.from_bench(BENCH | dict(inference=wrong))
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from test_local import SAVES, STUBBORN, WAITS
 
 from podrace.launch.engines.ray_actor import Event, Runner
 from podrace.launch.supervisor import remote_child
-from podrace.launch.supervisor.remote_child import Asked
+from podrace.launch.supervisor.remote_child import ReplicaRequest
 
 PID = 'import os; print("pid", os.getpid(), flush=True)\n'
 
@@ -28,7 +28,7 @@ class Kept:
 
   def __init__(self, code: str, *arguments: str, **more: Any) -> None:
     words = [sys.executable, '-uc', code, *arguments]
-    asked = Asked(words, {'HAS': 'it'}, '/', '/PRIVATE', '', 0, {}, '/not/there')
+    asked = ReplicaRequest(words, {'HAS': 'it'}, '/', '/PRIVATE', '', 0, {}, '/not/there')
     text = json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more)))
     self.runner = Runner(text, lambda: '10.0.0.7')
     self.process = self.runner._keeper
@@ -75,7 +75,7 @@ def kept(tmp_path: Path, monkeypatch: Any) -> Iterator[Any]:
 
   yield make
   for one in made:
-    one.process.stdin.close()
+    one.process.close_input()
     one.process.wait(60)
   until(lambda: not list(tmp_path.iterdir()))
 
@@ -139,7 +139,7 @@ def test_signals_reach_all_that_it_has_started(kept: Any) -> None:
 def test_it_saves_when_nobody_wants_it_any_more(kept: Any) -> None:
   one = kept(SAVES)
   one.says('up')
-  one.process.stdin.close()
+  one.process.close_input()
   assert one.end() == 143
   assert 'saved' in one.output
 
@@ -154,7 +154,7 @@ def test_a_line_that_is_none_ends_it(kept: Any) -> None:
 def test_a_replica_does_not_outlive_a_keeper_that_is_killed(kept: Any, tmp_path: Path) -> None:
   one = kept(PID + SAVES, files={'keys/client.key': 'one'})
   one.says('up')
-  one.process.kill()
+  one.process.signal(signal.SIGKILL)
   until(lambda: not alive(one.pid))
   assert 'saved' in one.says('saved')
   until(lambda: not list(tmp_path.iterdir()))
@@ -169,7 +169,7 @@ def test_one_waits_for_the_end_of_the_one_before(kept: Any, tmp_path: Path) -> N
   there = dict(directory=str(tmp_path), lock=str(tmp_path / 'lock'))
   one = kept(slow, **there)
   one.says('up')
-  one.process.kill()
+  one.process.signal(signal.SIGKILL)
   two = kept('import os; print(os.path.exists("saved"))', **there)
   two.says('waits for the end of the one before')
   go.write_text('')
@@ -183,9 +183,12 @@ def test_one_that_waits_for_too_long_is_started_again_later(
   monkeypatch: Any, tmp_path: Path
 ) -> None:
   monkeypatch.setattr(remote_child, 'GRACE', 0.0)
-  with remote_child.locked(tmp_path / 'lock') as one, remote_child.locked(tmp_path / 'lock') as two:
+  with (
+    remote_child.wait_for_lock(tmp_path / 'lock') as one,
+    remote_child.wait_for_lock(tmp_path / 'lock') as two,
+  ):
     assert one and two is None
-  with remote_child.locked(tmp_path / 'not' / 'there') as none:
+  with remote_child.wait_for_lock(tmp_path / 'not' / 'there') as none:
     assert none == ()
 
 

@@ -18,7 +18,7 @@ import pytest
 from children import SUPPORT, Process, alive, environment, until
 
 from podrace.errors import UsageError
-from podrace.launch import Local
+from podrace.launch import Supervisor
 from podrace.launch.program import Backoff, Node, Program, literal
 from podrace.launch.supervisor.guard import WATCHDOG
 from podrace.launch.supervisor.screen import Screen
@@ -144,7 +144,7 @@ def test_bad_usage_is_not_tried_again(tmp_path: Path, main: bool, code: int) -> 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
   said: list[str] = []
   missing = Program((Node('main', ('no-such-program',), main=True),))
-  assert Local(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
+  assert Supervisor(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
   assert said[0] == 'podrace launch: no-such-program cannot be started: No such file or directory'
 
 
@@ -206,7 +206,7 @@ def test_a_program_runs_once_in_a_directory(tmp_path: Path) -> None:
     launched.says('up')
     program = Program((Node('main', ('true',), main=True),))
     with pytest.raises(UsageError, match='this program runs already'):
-      Local(program, launched.directory, lambda name, line: None).run()
+      Supervisor(program, launched.directory, lambda name, line: None).run()
 
 
 def test_a_reader_that_has_stopped_holds_up_nothing(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_a_directory_for_sockets_that_is_too_long_is_refused(
   monkeypatch.setattr('tempfile.tempdir', str(long))
   program = Program((Node('main', ('true',), main=True),))
   with pytest.raises(UsageError, match='set TMPDIR to a shorter one'):
-    Local(program, tmp_path / 'program', lambda name, line: None).run()
+    Supervisor(program, tmp_path / 'program', lambda name, line: None).run()
   assert not list(long.iterdir())
 
 
@@ -324,7 +324,7 @@ def test_any_of_several_learners_may_be_the_first_that_refuses(
   python = sys.executable, '-c'
   other = Node('other', (*python, 'raise SystemExit(2)', *words))
   program = Program((Node('main', (*python, WAITS, *words), main=True), other))
-  assert Local(program, tmp_path, lambda name, line: None).run() == code
+  assert Supervisor(program, tmp_path, lambda name, line: None).run() == code
 
 
 def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_path: Path) -> None:
@@ -336,7 +336,7 @@ def test_a_learner_that_has_ended_is_there_again_for_one_that_starts_again(tmp_p
   )
   other = Node('other', (sys.executable, '-c', count, *words))
   main = Node('main', (sys.executable, '-c', wants_two, *words), main=True, restart=often)
-  assert Local(Program((main, other)), tmp_path, lambda name, line: None).run() == 0
+  assert Supervisor(Program((main, other)), tmp_path, lambda name, line: None).run() == 0
 
 
 @pytest.mark.parametrize('main_fails', [True, False])
@@ -361,29 +361,29 @@ def test_learners_start_again_together(main_fails: bool, tmp_path: Path) -> None
     Node('main', one if main_fails else other, main=True, restart=often),
     Node('other', other if main_fails else one, restart=often),
   )
-  assert Local(Program(nodes), tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert Supervisor(Program(nodes), tmp_path, lambda name, line: said.append(line)).run() == 0
   assert starts.read_text() == 'xx'
   assert 'podrace launch: was ended, and starts again with the other learner' in said
 
 
 def test_keys_are_for_several_machines(tmp_path: Path) -> None:
   program = Program((Node('main', ('true', '{keys}'), main=True),))
-  with pytest.raises(UsageError, match=r'node main: there are \{keys\} on several machines only'):
-    Local(program, tmp_path, lambda name, line: None).run()
+  with pytest.raises(UsageError, match=r'node main: \{keys\} are for programs on several machines'):
+    Supervisor(program, tmp_path, lambda name, line: None).run()
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
   (tmp_path / 'file').touch()
   program = Program((Node('main', ('true',), main=True),))
   with pytest.raises(UsageError, match='file/program cannot be written to: Not a directory'):
-    Local(program, tmp_path / 'file' / 'program', lambda name, line: None).run()
+    Supervisor(program, tmp_path / 'file' / 'program', lambda name, line: None).run()
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
   (tmp_path / 'logs' / 'main.log').mkdir(parents=True)
   said: list[str] = []
   program = Program((Node('main', ('echo', 'hello'), main=True),))
-  assert Local(program, tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert Supervisor(program, tmp_path, lambda name, line: said.append(line)).run() == 0
   assert said == ['podrace launch: its log cannot be written: Is a directory', 'hello']
 
 
@@ -398,7 +398,7 @@ def test_it_sleeps_while_a_process_without_output_lives(tmp_path: Path) -> None:
   closes = 'import os, signal; os.close(1); os.close(2); signal.alarm(1); signal.pause()'
   main = Node('main', (sys.executable, '-c', closes), restart=None, main=True)
   looks: list[Any] = []
-  assert Local(Program((main,)), tmp_path, lambda name, line: None, looks.append).run() == 142
+  assert Supervisor(Program((main,)), tmp_path, lambda name, line: None, looks.append).run() == 142
   assert 1 < len(looks) < 20
 
 
@@ -406,5 +406,5 @@ def test_a_bar_of_progress_is_shown_as_it_grows(tmp_path: Path) -> None:
   said: list[str] = []
   bar = 'import sys; sys.stdout.write("10%\\r20%\\r\\n30%")'
   main = Node('main', (sys.executable, '-c', bar), main=True)
-  assert Local(Program((main,)), tmp_path, lambda name, line: said.append(line)).run() == 0
+  assert Supervisor(Program((main,)), tmp_path, lambda name, line: said.append(line)).run() == 0
   assert said == ['10%', '20%', '30%']

@@ -18,7 +18,7 @@ from podrace.launch.program import (
   from_json,
   is_ready,
   literal,
-  pieces,
+  parse,
   to_json,
 )  # fmt: skip
 
@@ -44,7 +44,7 @@ def test_references_become_addresses() -> None:
 
 def test_what_an_engine_does_not_give_is_refused() -> None:
   program = Program((Node('main', ('true', '{coordinator}', '{announce}'), main=True),))
-  with pytest.raises(UsageError, match=r'\{coordinator\}: where this program is to run'):
+  with pytest.raises(UsageError, match=r'\{coordinator\}: this engine has none'):
     command(program, program.main, {}, {'dir': 'somewhere'})
 
 
@@ -62,7 +62,7 @@ def test_nodes_come_after_those_that_they_refer_to() -> None:
 
 def test_an_argument_of_braces_stays_as_it_is() -> None:
   text = '{"a": {"b": "{learner.params}"}}'
-  assert list(pieces('x{replay:all}y')) == ['x', Reference('replay', '', True), 'y']
+  assert list(parse('x{replay:all}y')) == ['x', Reference('replay', '', True), 'y']
   node = Node('one', (literal(text),), main=True)
   assert command(Program((node,)), node, {}, {}) == (text,)
 

@@ -23,7 +23,7 @@ from podrace.launch.engines import ray as engine
 from podrace.launch.engines.manifests import SERVER_FILES
 from podrace.launch.engines.ray_actor import Placed
 from podrace.launch.program import Node, Program
-from podrace.launch.supervisor.remote_child import Asked
+from podrace.launch.supervisor.remote_child import ReplicaRequest
 
 MEMORY = 200 * 2**20  # bytes of each node's object store
 PID = 'import os; print("pid", os.getpid())\n'
@@ -254,7 +254,7 @@ def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
   ray = pytest.importorskip('ray')
   for name in ('wait', 'kill'):
     monkeypatch.setattr(ray, name, mock.Mock(side_effect=ConnectionError('no cluster')))
-  asked, ended = Asked(['true'], {}, '/', '/PRIVATE', '', 0, {}, '/not/there'), mock.Mock()
+  asked, ended = ReplicaRequest(['true'], {}, '/', '/PRIVATE', '', 0, {}, '/not/there'), mock.Mock()
   lost = mock.Mock()
   lost.return_value.tell.remote.side_effect = ConnectionError('no cluster')
   placed = Placed(asked, lost, mock.Mock(), ended)

@@ -23,7 +23,7 @@ from podrace.distributed.net import announce, keys
 from podrace.errors import UsageError
 from podrace.launch.engines import slurm
 from podrace.launch.program import Backoff, Node, Program, literal
-from podrace.launch.supervisor.local import locked
+from podrace.launch.supervisor.local import lock_logs
 
 SAVES_AT_INT = SAVES.replace('SIGTERM', 'SIGINT').replace('143', '130')  # which srun passes on
 
@@ -329,7 +329,7 @@ def test_a_job_has_the_accelerators_of_its_user(cluster: Cluster, monkeypatch: A
 
 def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
   words = [*LAUNCH, '--run-dir', str(cluster.directory)]
-  with locked(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
+  with lock_logs(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
     command.run(words)
   assert not cluster.calls('sbatch')
 

@@ -33,7 +33,7 @@ from podrace import tables
 from podrace.distributed.net import keys
 from podrace.distributed.replay.server import ReplayServer
 from podrace.errors import UsageError
-from podrace.launch import Local
+from podrace.launch import Supervisor
 from podrace.launch.engines import slurm
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor import remote_child
@@ -368,7 +368,7 @@ ONE = Program((Node('main', (sys.executable, '-c', 'print(1)'), main=True),))
 
 
 def launch(directory: Path) -> int:
-  return Local(ONE, directory, lambda name, line: None).run()
+  return Supervisor(ONE, directory, lambda name, line: None).run()
 
 
 @names([*OF_LOGS, folder])
@@ -419,13 +419,13 @@ def test_the_lock_of_a_replica_on_another_machine(
   plant_all(plant, tmp_path / 'logs', outside, 'main.lock')
   with (
     pytest.raises(UsageError, match=r'main\.lock is a'),
-    remote_child.locked(tmp_path / 'logs' / 'main.lock'),
+    remote_child.wait_for_lock(tmp_path / 'logs' / 'main.lock'),
   ):
     pass
   (tmp_path / 'linked').symlink_to(outside)
   with (
     pytest.raises(UsageError, match='linked is a'),
-    remote_child.locked(tmp_path / 'linked' / 'main.lock'),
+    remote_child.wait_for_lock(tmp_path / 'linked' / 'main.lock'),
   ):
     pass
   check_untouched(outside)

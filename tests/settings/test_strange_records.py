@@ -142,7 +142,7 @@ def test_no_spelling_of_an_environment_imports(
 
 CLASSES = (
   'stranger:Agent', 'stranger', 'stranger.py:Agent', '.stranger:Agent', 'podrace..stranger:Agent', 'podrace/../stranger:Agent',
-  'podrace.cli:os', 'podrace.settings.agents:agent_class', 'podrace.launch.supervisor.replica:Here', 'podrace.launch.supervisor.guard:Guard', ':Agent',
+  'podrace.cli:os', 'podrace.settings.agents:agent_class', 'podrace.launch.supervisor.replica:LocalStarter', 'podrace.launch.supervisor.guard:Guard', ':Agent',
   None, 3, [], {'class': 'stranger:Agent'},
 )  # fmt: skip
 

@@ -22,8 +22,9 @@ from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import completed, from_json, to_json
+from podrace.system.child import python
 from podrace.system.files import write_json
-from podrace.system.process import lock, python
+from podrace.system.locks import lock
 
 PROGRAM = Path(sys.executable).parent / 'podrace'
 FLAG = 'import pathlib; pathlib.Path(__file__).with_suffix(".ran").touch()\n'

@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from podrace.launch import Local, run
+from podrace.launch import Supervisor, run
 from podrace.launch.engines import ray
 from podrace.launch.program import Backoff, Node, Program
 
@@ -34,4 +34,4 @@ if __name__ == '__main__':
   if shown:
     sys.exit(run(program, directory))
   say = lambda name, line: print(f'{name}: {line}', flush=True)  # noqa: E731
-  sys.exit(Local(program, Path(directory), say).run())
+  sys.exit(Supervisor(program, Path(directory), say).run())

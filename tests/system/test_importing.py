@@ -102,7 +102,7 @@ def test_a_file_that_is_shadowed_by_pythons_own(
   with pytest.raises(
     UsageError, match=r"module 'json' is another one .*__init__.py, and not your j"
   ):
-    importing.attribute('no agent', 'json', 'PG')
+    importing.import_attribute('no agent', 'json', 'PG')
 
 
 MINE = """

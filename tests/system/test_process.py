@@ -16,7 +16,9 @@ import pytest
 
 import podrace
 from podrace.system import signals
-from podrace.system.process import is_locked, lock, log_to_stderr, on_signals
+from podrace.system.locks import is_locked, lock
+from podrace.system.logs import log_to_stderr
+from podrace.system.process import on_signals
 
 LOG = logging.getLogger('podrace.somewhere')
 
@@ -73,7 +75,7 @@ def test_only_commands_configure_logging() -> None:
   commands = {
     f'commands/{x}.py' for x in ('train', 'act', 'reanalyse', 'envs', 'replay', 'discover')
   }
-  assert found == {'system/process.py', *commands}
+  assert found == {'system/logs.py', *commands}
 
 
 def test_a_hang_up_is_handled_and_under_nohup_stays_ignored() -> None:

@@ -28,7 +28,7 @@ FLAGS = {'O_WRONLY', 'O_RDWR', 'O_CREAT', 'O_APPEND', 'O_TRUNC'}
 ALLOWED = {
   'system/output.py: os.open(os.devnull, os.O_RDWR)': 'the null device',
   "system/output.py: open(os.devnull, 'w', encoding='utf-8')": 'the null device',
-  "system/process.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
+  "system/scheduling.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
   'envs/host/worker_pool.py: file.truncate(length)': 'memory',
   "system/output.py: open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)": 'standard output',
   "run/checkpoint/__init__.py: ocp.CheckpointManager(str(self._plain.path), item_names=(*ITEMS, 'meta'), options=options)": 'the directory has just been checked; it makes new ones in it',

@@ -16,7 +16,7 @@ from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unro
 from podrace.architectures.sebulba.thread import ActorThread
 from podrace.envs.host.answer_timer import Deadline
 from podrace.envs.host.base import PoolArgs
-from podrace.system.process import cores
+from podrace.system.scheduling import cores
 from podrace.types import Array, HostEnvironment
 
 CLOSE_SECONDS = 5.0  # that actor threads have to end

@@ -27,7 +27,8 @@ from podrace.distributed.net.process_metrics import Measures, Meter, resident_mb
 from podrace.distributed.net.safe_text import STRING, plain
 from podrace.envs.host import answer_timer
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.system.process import cores, on_signals
+from podrace.system.process import on_signals
+from podrace.system.scheduling import cores
 
 LOOK_SECONDS = 0.2  # between checks for environments that hang
 END_SECONDS = 10.0  # that threads have to end their pools

@@ -14,7 +14,7 @@ from podrace.distributed.net.listener import Listener
 from podrace.distributed.net.safe_text import TokenBucket
 from podrace.distributed.replay import replay_messages
 from podrace.system import files
-from podrace.system.process import lock
+from podrace.system.locks import lock
 from podrace.system.threads import Worker
 from podrace.tables import CheckpointError, checkpoint
 

@@ -10,7 +10,7 @@ import gymnasium
 from podrace.envs.env_names import check_options
 from podrace.envs.options import Value
 from podrace.errors import MissingExtra, UnknownName, UsageError
-from podrace.system.importing import attribute, explain
+from podrace.system.importing import explain, import_attribute
 from podrace.types import Environment
 
 
@@ -23,7 +23,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
       f'your own environment is named python:MODULE.FUNCTION, not python:{name}{hint}'
     )
   try:
-    factory = attribute(f'no environment python:{name}', module, function)
+    factory = import_attribute(f'no environment python:{name}', module, function)
   except UsageError as error:
     raise UnknownName(str(error)) from error
   check_options(f'python:{name}', factory, options)

@@ -13,7 +13,7 @@ from podrace.envs.env_names import atari, check_options, nearest, refused
 from podrace.envs.options import Value
 from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
-from podrace.system.importing import imported
+from podrace.system.importing import import_user_module
 
 
 def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
@@ -26,7 +26,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
   before = set(gymnasium.registry)
   if module:
     try:
-      imported(f'no environment gymnasium:{name}', module)
+      import_user_module(f'no environment gymnasium:{name}', module)
     except UsageError as error:
       raise UnknownName(str(error)) from error
   try:

@@ -29,7 +29,7 @@ from podrace.envs.host.infos import Infos
 from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
 from podrace.envs.spaces import leaves, tree
 from podrace.errors import HostError
-from podrace.system.process import python
+from podrace.system.child import python
 from podrace.types import Arrival
 
 log = logging.getLogger('podrace.envs')

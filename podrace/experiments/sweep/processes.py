@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -14,11 +12,11 @@ from podrace.errors import Stopped, UnreadableFile
 from podrace.experiments.sweep.settings import Setting
 from podrace.run.directory import is_running
 from podrace.run.metrics import Line
+from podrace.system.child import ChildProcess, python
 from podrace.system.files import make_folder, open_append
 from podrace.system.files.reading import open_regular, parse_json, read_object
 from podrace.system.files.schema import LINE, SUMMARY, check_members
 from podrace.system.output import tell
-from podrace.system.process import python
 from podrace.system.signals import Stop
 
 POLL = 0.2  # seconds between looks at the running trials
@@ -35,10 +33,8 @@ class Trial:
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
     with open_append(make_folder(run_dir) / 'output.txt') as output:
-      self._process = subprocess.Popen(
-        python('-m', 'podrace', *command, '--run-dir', str(run_dir)),
-        stdin=subprocess.DEVNULL, stdout=output, stderr=output,
-      )  # fmt: skip
+      words = python('-m', 'podrace', *command, '--run-dir', str(run_dir))
+      self._process = ChildProcess(words, stdout=output, stderr=output)
 
   @property
   def code(self) -> int | None:
@@ -61,14 +57,17 @@ class Trial:
           check_members(line, LINE)
           yield line
 
+  def terminate(self) -> None:
+    """Send SIGTERM, at which it saves and ends."""
+    self._process.terminate()
+
   def stop(self) -> None:
-    """Send SIGTERM, after which the run saves. Send SIGKILL if it does not end within GRACE."""
-    self._process.send_signal(signal.SIGTERM)
-    try:
-      self._process.wait(GRACE)
-    except subprocess.TimeoutExpired:
-      self._process.kill()
-      self._process.wait()
+    """Let it save and end, and kill it after GRACE seconds."""
+    self._process.stop(GRACE)
+
+  def finish(self) -> None:
+    """Wait for its end after `terminate`, and kill it after GRACE seconds."""
+    self._process.finish(GRACE)
 
 
 def make_arguments(options: list[str], setting: Setting) -> list[str]:
@@ -97,7 +96,9 @@ def make_result(run_dir: Path, setting: Setting, code: int) -> dict[str, Any]:
 
 def _stop_trials(trials: list[Trial]) -> None:
   for trial in trials:
-    trial.stop()
+    trial.terminate()
+  for trial in trials:
+    trial.finish()
 
 
 def run_trials(

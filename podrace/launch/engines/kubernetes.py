@@ -1,7 +1,12 @@
-"""Programs on Kubernetes: a JobSet (jobset.sigs.k8s.io), one replicated job for each node, a pod for each replica.
+"""Programs on Kubernetes: a JobSet (jobset.sigs.k8s.io).
 
-Pods listen at one port and find each other by the names that JobSet gives them in DNS, which clients resolve again at
-each connection. Keys are a Secret. Kubernetes starts pods again, not we: nothing of podrace stays once they are made.
+It has a replicated job for each node, and a pod for each replica. Pods listen at one port, and find
+each other by their names in DNS, which clients resolve again at each connection. Keys are a Secret.
+Kubernetes restarts pods, so no process of podrace stays once the objects are made.
+
+The manifest is built from dictionaries, not from a YAML template. Half of a pod depends on its node
+(keys, volume, accelerators, port, replica number), so a template would need the same code to cut
+parts out, and quoting besides.
 """
 
 from __future__ import annotations
@@ -29,9 +34,9 @@ OPTIONS = (
   manifests.GPUS,
   manifests.LEARNERS_INSECURE,
 )
-RESTARTS = 3  # of the whole set, once pods of a node have failed too often
+RESTARTS = 3  # of the whole set, each after too many failures of a node's pods
 USER = 1000
-SECONDS = 60.0  # for kubectl
+SECONDS = 60.0  # deadline of kubectl
 LONGEST = 63  # characters of a pod's name
 KEYS, SECRET, ANNOUNCED = '/keys', '/secret', '/tmp/announced'
 COPY = f'install -m 600 {SECRET}/* {KEYS}/'
@@ -40,46 +45,56 @@ INSTANCE, COMPONENT = 'app.kubernetes.io/instance', 'app.kubernetes.io/component
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-  """What there must be for a program's pods."""
+  """The environment of a program's pods.
 
-  name: str  # of the JobSet
+  Attributes:
+    name: the name of the JobSet.
+    image: the container image.
+    volume: the name of a PersistentVolumeClaim.
+    directory: the run directory, within the volume.
+  """
+
+  name: str
   image: str
-  volume: str  # a claim
-  directory: Path  # of the run, within the volume
+  volume: str
+  directory: Path
 
   def __post_init__(self) -> None:
     if not self.directory.is_absolute() or len(self.directory.parts) < 3:
       raise UsageError(
-        f'--run-dir {self.directory}: --on kubernetes mounts the volume at what comes before its last part; '
-        'give an absolute one, as /runs/pong'
+        f'--run-dir {self.directory}: --on kubernetes mounts the volume at its parent directory; '
+        'give an absolute path, as /runs/pong'
       )
 
   def host(self, node: Node, i: int, port: int = PORT) -> str:
-    """The name of a replica's pod, and a port of it."""
+    """Return the host name of a replica's pod with a port."""
     return f'{self.name}-{node.name}-{i}-0.{self.name}:{port}'
 
 
 def launch(make: Make, options: Options) -> int:
-  """Makes the program's objects with kubectl, or prints them."""
-  name, directory = manifests.placed(options)
+  """Make the program's objects with kubectl, or print them with --dry-run.
+
+  Returns the exit code.
+  """
+  name, directory = manifests.run_place(options)
   cluster = Cluster(name, options.needed('--image'), options.needed('--volume'), directory)
   program = manifests.with_resources(make(directory), options)
   manifest = jobset(program, cluster)
   if '--dry-run' in options:
-    print_text(f'# Besides, a Secret {name}-keys with new keys, which are not shown.')
+    print_text(f'# A Secret {name}-keys with new keys is not shown.')
     print_text(manifests.text(manifest), end='')
     return 0
   kubectl = manifests.tool('kubectl', 'take --dry-run')
   with manifests.new_keys() as keys:
     text = manifests.text(secret(keys, cluster), manifest)
-  # Not apply: it would change the keys of a program that runs, and keep a copy of them in an annotation.
-  code = manifests.call(kubectl, 'create', '--filename', '-', given=text, seconds=SECONDS)
+  # `apply` would change the keys of a running program, and keep a copy of them in an annotation.
+  code = manifests.call(kubectl, 'create', '--filename', '-', content=text, timeout=SECONDS)
   print_text(next_lines(cluster, program))
   return 1 if code else 0
 
 
 def next_lines(cluster: Cluster, program: Program) -> str:
-  """What people type next."""
+  """Return commands for the next steps."""
   one = f'-l {INSTANCE}={cluster.name}'
   return f"""
 kubectl get pods {one}
@@ -88,7 +103,7 @@ kubectl delete jobset,secret {one}    # the volume keeps the run; then this comm
 
 
 def secret(keys: Path, cluster: Cluster) -> dict[str, Any]:
-  """The keys of a program."""
+  """Return the Secret of a program's keys."""
   return {
     'apiVersion': 'v1',
     'kind': 'Secret',
@@ -99,17 +114,18 @@ def secret(keys: Path, cluster: Cluster) -> dict[str, Any]:
 
 
 def jobset(program: Program, cluster: Cluster) -> dict[str, Any]:
-  """The pods of a program.
+  """Return the JobSet of a program.
 
   Raises:
-    UsageError: if a name is too long, or a node chooses where it listens.
+    UsageError: if a name is too long, or a node chooses its own address.
   """
   manifests.check_listeners(program, 'kubernetes')
   for n in program.nodes:
     pod = f'{cluster.name}-{n.name}-{n.replicas - 1}-0-abcde'
     if len(pod) > LONGEST:
       raise UsageError(
-        f'--run-dir: {cluster.name} is too long by {len(pod) - LONGEST} for the name of a pod, {pod}'
+        f'--run-dir: {cluster.name} is too long by {len(pod) - LONGEST} for the name of a pod, '
+        f'{pod}'
       )
   known = manifests.addresses(program, cluster.host)
   return {
@@ -135,8 +151,8 @@ def jobset(program: Program, cluster: Cluster) -> dict[str, Any]:
 
 
 def _job(program: Program, node: Node, known: Announced, cluster: Cluster) -> dict[str, Any]:
-  """A node: a job of one pod for each replica, so that each has a name of its own."""
-  rules = [  # a machine that is taken away is no failure of the node
+  """Return the replicated job of a node; a job has one pod, so each replica has its own name."""
+  rules = [  # the loss of a machine is no failure of the node
     {'action': 'Ignore', 'onPodConditions': [{'type': 'DisruptionTarget', 'status': 'True'}]},
     {
       'action': 'FailJob',
@@ -172,7 +188,10 @@ def _pod(program: Program, node: Node, known: Announced, cluster: Cluster) -> di
     items = [{'key': x, 'path': x} for x in files]
     of_keys = {'name': 'keys', 'mountPath': KEYS}
     volumes += [
-      {'name': 'secret', 'secret': {'secretName': f'{cluster.name}-keys', 'items': items, 'defaultMode': 0o400}},
+      {
+        'name': 'secret',
+        'secret': {'secretName': f'{cluster.name}-keys', 'items': items, 'defaultMode': 0o400},
+      },
       {'name': 'keys', 'emptyDir': {'medium': 'Memory'}},
     ]  # fmt: skip
     mounts.append(of_keys)
@@ -196,7 +215,10 @@ def _pod(program: Program, node: Node, known: Announced, cluster: Cluster) -> di
 
 
 def _copying(cluster: Cluster, of_keys: Mapping[str, Any]) -> dict[str, Any]:
-  """Copies keys into memory: a Secret's files are open to the pod's group, and podrace refuses such."""
+  """Return a container that copies keys into memory.
+
+  The pod's group can read the files of a Secret, and podrace refuses such files.
+  """
   return {
     'name': 'keys',
     'image': cluster.image,
@@ -236,7 +258,7 @@ def _confined() -> dict[str, Any]:
 
 
 def _words(program: Program, node: Node, known: Announced, cluster: Cluster) -> tuple[str, ...]:
-  """The command of any replica: Kubernetes puts its number in."""
+  """Return the command of all replicas, in which Kubernetes replaces $(REPLICA)."""
   escaped = dataclasses.replace(node, command=tuple(map(_escaped, node.command)))
   own = dict(
     listen=f'tcp://*:{PORT}', announce=ANNOUNCED, keys=KEYS, dir=_escaped(str(cluster.directory)),
@@ -247,5 +269,5 @@ def _words(program: Program, node: Node, known: Announced, cluster: Cluster) -> 
 
 
 def _escaped(text: str) -> str:
-  """Kubernetes puts the environment in, as $(NAME)."""
+  """Escape text, in which Kubernetes replaces $(NAME)."""
   return text.replace('$', '$$')

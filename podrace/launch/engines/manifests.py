@@ -1,4 +1,4 @@
-"""What engines share that hand a program to somebody else's tool: a name, keys, the text of a manifest, the tool."""
+"""The common part of engines that use external tools: names, keys, manifests and calls."""
 
 from __future__ import annotations
 
@@ -27,12 +27,15 @@ from podrace.system.output import print_text
 from podrace.system.process import scratch_directory
 
 Make = Callable[[Path], Program]  # the program for a run directory
-SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # a listener's
+SERVER_FILES = ('authority.pem', 'server.pem', 'server.key', keys.ALLOWED)  # of a listener
 PORT = 5555
-COORDINATOR = 5554  # the port of the first of several learners
+COORDINATOR = 5554  # the port at which JAX connects several learners
 GRACE = 60  # seconds in which processes may save
-CPUS = Option('--cpus', 'NODE=N', 'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be '
-  'repeated')  # fmt: skip
+CPUS = Option(
+  '--cpus',
+  'NODE=N',
+  'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be repeated',
+)
 GPUS = Option(
   '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
 )
@@ -44,23 +47,24 @@ LEARNERS_INSECURE = Option(
 IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
 
 
-def placed(options: Options) -> tuple[str, Path]:
-  """The name of what is launched, which is the last part of --run-dir, and that directory.
+def run_place(options: Options) -> tuple[str, Path]:
+  """Return the name of the program, which is the last part of --run-dir, and that directory.
 
   Raises:
-    UsageError: if it is not given, or its last part is no name of a host.
+    UsageError: without --run-dir, or if its last part is no name of a host.
   """
   directory = Path(options.needed('--run-dir'))
   if not NAME.fullmatch(directory.name):
     raise UsageError(
-      f'--run-dir {directory}: --on {options.text("--on")} calls the program as its last part, which must have '
+      f'--run-dir {directory}: --on {options.text("--on")} calls the program as its last part, '
+      'which must have '
       f'1 to 40 of a-z, 0-9 and -, and begin with a letter, not {directory.name!r}'
     )
   return directory.name, directory
 
 
 def check_listeners(program: Program, engine: str) -> None:
-  """Raises UsageError for a node that chooses its own address: no other machine would know it."""
+  """Raise UsageError for a node that chooses its own address, which no other machine would know."""
   for node in program.nodes:
     if node.listens and Reference('listen') not in references(node):
       raise UsageError(
@@ -69,7 +73,7 @@ def check_listeners(program: Program, engine: str) -> None:
 
 
 def addresses(program: Program, host: Callable[[Node, int], str]) -> Announced:
-  """Where all replicas listen, by the host and the port of each."""
+  """Return the addresses of all replicas; `host` returns the host and the port of each."""
   return {
     (n.name, i): dict.fromkeys(n.listens, f'tcp://{host(n, i)}')
     for n in program.nodes
@@ -78,7 +82,7 @@ def addresses(program: Program, host: Callable[[Node, int], str]) -> Announced:
 
 
 def files_of_keys(node: Node) -> tuple[str, ...]:
-  """The files that a node needs of a directory of keys: those of a listener, of a client, or of both."""
+  """Return the files of a directory of keys that a node needs, as a listener, a client, or both."""
   if Reference('keys') not in references(node):
     return ()
   listener = SERVER_FILES if node.listens else ()
@@ -86,74 +90,77 @@ def files_of_keys(node: Node) -> tuple[str, ...]:
 
 
 def make_keys(directory: Path) -> None:
-  """Makes keys for one program. Nobody can sign others: the authority's is gone."""
+  """Make keys for one program. No further keys can be signed, as the authority's key is removed."""
   keys.new_keys(directory)
   (directory / f'{keys.AUTHORITY}.key').unlink()
 
 
 @contextlib.contextmanager
 def new_keys() -> Iterator[Path]:
-  """A directory with keys for one program, as long as it is entered."""
+  """Yield a directory with keys for one program, and remove it at the end."""
   with scratch_directory('podrace-keys-') as directory:
     make_keys(directory)
     yield directory
 
 
 def with_resources(program: Program, options: Options) -> Program:
-  """The program with --cpus NODE=N and --gpus NODE=N.
+  """Return the program with the resources of --cpus NODE=N and --gpus NODE=N.
 
   Raises:
-    UsageError: for another node, or no number.
+    UsageError: for an unknown node, or a value that is no number.
   """
   nodes = {n.name: n for n in program.nodes}
   for name in ('cpus', 'gpus'):
-    for given in options.every(f'--{name}'):
-      node, _, text = given.partition('=')
+    for value in options.every(f'--{name}'):
+      node, _, text = value.partition('=')
       if node not in nodes:
         known = ', '.join(nodes)
-        raise UsageError(f'--{name} takes NODE=N, with one of {known} as NODE, not {given!r}')
+        raise UsageError(f'--{name} takes NODE=N, with one of {known} as NODE, not {value!r}')
       if not (text.isascii() and text.isdigit()):
         raise UsageError(f'--{name} {node}=N takes a whole number, not {text!r}')
       more: dict[str, Any] = {name: int(text)}
       nodes[node] = dataclasses.replace(nodes[node], **more)
   if len({n.gpus for n in nodes.values() if is_one_of_several(n)}) > 1:
     names = ', '.join(n.name for n in nodes.values() if is_one_of_several(n))
-    raise UsageError(f'--gpus: all that learn as one need as many: {names}')
+    raise UsageError(f'--gpus: nodes that learn as one need equal numbers: {names}')
   return Program(tuple(nodes.values()))
 
 
 def text(*documents: Mapping[str, Any]) -> str:
-  """Documents in YAML; texts of several lines as they are."""
+  """Return documents in YAML, with texts of several lines as literal blocks."""
   import yaml
 
   class Dumper(yaml.SafeDumper):
     def ignore_aliases(self, data: Any) -> bool:
       return True
 
-  def as_they_are(dumper: Any, value: str) -> Any:
+  def represent_text(dumper: Any, value: str) -> Any:
     return dumper.represent_scalar(
       'tag:yaml.org,2002:str', value, style='|' if '\n' in value else None
     )
 
-  Dumper.add_representer(str, as_they_are)
+  Dumper.add_representer(str, represent_text)
   return yaml.dump_all(documents, Dumper=Dumper, sort_keys=False, width=100, allow_unicode=True)
 
 
 def tool(name: str, instead: str) -> str:
-  """The path of a program that an engine needs.
+  """Return the path of a tool that an engine needs.
 
   Raises:
-    UsageError: if it is not there.
+    UsageError: if it is not installed.
   """
-  if (found := shutil.which(name)) is None:
-    raise UsageError(f'there is no {name} here, which starts it; install it, or {instead}')
-  return found
+  if (path := shutil.which(name)) is None:
+    raise UsageError(f'there is no {name} here, which starts the program; install it, or {instead}')
+  return path
 
 
-def call(*command: str, given: str | None = None, seconds: float | None = None) -> int:
-  """Runs a tool in this terminal; its exit code, 1 if it does not end in time."""
+def call(*command: str, content: str | None = None, timeout: float | None = None) -> int:
+  """Run a tool in this terminal, with `content` as input.
+
+  Returns its exit code, 1 after `timeout` seconds.
+  """
   try:
-    return subprocess.run(command, input=given, encoding='utf-8', timeout=seconds).returncode
+    return subprocess.run(command, input=content, encoding='utf-8', timeout=timeout).returncode
   except subprocess.TimeoutExpired:
-    print_text(f'{command[0]} has not ended in {seconds:.0f} s')
+    print_text(f'{command[0]} has not ended in {timeout:.0f} s')
     return 1

@@ -1,8 +1,9 @@
-"""Programs on Ray: a placement group with a bundle for each replica, and in it an actor that runs the replica.
+"""Programs on Ray: a placement group with a bundle and an actor for each replica.
 
-Supervision is that of one machine (podrace.launch.supervisor.local); Ray says where a replica runs. An actor keeps the replica in
-a process of its own (podrace.launch.supervisor.remote_child), and passes on what that says and announces. If the actor or its machine
-dies, the supervisor has another one made where there is room. What processes send each other does not go through Ray.
+The supervisor is the one for a single machine (podrace.launch.supervisor.local), and Ray places the
+replicas. An actor runs its replica in a child process (podrace.launch.supervisor.remote_child), and
+passes on its output and announcements. If the actor or its machine dies, the supervisor makes
+another actor. Traffic of the program does not go through Ray.
 """
 
 from __future__ import annotations
@@ -30,24 +31,27 @@ from podrace.launch.engines.manifests import (
 from podrace.launch.engines.ray_actor import HOST, ROOM, Placed, Runner
 from podrace.launch.program import Node, Program, is_one_of_several
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Local
-from podrace.launch.supervisor.remote_child import Asked
-from podrace.launch.supervisor.replica import settings
+from podrace.launch.supervisor.local import Supervisor
+from podrace.launch.supervisor.remote_child import ReplicaRequest
+from podrace.launch.supervisor.replica import extra_environ
 from podrace.system import process
 from podrace.system.importing import why_not
 from podrace.system.options import Options
 from podrace.system.output import print_text
 
 OPTIONS = (CPUS, GPUS, LEARNERS_INSECURE)
-REMIND = 30.0  # seconds between words about room that there is not
-PRIVATE = '/PODRACE-PRIVATE'  # in commands: a directory that each replica has on its machine
+REMIND = 30.0  # seconds between messages about missing room
+PRIVATE = '/PODRACE-PRIVATE'  # in commands: a directory of each replica on its machine
 
 
 def launch(make: Make, options: Options) -> int:
-  """Runs a program on the cluster of this machine, or shows it; the exit code, as of `Local.run`.
+  """Run a program on the cluster of this machine, or print it with --dry-run.
+
+  Returns:
+    The exit code, as `Supervisor.run`.
 
   Raises:
-    UsageError: without Ray, or a cluster.
+    UsageError: without Ray, or without a cluster.
     RunError: if the cluster has no room.
   """
   directory = Path(options.needed('--run-dir')).absolute()
@@ -60,16 +64,18 @@ def launch(make: Make, options: Options) -> int:
 
 
 def run(program: Program, directory: Path, group: Any) -> int:
-  """Runs a program in a placement group; the exit code."""
+  """Run a program in a placement group; returns the exit code."""
   from podrace.launch.supervisor.screen import Screen
 
   actors = Actors(program, directory, group)
   with Screen([x for n in program.nodes for x in n.names]) as screen:
-    return Local(program, directory, screen.say, screen.look, actors.start, actors.places).run()
+    return Supervisor(
+      program, directory, screen.say, screen.look, actors.start, actors.places
+    ).run()
 
 
 def show(program: Program, directory: Path) -> None:
-  """Prints what would be started, and in which bundles."""
+  """Print the commands and bundles of all replicas."""
   print_text(
     f'# {PRIVATE}: a directory of each replica, on its machine, with keys and announcements'
   )
@@ -81,23 +87,24 @@ def show(program: Program, directory: Path) -> None:
 
 
 def places(program: Program, directory: Path) -> Announcements:
-  """Where replicas find each other: each machine has copies of the announcements.
+  """Return the addresses of replicas, for machines that each have copies of the announcements.
 
-  Addresses have the number of a host: Ray goes without names, so machines need not know each other's.
+  Addresses have the IP address of a host. Ray needs no host names, so machines may not know each
+  other's.
   """
   at = f'tcp://{HOST}:0'
   return Announcements(program, Path(PRIVATE, 'announced'), Path(PRIVATE, 'keys'), directory, at)
 
 
-# --- the cluster ------------------------------------------------------------------------------------
+# --- the cluster ---------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
 def cluster() -> Iterator[None]:
-  """A connection to the cluster of this machine.
+  """Connect to the cluster of this machine.
 
   Raises:
-    UsageError: if there is no Ray, or no cluster.
+    UsageError: without Ray, or without a cluster.
   """
   try:
     import ray
@@ -114,24 +121,24 @@ def cluster() -> Iterator[None]:
       'there is no Ray cluster here: start one with `ray start --head`, or set RAY_ADDRESS'
     ) from None
   try:
-    with process.on_signals(process.end_at_once):  # ray.init has handlers of its own
+    with process.on_signals(process.end_at_once):  # in place of the handlers of ray.init
       yield
   finally:
     ray.shutdown()
 
 
 def bundle(node: Node) -> dict[str, float]:
-  """What a replica needs, as Ray counts it; a bundle can't be empty."""
+  """Return the resources of a replica, as Ray counts them. A bundle cannot be empty."""
   gpus = {'GPU': float(node.gpus)} if node.gpus else {}
   return {'CPU': max(float(node.cpus), 0.001), **gpus}
 
 
 @contextlib.contextmanager
 def room(program: Program) -> Iterator[Any]:
-  """A placement group with a bundle for each replica, in the order of nodes.
+  """Yield a placement group with a bundle for each replica, in the order of nodes.
 
   Raises:
-    RunError: if the cluster has no room in time.
+    RunError: if the cluster has no room for ROOM seconds.
   """
   import ray
   from ray.util import placement_group, remove_placement_group
@@ -139,26 +146,32 @@ def room(program: Program) -> Iterator[Any]:
   bundles = [bundle(n) for n in program.nodes for _ in range(n.replicas)]
   group = placement_group(bundles, strategy='PACK', name='podrace')
   needs = ', '.join(f'{sum(b.get(x, 0.0) for b in bundles):g} {x}' for x in ('CPU', 'GPU'))
-  began = said = time.monotonic()
+  began = reported = time.monotonic()
   try:
-    while not group.wait(1.0):  # so that signals are heeded
+    while not group.wait(1.0):  # a timeout, so that signals are handled
       now, free = time.monotonic(), ray.available_resources()
       has = ', '.join(f'{free.get(x, 0.0):g} {x}' for x in ('CPU', 'GPU'))
       if now - began > ROOM:
         raise RunError(f'the cluster has had no room for {needs} in {ROOM:.0f} s; free: {has}')
-      if now - said > REMIND or said == began:
+      if now - reported > REMIND or reported == began:
         print_text(f'podrace launch: waiting for room for {needs}; free: {has}', flush=True)
-        said = now
+        reported = now
     yield group
   finally:
     remove_placement_group(group)
 
 
-# --- the launcher's end of replicas -----------------------------------------------------------------
+# --- the launcher's end of replicas --------------------------------------------------------------
 
 
 class Actors:
-  """Starts replicas in a placement group, and passes announcements from each machine to the others."""
+  """Starts replicas in a placement group, and passes announcements between their machines.
+
+  Args:
+    program: the program.
+    directory: its directory.
+    group: the placement group, of `room`.
+  """
 
   def __init__(self, program: Program, directory: Path, group: Any) -> None:
     self._program, self._directory, self._group = program, directory, group
@@ -170,7 +183,7 @@ class Actors:
     self._running: set[Placed] = set()
 
   def places(self, private: Path) -> Announcements:
-    """Where replicas find each other, with keys that are made for this start of the program."""
+    """Return the addresses of replicas, and make keys for this start of the program."""
     make_keys(private / 'keys')
     self._files = {
       f'keys/{p.name}': p.read_text(encoding='ascii') for p in (private / 'keys').iterdir()
@@ -178,23 +191,23 @@ class Actors:
     return places(self._program, self._directory)
 
   def start(self, node: Node, number: int, words: tuple[str, ...]) -> Placed:
-    """A replica; it starts when its actor does."""
+    """Start a replica, which runs once its actor does."""
     addresses = len(node.listens) + (node.main and is_one_of_several(node))
     announces = f'announced/{node.name}-{number}' if addresses else ''
     with self._lock:
-      self._files.pop(announces, None)  # else it would be taken for what this one announces
+      self._files.pop(announces, None)  # the announcement of the life before
       own = {f'keys/{name}' for name in files_of_keys(node)}
       files = {k: x for k, x in self._files.items() if k in own or not k.startswith('keys/')}
-      asked = Asked(
-        list(words), settings(node), os.getcwd(), PRIVATE, announces, addresses, files,
+      request = ReplicaRequest(
+        list(words), extra_environ(node), os.getcwd(), PRIVATE, announces, addresses, files,
         str(self._directory / 'logs' / f'{node.names[number]}.lock'),
       )  # fmt: skip
       make = functools.partial(self._actor, node, number)
-      placed = Placed(asked, make, self._announced, self._ended)
+      placed = Placed(request, make, self._pass_on, self._remove)
       self._running.add(placed)
     return placed
 
-  def _actor(self, node: Node, number: int, asked: str) -> Any:
+  def _actor(self, node: Node, number: int, request: str) -> Any:
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -203,14 +216,14 @@ class Actors:
       scheduling_strategy=PlacementGroupSchedulingStrategy(
         self._group, placement_group_bundle_index=self._bundles[node.name, number]
       ),
-    ).remote(asked, ray.util.get_node_ip_address)  # fmt: skip
+    ).remote(request, ray.util.get_node_ip_address)  # fmt: skip
 
-  def _announced(self, file: str, text: str) -> None:
+  def _pass_on(self, file: str, text: str) -> None:
     with self._lock:
       self._files[file] = text
       for placed in self._running:
         placed.tell({'files': {file: text}})
 
-  def _ended(self, placed: Placed) -> None:
+  def _remove(self, placed: Placed) -> None:
     with self._lock:
       self._running.discard(placed)

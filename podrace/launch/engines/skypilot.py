@@ -1,7 +1,8 @@
-"""Programs on machines of any cloud, by SkyPilot: one task of several machines, all alike.
+"""Programs on machines of any cloud, by SkyPilot: one task on several machines of one kind.
 
-The first machine has the main node and all nodes that listen, the others the rest. Each runs the same shell script, which
-starts its processes again when they fail. Keys are copied by SkyPilot (file_mounts).
+The first machine has the main node and all nodes that listen, further machines have the rest. All
+run the same shell script, which restarts processes that fail. SkyPilot copies the keys
+(file_mounts).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from podrace.errors import UsageError, unknown
 from podrace.launch.engines import manifests
 from podrace.launch.engines.manifests import GRACE, PORT, Make
-from podrace.launch.program import Announced, Node, Program, Reference, pieces, resolve
+from podrace.launch.program import Announced, Node, Program, Reference, parse, resolve
 from podrace.system.files import write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
@@ -25,14 +26,15 @@ OPTIONS = (
   manifests.IMAGE,
   Option('--setup', 'COMMAND', 'of --on skypilot, without --image: installs podrace on a machine'),
   Option('--machines', 'N', "of --on skypilot: how many, the learner's too", 2),
-  Option('--resources', 'KEY=VALUE', "of --on skypilot: of each machine, as its YAML has them, such as "
-    'accelerators=L4:1, cpus=16+ or infra=aws; may be repeated'),
+  Option('--resources', 'KEY=VALUE', "of --on skypilot: of each machine, as its YAML has them, "
+    'such as accelerators=L4:1, cpus=16+ or infra=aws; may be repeated'),
 )  # fmt: skip
 RESOURCES = (
-  'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier', 'network_tier',
+  'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier',
+  'network_tier',
 )  # fmt: skip
 CLIENTS = ('envs', 'act', 'reanalyse')  # commands of podrace that wait for a learner
-GIVE_UP = 300  # seconds: nobody ends them when the first machine is done
+GIVE_UP = 300  # seconds: clients end by themselves after the end of the first machine
 HEAD = '"$head"'
 RUN = """\
 set +m # SkyPilot's shell is an interactive one, whose children are no group
@@ -72,10 +74,19 @@ wait $main # here, or where there is none, for all
 
 @dataclasses.dataclass(frozen=True)
 class Cloud:
-  """What machines there are to be."""
+  """The machines of a program.
 
-  name: str  # of the cluster
-  directory: Path  # of the run, on the first machine
+  Attributes:
+    name: the name of the cluster.
+    directory: the run directory, on the first machine.
+    machines: the number of machines.
+    image: a container image with podrace, '' for none.
+    setup: a command that installs podrace, '' for none.
+    resources: the resources of each machine, as SkyPilot's YAML has them.
+  """
+
+  name: str
+  directory: Path
   machines: int
   image: str = ''
   setup: str = ''
@@ -86,30 +97,31 @@ class Cloud:
       raise UsageError(f'--machines must be at least 1, not {self.machines}')
     if bool(self.image) == bool(self.setup):
       raise UsageError(
-        '--on skypilot needs --image IMAGE with podrace in it, or --setup COMMAND to install it, not both'
+        '--on skypilot needs --image IMAGE with podrace in it, or --setup COMMAND to install it, '
+        'not both'
       )
 
   @property
   def home(self) -> str:
-    """For keys and announcements, within the user's."""
+    """A directory for keys and announcements, within the user's home."""
     return f'.podrace/{self.name}'
 
 
 def launch(make: Make, options: Options) -> int:
-  """Starts the program with sky, or prints its task."""
-  name, directory = manifests.placed(options)
+  """Start the program with sky, or print its task with --dry-run; returns the exit code."""
+  name, directory = manifests.run_place(options)
   cloud = Cloud(
     name, directory, options.whole('--machines'), options.text('--image'), options.text('--setup'),
-    tuple(resources(options.every('--resources'))),
+    tuple(parse_resources(options.every('--resources'))),
   )  # fmt: skip
   program = make(directory)
   if '--dry-run' in options:
-    print_text('# KEYS is a directory with new keys. Nothing of it is shown.')
+    print_text('# KEYS is a directory with new keys, which are not shown.')
     print_text(manifests.text(task(program, cloud, 'KEYS')), end='')
     return 0
   sky = manifests.tool('sky', 'take --dry-run')
-  with manifests.new_keys() as keys, scratch_directory('podrace-') as made:
-    file = made / 'task.yaml'
+  with manifests.new_keys() as keys, scratch_directory('podrace-') as scratch:
+    file = scratch / 'task.yaml'
     write_whole(file, manifests.text(task(program, cloud, str(keys))))
     code = manifests.call(sky, 'launch', '--cluster', name, '--detach-run', str(file))
   print_text(f"""
@@ -120,39 +132,39 @@ sky down {name}""")
   return 1 if code else 0
 
 
-def resources(given: list[str]) -> Iterator[tuple[str, Any]]:
-  """KEY=VALUE, each with its value as YAML has it.
+def parse_resources(texts: list[str]) -> Iterator[tuple[str, Any]]:
+  """Yield the key and the value of each KEY=VALUE, with the value as YAML has it.
 
   Raises:
-    UsageError: for a key that is not known, or no value.
+    UsageError: for an unknown key, or a missing value.
   """
   import yaml
 
-  for text in given:
+  for text in texts:
     key, _, value = text.partition('=')
     if key not in RESOURCES:
       raise unknown('resource', key, RESOURCES)
     try:
-      found = yaml.safe_load(value)
+      parsed = yaml.safe_load(value)
     except yaml.YAMLError:
-      found = None
-    if not isinstance(found, str | int | float):
-      raise UsageError(f'--resources {key}=VALUE takes a value, not {value!r}')
-    yield key, found
+      parsed = None
+    if not isinstance(parsed, str | int | float):
+      raise UsageError(f'--resources {key}=VALUE takes a text or a number, not {value!r}')
+    yield key, parsed
 
 
 def task(program: Program, cloud: Cloud, keys: str) -> dict[str, Any]:
-  """What SkyPilot is given; `keys` is a directory here.
+  """Return SkyPilot's task for a program; `keys` is a directory on this machine.
 
   Raises:
-    UsageError: if a node chooses where it listens.
+    UsageError: if a node chooses its own address.
   """
   image = {'image_id': f'docker:{cloud.image}'} if cloud.image else {}
-  found = dict(cloud.resources) | image
+  resources = dict(cloud.resources) | image
   return {
     'name': cloud.name,
     'num_nodes': cloud.machines,
-    **({'resources': found} if found else {}),
+    **({'resources': resources} if resources else {}),
     'file_mounts': {f'~/{cloud.home}/keys': keys},
     **({'setup': cloud.setup} if cloud.setup else {}),
     'run': script(program, cloud),
@@ -160,18 +172,18 @@ def task(program: Program, cloud: Cloud, keys: str) -> dict[str, Any]:
 
 
 def script(program: Program, cloud: Cloud) -> str:
-  """What each machine runs."""
+  """Return the shell script of all machines."""
   manifests.check_listeners(program, 'skypilot')
   ports = {key: PORT + n for n, key in enumerate(_listeners(program))}
   known = manifests.addresses(program, lambda node, i: f'{HEAD}:{ports.get((node.name, i), 0)}')
   machines: list[list[str]] = [[] for _ in range(cloud.machines)]
-  elsewhere = 0
+  clients = 0
   for node in program.order():
     for i in range(node.replicas):
       machine = 0
       if not (node.listens or node.main):
-        machine = 1 + elsewhere % (cloud.machines - 1) if cloud.machines > 1 else 0
-        elsewhere += 1
+        machine = 1 + clients % (cloud.machines - 1) if cloud.machines > 1 else 0
+        clients += 1
       at = f'tcp://*:{ports.get((node.name, i), 0)}'
       words = _words(program, node, i, known, at, cloud)
       then = '& main=$!' if node.main else '|| kill -USR1 $$ &'
@@ -186,10 +198,11 @@ def _listeners(program: Program) -> Iterator[tuple[str, int]]:
 
 
 def _words(program: Program, node: Node, i: int, known: Announced, at: str, cloud: Cloud) -> str:
-  """A replica's command for the shell, which knows the address of the first machine."""
+  """Return a replica's command for the shell, which replaces the address of the first machine."""
   own = dict(
     listen=shlex.quote(at), announce=f'{cloud.home}/announced/{node.name}-{i}',
-    dir=shlex.quote(str(cloud.directory)), keys=f'{cloud.home}/keys', replica=str(i), replicas=str(node.replicas),
+    dir=shlex.quote(str(cloud.directory)), keys=f'{cloud.home}/keys', replica=str(i),
+    replicas=str(node.replicas),
   )  # fmt: skip
 
   def shell(piece: str | Reference) -> str:
@@ -197,7 +210,7 @@ def _words(program: Program, node: Node, i: int, known: Announced, at: str, clou
       return shlex.quote(piece)
     return own[piece.node] if piece.node in own else resolve(program, piece, known)
 
-  words = [''.join(map(shell, pieces(argument))) or "''" for argument in node.command]
+  words = [''.join(map(shell, parse(argument))) or "''" for argument in node.command]
   more = [f'--give-up-after {GIVE_UP}'] if _waits(node) else []
   # as on one machine: only the learner computes on accelerators
   return ' '.join(([] if node.gpus or node.main else ['env JAX_PLATFORMS=cpu']) + words + more)

@@ -1,10 +1,10 @@
-"""Programs on SLURM: one job, whose first process supervises the program and starts each replica as a step (`srun`).
+"""Programs on SLURM: a job that supervises the program and starts replicas as steps (`srun`).
 
-Supervision is that of one machine (podrace.launch.supervisor.local); SLURM says where a step runs. All machines see the
-program's directory: keys and announced addresses are there, for this user alone. The job saves and is queued again
-before its time is up.
+The supervisor is the one for a single machine (podrace.launch.supervisor.local), and SLURM places
+the steps. All machines see the program's directory, with keys and announced addresses for this user
+alone. Before its time is up, the job saves and is queued again.
 
-    python -m podrace.launch.engines.slurm DIRECTORY SHA256    # the job; of the program that was submitted
+    python -m podrace.launch.engines.slurm DIRECTORY SHA256    # the job; SHA256 of program.json
 """
 
 from __future__ import annotations
@@ -35,28 +35,29 @@ from podrace.launch.engines.manifests import (
 )
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Local, locked
-from podrace.launch.supervisor.replica import Child, Here, runnable
+from podrace.launch.supervisor.local import Supervisor, lock_logs
+from podrace.launch.supervisor.replica import LocalStarter, ReplicaProcess, expand_podrace
+from podrace.system.child import python
 from podrace.system.files import UTF8, move, remove, write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
-from podrace.system.process import python
 
 OPTIONS = (
-  Option('--sbatch', 'OPTION', "of --on slurm: one of sbatch's own without its --, as time=8:00:00; may be repeated"),
+  Option('--sbatch', 'OPTION', "of --on slurm: one of sbatch's own without its --, as time=8:00:00;"
+    ' may be repeated'),
   CPUS,
   GPUS,
   LEARNERS_INSECURE,
 )  # fmt: skip
-LEFT = 90  # seconds before the end of its time, at which the job begins to save
-SECONDS = 60.0  # for sbatch and scontrol
+LEFT = 90  # seconds before the end of its time at which the job begins to save
+SECONDS = 60.0  # deadline of sbatch and scontrol
 
 
 def launch(make: Make, options: Options) -> int:
-  """Submits the job, or shows it.
+  """Submit the job, or print it with --dry-run; returns the exit code.
 
   Raises:
-    UsageError: for options that can't be, or where there is no sbatch.
+    UsageError: for impossible options, or without sbatch.
   """
   directory = Path(options.needed('--run-dir')).absolute()
   program = with_resources(make(directory), options)
@@ -65,18 +66,20 @@ def launch(make: Make, options: Options) -> int:
   if '--dry-run' in options:
     print_text(text, *(f'# {name}\n{line}' for name, line in steps.items()), sep='\n')
     return 0
-  sbatch = tool('sbatch', 'see what it would be given with --dry-run')
-  with locked(directory / 'logs'):
+  sbatch = tool('sbatch', 'see its script with --dry-run')
+  with lock_logs(directory / 'logs'):
     prepare(program, directory)
     write_whole(directory / 'job.sbatch', text)
   return submit(sbatch, directory)
 
 
 def job(program: Program, directory: Path, more: list[str]) -> str:
-  """The script for sbatch: what the job needs, and the program's supervisor.
+  """Return the script for sbatch, which runs the program's supervisor.
 
   Args:
-    more: options of sbatch without their --, which come last and so hold against ours.
+    program: the program.
+    directory: its directory.
+    more: options of sbatch without their --. They come last, so they override the ones made here.
   """
   gpus = sum(n.gpus * n.replicas for n in program.nodes)
   own = [
@@ -94,64 +97,68 @@ def job(program: Program, directory: Path, more: list[str]) -> str:
     raise UsageError(f'--sbatch takes an option of sbatch, as time=8:00:00, not {wrong[0]!r}')
   if not str(directory).isprintable() or '\\' in str(directory):  # a backslash stops %j
     raise UsageError(
-      f'{str(directory)!r}: sbatch takes no path with a backslash or a control character; use another --run-dir'
+      f'{str(directory)!r}: sbatch takes no path with a backslash or a control character; use '
+      'another --run-dir'
     )
-  words = ('-m', 'podrace.launch.engines.slurm', str(directory), sha256(recorded(program)))
+  words = ('-m', 'podrace.launch.engines.slurm', str(directory), sha256(to_record(program)))
   supervisor = shlex.join(python(*words))
   lines = ['#!/bin/sh', *(f'#SBATCH {x}' for x in options), '', f'exec {supervisor}', '']
   return '\n'.join(lines)
 
 
 def cores(node: Node) -> int:
-  """Of each replica, as SLURM counts them."""
+  """Return the cores of each replica, as SLURM counts them."""
   return max(1, math.ceil(node.cpus))
 
 
 def step(node: Node) -> tuple[str, ...]:
-  """The words before a replica's command, which make it a step of the job that has its own cores."""
+  """Return the words before a replica's command that make it a step with its own cores."""
   gpus = f'--gpus-per-task={node.gpus}' if node.gpus else '--gres=none'
   return (
-    'srun', '--disable-status', f'--job-name={node.name}', '--nodes=1', '--ntasks=1', f'--cpus-per-task={cores(node)}', gpus,
+    'srun', '--disable-status', f'--job-name={node.name}', '--nodes=1', '--ntasks=1',
+    f'--cpus-per-task={cores(node)}', gpus,
     '--exact', '--mem=0',
   )  # fmt: skip
 
 
 class Step:
-  """A step of the job, by its srun; a Child.
+  """The `srun` process of a step; a ReplicaProcess.
 
-  srun does not pass SIGTERM on: it kills the step. With --disable-status it passes SIGINT on. Where srun itself is
-  killed, a process that it has started kills the step, so that one is left alone.
+  srun does not pass SIGTERM on but kills the step. With --disable-status it passes SIGINT on. If
+  srun itself is killed, a process that it has started kills the step. So signals go to srun alone,
+  and not to its session.
   """
 
-  def __init__(self, srun: Child) -> None:
+  def __init__(self, srun: ReplicaProcess) -> None:
     self._srun = srun
     self.pid, self.stdout, self.poll, self.wait = srun.pid, srun.stdout, srun.poll, srun.wait
 
   def signal(self, signum: int) -> None:
+    """Send a signal to the step, SIGINT in place of SIGTERM."""
     if self.pid is not None and self.poll() is None:
       os.kill(self.pid, signal.SIGINT if signum == signal.SIGTERM else signum)
 
 
 def start(node: Node, number: int, words: tuple[str, ...]) -> Step:
-  """Starts a replica as a step; see `Here`."""
-  return Step(Here()(node, number, (*step(node), *runnable(words))))
+  """Start a replica as a step; raises as `LocalStarter`."""
+  return Step(LocalStarter()(node, number, (*step(node), *expand_podrace(words))))
 
 
 def places(program: Program, directory: Path) -> Announcements:
-  """Where the processes of a job find each other."""
+  """Return the addresses of a job's processes."""
   return Announcements(program, directory / 'announced', directory / 'keys', directory)
 
 
 def commands(program: Program, directory: Path) -> Iterator[tuple[str, str]]:
-  """(name, a line for a shell) of each step."""
+  """Yield the name of each step and its command for a shell."""
   where = places(program, directory)
   for node in program.order():
     for i, name in enumerate(node.names):
-      words = runnable(where.command(node, i, where.known()))
+      words = expand_podrace(where.command(node, i, where.known()))
       yield name, shlex.join((*step(node), *words))
 
 
-def recorded(program: Program) -> str:
+def to_record(program: Program) -> str:
   """Return the text of program.json."""
   return programs.to_json(program) + '\n'
 
@@ -162,26 +169,26 @@ def sha256(text: str) -> str:
 
 
 def prepare(program: Program, directory: Path) -> None:
-  """Write what the job reads: the program, and new keys.
+  """Write the files of the job: the program, and new keys.
 
-  Keys that are there already may be known to the user who made the directory.
+  Keys that exist already may be known to the user that made the directory.
 
   Raises:
-    UsageError: if keys that are there cannot be removed.
+    UsageError: if old keys cannot be removed.
   """
-  write_whole(directory / 'program.json', recorded(program))
-  kept = directory / 'keys'
+  write_whole(directory / 'program.json', to_record(program))
+  target = directory / 'keys'
   with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
     make_keys(Path(draft) / 'keys')
-    remove(kept)
+    remove(target)
     try:
-      move(Path(draft) / 'keys', kept)
+      move(Path(draft) / 'keys', target)
     except FileExistsError:
-      raise UsageError(f'{kept} cannot be removed: each job gets new keys') from None
+      raise UsageError(f'{target} cannot be removed: each job gets new keys') from None
 
 
 def submit(sbatch: str, directory: Path) -> int:
-  """Hands the script to SLURM, and says what to type next."""
+  """Submit the script, and print commands for the next steps; returns the exit code."""
   try:
     done = subprocess.run(
       (sbatch, '--parsable', str(directory / 'job.sbatch')),
@@ -191,56 +198,61 @@ def submit(sbatch: str, directory: Path) -> int:
     print_text(f'podrace launch: sbatch has not ended in {SECONDS:.0f} s', file=sys.stderr)
     return 1
   if done.returncode:
-    return 1  # it has said why
+    return 1  # sbatch has printed the reason
   number = done.stdout.strip().partition(';')[0]
   print_text(f'job {number}: {directory / "job.sbatch"}')
-  print_text(f'tail -F {directory}/logs/slurm-{number}.txt   # what it says')
-  print_text(f'squeue --job {number}   # how it is')
+  print_text(f'tail -F {directory}/logs/slurm-{number}.txt   # its output')
+  print_text(f'squeue --job {number}   # its state')
   print_text(f'scancel --batch --signal=TERM {number}   # save and end')
   return 0
 
 
-# --- in the job -------------------------------------------------------------------------------------
+# --- in the job ----------------------------------------------------------------------------------
 
 
 def main(directory: Path, submitted: str = '') -> int:
-  """Supervises the program to its end; the exit code, as of `Local.run`.
+  """Supervise the program to its end; returns the exit code, as `Supervisor.run`.
 
   Raises:
-    UsageError: if program.json is not the one of the hash `submitted`: its commands may be somebody else's.
+    UsageError: if the hash of program.json is not `submitted`, as another user may have replaced
+      it.
   """
   from podrace.launch.supervisor.screen import Screen
 
   text = (directory / 'program.json').read_text(encoding=UTF8)
   if sha256(text) != submitted:
     raise UsageError(
-      f'{directory / "program.json"} is not the program of this job: its sha256 is {sha256(text)}, expected '
+      f'{directory / "program.json"} is not the program of this job: its sha256 is {sha256(text)}, '
+      'expected '
       f'{submitted or "one"}; submit it anew by podrace launch --on slurm'
     )
   program = programs.from_json(text)
-  with time_is_up() as up, Screen([x for n in program.nodes for x in n.names]) as screen:
-    code = Local(
+  with end_on_warning() as warnings, Screen([x for n in program.nodes for x in n.names]) as screen:
+    code = Supervisor(
       program, directory, screen.say, screen.look, start,
       lambda private: places(program, directory).open(),
     ).run()  # fmt: skip
-  if up and code == 128 + signal.SIGTERM:  # else it has ended by itself
-    call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], seconds=SECONDS)
+  if warnings and code == 128 + signal.SIGTERM:  # else the program has ended by itself
+    call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], timeout=SECONDS)
   return code
 
 
 @contextlib.contextmanager
-def time_is_up() -> Iterator[list[int]]:
-  """Has SLURM's warning end the program as SIGTERM does; the list has it then."""
-  warned: list[int] = []
+def end_on_warning() -> Iterator[list[int]]:
+  """End the program at SLURM's warning as at SIGTERM.
 
-  def heed(signum: int, frame: object) -> None:
-    if not warned:
+  Yields a list to which the warning is added.
+  """
+  warnings: list[int] = []
+
+  def handle(signum: int, frame: object) -> None:
+    if not warnings:
       os.kill(os.getpid(), signal.SIGTERM)
-    warned.append(signum)
+    warnings.append(signum)
 
-  before = signal.signal(signal.SIGUSR1, heed)
+  before = signal.signal(signal.SIGUSR1, handle)
   try:
-    yield warned
+    yield warnings
   finally:
     signal.signal(signal.SIGUSR1, before)
 

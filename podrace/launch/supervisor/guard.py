@@ -1,21 +1,23 @@
-"""The launcher's end of its watchdog (podrace.launch.supervisor.watchdog), which outlives it."""
+"""The launcher's end of its watchdog, podrace.launch.supervisor.watchdog."""
 
 from __future__ import annotations
 
-import contextlib
 import subprocess
 from pathlib import Path
 
-from podrace.system.process import python
+from podrace.system.child import ChildProcess, python
 
 WATCHDOG = str(Path(__file__).with_name('watchdog.py'))
 
 
 class Guard:
-  """Process groups that end with this process, however it ends. Enter it.
+  """Ends process groups when this process ends, also if it is killed.
+
+  Owner: the process that enters it.
+  Ends when: it is left. Its groups must have ended by then.
 
   Args:
-    directory: is removed then.
+    directory: is removed at the end.
   """
 
   def __init__(self, directory: Path) -> None:
@@ -27,32 +29,24 @@ class Guard:
     return self
 
   def __exit__(self, *error: object) -> None:
-    with contextlib.suppress(BrokenPipeError):
-      self._watchdog.communicate()
+    self._watchdog.close_input()
+    self._watchdog.wait()
 
   def add(self, pid: int) -> None:
-    """A group begins."""
+    """Add a group, that of a process which leads its session."""
     self._groups.add(pid)
-    self._send(f'+{pid}\n')
+    self._watchdog.send(b'+%d\n' % pid)  # a watchdog that has died is replaced, and gets all groups
 
   def remove(self, pid: int) -> None:
-    """A group has ended: its number may be another's next."""
+    """Remove a group that has ended, as another process may get its number."""
     self._groups.discard(pid)
-    self._send(f'-{pid}\n')
+    self._watchdog.send(b'-%d\n' % pid)
 
   def look(self) -> None:
-    """Replaces a watchdog that has died."""
+    """Replace a watchdog that has died."""
     if self._watchdog.poll() is not None:
       self._start()
 
   def _start(self) -> None:
-    self._watchdog = subprocess.Popen(
-      python('-IS', WATCHDOG, str(self._directory), *map(str, self._groups)),
-      stdin=subprocess.PIPE, encoding='ascii', start_new_session=True,
-    )  # fmt: skip
-
-  def _send(self, line: str) -> None:
-    assert self._watchdog.stdin is not None
-    with contextlib.suppress(BrokenPipeError):  # it has died, and the next one gets all groups
-      self._watchdog.stdin.write(line)
-      self._watchdog.stdin.flush()
+    words = python('-IS', WATCHDOG, str(self._directory), *map(str, self._groups))
+    self._watchdog = ChildProcess(words, stdin=subprocess.PIPE)

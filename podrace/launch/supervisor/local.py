@@ -1,8 +1,9 @@
-"""A program's supervisor: each replica is a process, started again when it fails, ended with the program.
+"""A program's supervisor: starts processes, restarts failed ones, and ends all with the program.
 
-By itself it starts processes on this machine. Replicas then listen at Unix sockets in a directory that only this user
-can enter, so they need no keys, and a process that is started again has the address that it had. A watchdog ends them
-if this process dies. Engines for several machines give it other places and another way to start a process.
+By default processes run on this machine. They listen at Unix sockets in a directory that only this
+user can enter. So they need no keys, and a process that starts again has the address that it had. A
+watchdog ends them if this process dies. Engines for several machines pass other places and another
+way to start a process.
 """
 
 from __future__ import annotations
@@ -12,39 +13,44 @@ import math
 import os
 import selectors
 import signal
-import socket
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from podrace.errors import UsageError
 from podrace.launch.program import Program, is_one_of_several, is_ready
 from podrace.launch.supervisor.addresses import Addresses, Places
 from podrace.launch.supervisor.guard import Guard
-from podrace.launch.supervisor.replica import LEFT, Here, Replica, Start
+from podrace.launch.supervisor.replica import LAST_CHUNKS, LocalStarter, Replica, Starter
+from podrace.launch.supervisor.wakeup import wake_on_signals
 from podrace.launch.supervisor.watchdog import GRACE
-from podrace.system import files, process
+from podrace.system import files, locks
 
-TICK = 0.2  # seconds between looks at announcements, where processes choose their addresses
-PATIENCE = 30.0  # seconds after which it is said that a process waits for an announcement
-BAD_USAGE = 2  # an exit code that would come again
+TICK = 0.2  # seconds between reads of announcements, files that another process writes
+PATIENCE = 30.0  # seconds after which a message names a process that waits for an announcement
+BAD_USAGE = 2  # an exit code that a restart does not change
 
-Say = Callable[[str, str], None]  # of a replica, by name: a line
+Say = Callable[[str, str], None]  # (name of a replica, line)
 Look = Callable[[list[Replica]], None]
 
 
-class Local:
-  """A program's processes.
+class Supervisor:
+  """The processes of a program.
+
+  Owner: the main thread, which calls `run`.
+  Ends when: the main node ends, a node fails for good, or a signal comes.
 
   Args:
-    directory: what the program keeps: a log for each replica, and what nodes write to {dir}.
-    say: gets each line of a replica, and what becomes of replicas.
-    look: gets all replicas whenever something may have happened to them.
+    program: the nodes.
+    directory: a directory that the program keeps, for the log of each replica and files of nodes in
+      {dir}.
+    say: called with each line of a replica, and each change of its state.
+    look: called with all replicas after each event.
     start: starts a replica.
-    places: where replicas listen, given a directory of this user's alone that goes with the program.
+    places: the addresses of replicas, from a directory for this user alone that is removed at the
+      end.
   """
 
   def __init__(
@@ -53,31 +59,35 @@ class Local:
     directory: Path,
     say: Say,
     look: Look = lambda replicas: None,
-    start: Start | None = None,
+    start: Starter | None = None,
     places: Callable[[Path], Places] | None = None,
   ) -> None:
     self._program, self._directory = program, directory
-    self._say, self._look, self._start_one = say, look, start or Here()
+    self._say, self._look, self._start_one = say, look, start or LocalStarter()
     self._places = places or (lambda private: Addresses(program, private, directory).open())
     self._replicas = [Replica(n, i) for n in program.order() for i in range(n.replicas)]
     (self._main,) = (r for r in self._replicas if r.node.main)
     self._selector = selectors.DefaultSelector()
-    self._signalled: list[int] = []  # signals that have come
-    self._code: int | None = None  # of the program, once it is ending
-    self._others_end = self._all_end = math.inf  # when others are asked to end; when all are killed
+    self._signals: list[int] = []  # received and not handled yet
+    self._code: int | None = None  # exit code of the program, once it is ending
+    self._terminate_at = self._kill_at = math.inf  # SIGTERM to all but the main one; SIGKILL to all
     self._complained: set[str] = set()
     self._began = time.monotonic()
 
   def run(self) -> int:
-    """Runs the program to its end; the exit code: the main node's, 1 if another failed for good, 128 + n on signal n.
+    """Run the program to its end.
+
+    Returns:
+      The exit code: that of the main node, 1 if another node failed for good, 128 + n after signal
+        n.
 
     Raises:
-      UsageError: if the program runs already, or the directory can't be written to.
+      UsageError: if the program runs already, or the directory cannot be written to.
     """
     if threading.current_thread() is not threading.main_thread():
       raise UsageError('a program runs in the main thread, which gets its signals')
     with contextlib.ExitStack() as stack:
-      self._logs = stack.enter_context(locked(self._directory / 'logs'))
+      self._logs = stack.enter_context(lock_logs(self._directory / 'logs'))
       private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
       self._addresses = self._places(private)
       self._guard = stack.enter_context(Guard(private))
@@ -85,20 +95,21 @@ class Local:
       for replica in self._replicas:
         with contextlib.suppress(OSError):  # such as a full disk; the first write reports it
           replica.open_log(self._logs)
-      stack.enter_context(self._signals())
+      self._wake = stack.enter_context(wake_on_signals(self._signals.append))
+      self._selector.register(self._wake, selectors.EVENT_READ, None)
       while self._code is None or any(r.process for r in self._replicas):
-        self._heed_signals()
+        self._handle_signals()
         self._keep_deadlines()
-        self._start_those_due()
+        self._start_due()
         self._look(self._replicas)
         self._wait()
         self._reap()
         self._guard.look()
     return self._code
 
-  # --- starting -------------------------------------------------------------------------------------
+  # --- starting ----------------------------------------------------------------------------------
 
-  def _start_those_due(self) -> None:
+  def _start_due(self) -> None:
     due = [r for r in self._replicas if r.due is not None and r.due <= time.monotonic()]
     known = self._addresses.known() if due and self._code is None else {}
     for replica in due:
@@ -106,7 +117,7 @@ class Local:
         return
       node = replica.node
       if is_one_of_several(node) and any(r.follows is not None for r in self._replicas):
-        continue  # the learners of before have not all ended yet
+        continue  # learners of the life before have not all ended yet
       if is_ready(self._program, node, known):
         self._addresses.forget(node, replica.number)
         self._start(replica, self._addresses.command(node, replica.number, known))
@@ -120,43 +131,43 @@ class Local:
     except OSError as e:
       self._tell(replica, f'{words[0]} cannot be started: {e.strerror}')
       replica.due = None
-      self._fails(replica, BAD_USAGE)
+      self._fail(replica, BAD_USAGE)
       return
     assert replica.process is not None
     if replica.process.pid is not None:
       self._guard.add(replica.process.pid)
     self._selector.register(replica.output, selectors.EVENT_READ, replica)  # type: ignore[arg-type]
 
-  # --- waiting --------------------------------------------------------------------------------------
+  # --- waiting -----------------------------------------------------------------------------------
 
   def _wait(self) -> None:
-    """Until a process says something or ends, a signal comes, or something is due."""
+    """Wait until a process writes or ends, a signal comes, or a deadline passes."""
     now = time.monotonic()
-    if self._code is None:  # those that are due wait for an announcement
+    if self._code is None:  # a replica that is due waits for an announcement
       times = [r.due if r.due > now else now + TICK for r in self._replicas if r.due is not None]
     else:
-      times = [self._others_end, self._all_end]
+      times = [self._terminate_at, self._kill_at]
     soonest = min(times, default=math.inf)
     timeout = None if soonest == math.inf else max(0.0, soonest - now)
     for key, _ in self._selector.select(timeout):
       if key.data is None:
         self._wake.recv(4096)
       else:
-        self._hear(key.data)
+        self._pass_on(key.data)
 
-  def _hear(self, replica: Replica) -> bool:
-    """Takes some of what a process has written; whether there was some."""
+  def _pass_on(self, replica: Replica) -> bool:
+    """Pass some of a process's output on; returns whether there was some."""
     data = replica.read()
-    if data == b'':  # nobody can write to it any more
-      self._hear_no_more(replica)
+    if data == b'':  # no process has the other end of the pipe
+      self._close_output(replica)
     if not data:
       return False
     self._write(replica, data)
-    for line in replica.lines(data):
+    for line in replica.split_lines(data):
       self._say(replica.name, line)
     return True
 
-  def _hear_no_more(self, replica: Replica) -> None:
+  def _close_output(self, replica: Replica) -> None:
     if replica.output is not None:
       self._selector.unregister(replica.output)
       replica.output.close()
@@ -165,12 +176,12 @@ class Local:
       replica.rest = b''
 
   def _tell(self, replica: Replica, text: str) -> None:
-    """Tells what becomes of a replica, there and in its log."""
+    """Report a change of a replica's state, also in its log."""
     self._write(replica, f'podrace launch: {replica.name} {text}\n'.encode())
     self._say(replica.name, f'podrace launch: {text}')
 
   def _write(self, replica: Replica, data: bytes) -> None:
-    """Adds to a log. A full disk ends no program."""
+    """Add to a log. A full disk does not end the program."""
     try:
       replica.write(self._logs, data)
     except OSError as e:
@@ -178,17 +189,17 @@ class Local:
         self._complained.add('a log')
         self._say(replica.name, f'podrace launch: its log cannot be written: {e.strerror or e}')
 
-  # --- ending ---------------------------------------------------------------------------------------
+  # --- ending ------------------------------------------------------------------------------------
 
   def _reap(self) -> None:
-    """Takes note of processes that have ended."""
+    """Handle the ends of processes."""
     for replica in self._replicas:
-      if (code := replica.ended()) is None:
+      if (code := replica.poll()) is None:
         continue
-      for _ in range(LEFT):
-        if not self._hear(replica):
+      for _ in range(LAST_CHUNKS):
+        if not self._pass_on(replica):
           break
-      self._hear_no_more(replica)
+      self._close_output(replica)
       assert replica.process is not None
       if replica.process.pid is not None:
         self._guard.remove(replica.process.pid)
@@ -196,19 +207,19 @@ class Local:
       if self._code is not None:
         replica.code = code
         if replica is self._main:
-          self._ask_others()
+          self._terminate_others()
       elif replica.follows is not None:
-        replica.follow()
+        replica.schedule_with_failed()
         self._tell(replica, 'was ended, and starts again with the other learner')
       elif code:
-        self._fails(replica, code)
+        self._fail(replica, code)
       else:
         replica.code = 0
         if replica is self._main:
           self._end(0)
 
-  def _fails(self, replica: Replica, code: int) -> None:
-    """Decides what follows a failure: a pause, or the end of the program."""
+  def _fail(self, replica: Replica, code: int) -> None:
+    """Schedule the restart of a replica that failed, or end the program."""
     backoff, lived = replica.node.restart, time.monotonic() - replica.began
     replica.failures = 1 if backoff and lived >= backoff.healthy else replica.failures + 1
     if code != BAD_USAGE and backoff is not None and replica.failures < backoff.failures:
@@ -216,43 +227,44 @@ class Local:
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
       self._tell(replica, f'ended with {code}, starts again in {pause:g} s')
       if is_one_of_several(replica.node):
-        start_learners_again(self._replicas, replica.due, code)
+        restart_learners(self._replicas, replica.due, code)
       return
     times = f' {replica.failures} times in a row' if replica.failures > 1 else ''
     log = self._logs / f'{replica.name}.log'
-    self._tell(replica, f'ended with {code}{times}, so the program ends; all that it said: {log}')
+    self._tell(replica, f'ended with {code}{times}, so the program ends; its output is in {log}')
     replica.code = code
     refuses = code == BAD_USAGE and is_one_of_several(replica.node)  # as all learners do
     self._end(code if replica.node.main or refuses else 1)
 
   def _end(self, code: int) -> None:
-    """Has all processes end: first the main one, which may need others to save."""
+    """Begin to end all processes: first the main one, which may need the rest in order to save."""
     now = time.monotonic()
-    self._code, self._others_end, self._all_end = code, now + GRACE / 2, now + GRACE
+    self._code, self._terminate_at, self._kill_at = code, now + GRACE / 2, now + GRACE
     for replica in self._replicas:
       replica.due = None
     self._main.signal(signal.SIGTERM)
     if self._main.process is None:
-      self._ask_others()
+      self._terminate_others()
 
   def _keep_deadlines(self) -> None:
-    """Asks and kills those that have not ended in time."""
+    """Send the signals that are due."""
     now = time.monotonic()
-    if now >= self._others_end:
-      self._ask_others()
-    if now >= self._all_end:
-      self._all_end = math.inf
+    if now >= self._terminate_at:
+      self._terminate_others()
+    if now >= self._kill_at:
+      self._kill_at = math.inf
       for replica in self._replicas:
         replica.signal(signal.SIGKILL)
 
-  def _ask_others(self) -> None:
-    self._others_end = math.inf
+  def _terminate_others(self) -> None:
+    """Send SIGTERM to all replicas but the main one."""
+    self._terminate_at = math.inf
     for replica in self._replicas:
       if replica is not self._main:
         replica.signal(signal.SIGTERM)
 
   def _close(self) -> None:
-    """Kills what is left; there is something only after an error."""
+    """Kill the processes that are left, which happens after an error only."""
     for replica in self._replicas:
       replica.signal(signal.SIGKILL)
       if replica.process is not None:
@@ -261,39 +273,22 @@ class Local:
         replica.log.close()
     self._selector.close()
 
-  # --- signals --------------------------------------------------------------------------------------
-
-  @contextlib.contextmanager
-  def _signals(self) -> Iterator[None]:
-    """Has the end of a child, SIGTERM, Ctrl-C and SIGHUP wake the loop."""
-    self._wake, other = socket.socketpair()
-    self._wake.setblocking(False)
-    other.setblocking(False)
-    self._selector.register(self._wake, selectors.EVENT_READ, None)
-    before: Any = signal.signal(signal.SIGCHLD, lambda *_: None)
-    wakeup = signal.set_wakeup_fd(other.fileno(), warn_on_full_buffer=False)
-    try:
-      with process.on_signals(lambda signum, _: self._signalled.append(signum)):
-        yield
-    finally:
-      signal.set_wakeup_fd(wakeup)
-      signal.signal(signal.SIGCHLD, before)
-      self._wake.close()
-      other.close()
-
-  def _heed_signals(self) -> None:
-    """At the first one the program ends; at the second nothing is waited for."""
-    while self._signalled:
-      signum = self._signalled.pop(0)
+  def _handle_signals(self) -> None:
+    """End the program at the first signal; kill its processes at the second."""
+    while self._signals:
+      signum = self._signals.pop(0)
       if self._code is None:
         self._end(128 + signum)
       else:
-        self._all_end = self._others_end = time.monotonic()
+        self._kill_at = self._terminate_at = time.monotonic()
 
 
-def start_learners_again(replicas: list[Replica], due: float, code: int) -> None:
-  """Has those that learn with one that failed start again at that time: JAX would notice in 30 s, and end them."""
-  saved = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # all of them, and they are leaving
+def restart_learners(replicas: list[Replica], due: float, code: int) -> None:
+  """Schedule all learners that learn as one for a restart at `due`, as one of them failed.
+
+  JAX would notice the failure 30 s later, and abort them.
+  """
+  saved = code in (128 + signal.SIGTERM, 128 + signal.SIGINT)  # all learners, which are leaving
   for other in replicas:
     if not is_one_of_several(other.node):
       continue
@@ -305,11 +300,11 @@ def start_learners_again(replicas: list[Replica], due: float, code: int) -> None
 
 
 @contextlib.contextmanager
-def locked(directory: Path) -> Iterator[Path]:
-  """The directory of a program's logs, which is made, for this process alone.
+def lock_logs(directory: Path) -> Iterator[Path]:
+  """Make the directory of a program's logs, and lock it for this process.
 
   Raises:
-    UsageError: if another process has it, or it can't be written to.
+    UsageError: if another process has it, or it cannot be written to.
   """
   try:
     files.make_folder(files.make_user_folder(directory.parent) / directory.name)
@@ -317,7 +312,7 @@ def locked(directory: Path) -> Iterator[Path]:
     if links := sorted(p.name for p in directory.iterdir() if p.is_symlink()):
       # SLURM adds to files there by itself.
       raise UsageError(f'{directory}: {", ".join(links)} there is a symbolic link; remove it')
-    file = process.lock(directory)
+    file = locks.lock(directory)
   except BlockingIOError:
     raise UsageError(
       f'{directory.parent}: this program runs already; end it first, or give another directory'
@@ -335,16 +330,18 @@ def run(
   directory: Path | str,
   environ: Mapping[str, str] = os.environ,
 ) -> int:
-  """Runs a program on this machine, with a view of its processes where the output is a terminal.
+  """Run a program on this machine, with a table of its processes if the output is a terminal.
 
   Args:
-    directory: for the logs of all processes, and what nodes keep in {dir}.
-    environ: of the processes.
+    program: the nodes.
+    directory: for the logs of all processes, and files of nodes in {dir}.
+    environ: the environment of the processes.
 
   Returns:
-    an exit code: the main node's; 1 if another node failed for good; 128 + n after signal n.
+    The exit code, as `Supervisor.run`.
   """
   from podrace.launch.supervisor.screen import Screen
 
   with Screen([name for node in program.nodes for name in node.names]) as screen:
-    return Local(program, Path(directory), screen.say, screen.look, Here(environ)).run()
+    starter = LocalStarter(environ)
+    return Supervisor(program, Path(directory), screen.say, screen.look, starter).run()

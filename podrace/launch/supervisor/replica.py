@@ -1,8 +1,7 @@
-"""A process of a program: its start, what it says, its log, and the pause before it starts again."""
+"""A replica of a node: its process, output and log, and the pause before it starts again."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -14,101 +13,74 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from podrace.launch.program import Node, is_one_of_several
+from podrace.system.child import ChildProcess, python
 from podrace.system.files import open_append
-from podrace.system.process import python
 
-CHUNK = 64 * 1024  # bytes that are read of one process before the others
-LONGEST = 256 * 1024  # bytes of a line, after which it is taken for whole
-LEFT = 64  # chunks that are read of a process that has ended
-END = re.compile(rb'\r?\n|\r')  # of a line; progress bars end theirs with \r
-
-
+CHUNK = 64 * 1024  # bytes read from one process at a time
+LONGEST_LINE = 256 * 1024  # bytes, after which a line is passed on without its end
+LAST_CHUNKS = 64  # chunks read from a process that has ended
+LINE_END = re.compile(rb'\r?\n|\r')  # progress bars end their lines with \r
 NO_ACCELERATORS = {'CUDA_VISIBLE_DEVICES': '', 'JAX_PLATFORMS': 'cpu'}
-Process = subprocess.Popen[bytes]
 
 
-def spawn(
-  words: tuple[str, ...], environ: Mapping[str, str], stdin: int, pass_fds: tuple[int, ...] = ()
-) -> Process:
-  """A process in a session of its own, whose output is ours to read."""
-  return subprocess.Popen(
-    words, env=environ, start_new_session=True, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    pass_fds=pass_fds,
-  )  # fmt: skip
+class ReplicaProcess(Protocol):
+  """A process that was started, on this machine or on another one."""
 
+  @property
+  def pid(self) -> int | None:
+    """The number of its session on this machine, None on another one."""
 
-class Child(Protocol):
-  """A process that was started, here or elsewhere.
-
-  Attributes:
-    pid: here, of its session; None if it is elsewhere.
-    stdout: what it says, a pipe that does not block.
-  """
-
-  pid: int | None
-  stdout: IO[bytes]
+  @property
+  def stdout(self) -> IO[bytes]:
+    """Its output, a pipe that does not block."""
 
   def poll(self) -> int | None:
-    """The exit code as a shell has it; None as long as it runs."""
+    """Return the exit code as a shell has it, None while the process runs."""
 
   def signal(self, signum: int) -> None:
-    """Signals it and the processes that it has started and that stayed in its session."""
+    """Send a signal to the processes of its session."""
 
   def wait(self) -> object:
-    """Waits for the end of one that was killed."""
+    """Wait for the end of a process that was killed."""
 
 
-class Group:
-  """A process on this machine, with those of its session; a Child."""
-
-  def __init__(self, process: Process) -> None:
-    assert process.stdout is not None
-    self._process, self.stdout, self.wait = process, process.stdout, process.wait
-    self.pid: int | None = process.pid
-    os.set_blocking(self.stdout.fileno(), False)
-
-  def poll(self) -> int | None:
-    code = self._process.poll()
-    return code if code is None or code >= 0 else 128 - code
-
-  def signal(self, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-      os.killpg(self._process.pid, signum)
-
-
-Start = Callable[[Node, int, tuple[str, ...]], Child]  # of a replica of a node: its words
+Starter = Callable[[Node, int, tuple[str, ...]], ReplicaProcess]  # (node, replica, command)
 
 
 @dataclasses.dataclass
-class Here:
+class LocalStarter:
   """Starts processes on this machine.
 
   Args:
-    environ: of the processes.
+    environ: the environment of the processes.
   """
 
   environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
 
-  def __call__(self, node: Node, number: int, words: tuple[str, ...]) -> Child:
-    """Starts a replica in a session of its own.
+  def __call__(self, node: Node, number: int, words: tuple[str, ...]) -> ChildProcess:
+    """Start a replica.
 
     Raises:
-      OSError: if there is no such program.
+      OSError: if the program cannot be started.
     """
-    words = runnable(words)
-    environ = {**self.environ, **settings(node)}
-    return Group(spawn(words, environ, subprocess.DEVNULL))
+    child = ChildProcess(
+      expand_podrace(words), environ={**self.environ, **extra_environ(node)},
+      stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    os.set_blocking(child.stdout.fileno(), False)
+    return child
 
 
-def runnable(words: tuple[str, ...]) -> tuple[str, ...]:
-  """A command, where `podrace` need not be on PATH."""
+def expand_podrace(words: tuple[str, ...]) -> tuple[str, ...]:
+  """Return a command that runs also where `podrace` is not on PATH."""
   return python('-m', *words) if words[0] == 'podrace' else words
 
 
-def settings(node: Node) -> dict[str, str]:
-  """What a node's environment has besides: accelerators are for the main node, and for those that ask.
+def extra_environ(node: Node) -> dict[str, str]:
+  """Return the variables of a node's environment besides the ones of its machine.
 
-  Several learners need devices of one kind, and each would take all accelerators.
+  Accelerators are for the main node and for nodes with `gpus`. Learners need devices of one kind,
+  and each would take all accelerators, so none of several learners has them without `gpus`.
   """
   unbuffered = {} if node.command[0] == 'podrace' else {'PYTHONUNBUFFERED': '1'}
   has_all = node.gpus or (node.main and not is_one_of_several(node))
@@ -117,84 +89,100 @@ def settings(node: Node) -> dict[str, str]:
 
 @dataclasses.dataclass
 class Replica:
-  """One process of a node, or the pause before it."""
+  """One process of a node, or the pause before it.
+
+  Attributes:
+    node: the node.
+    number: of the replica, from 0.
+    due: when it starts, by the monotonic clock. None: it runs or has ended.
+    follows: when it starts again after its end, because another learner has failed. None: not for
+      that reason.
+    process: the process, None while there is none.
+    code: the exit code of its last process, None if it may start again.
+    failures: failures in a row.
+    restarts: restarts so far.
+    began: when its process was started, by the monotonic clock.
+    rest: the beginning of a line, up to the end of the data read so far.
+    log: its log, None if it is not open.
+  """
 
   node: Node
   number: int
-  due: float | None = 0.0  # when it starts, by the monotonic clock; None: it runs or has ended
-  follows: float | None = None  # when it starts again, once it has ended, as another has failed
-  process: Child | None = None
-  code: int | None = None  # with which it ended for good
-  failures: int = 0  # in a row
+  due: float | None = 0.0
+  follows: float | None = None
+  process: ReplicaProcess | None = None
+  code: int | None = None
+  failures: int = 0
   restarts: int = 0
   began: float = 0.0
-  rest: bytes = b''  # the beginning of a line that is to come
+  rest: bytes = b''
   log: IO[bytes] | None = None
 
   @property
   def name(self) -> str:
+    """The name in logs."""
     return self.node.names[self.number]
 
   @property
   def state(self) -> str:
-    """A word or two, for people."""
+    """The state, in a word or two."""
     if self.process is not None:
       return 'runs'
     if self.code is not None:
       return f'ended with {self.code}'
     return 'restarts' if self.restarts else 'waits'
 
-  def start(self, start: Start, words: tuple[str, ...]) -> None:
-    """Starts the process.
+  def start(self, start: Starter, words: tuple[str, ...]) -> None:
+    """Start the process.
 
     Raises:
-      OSError: if there is no such program.
+      OSError: if the program cannot be started.
     """
     self.process = start(self.node, self.number, words)
     self.due, self.began = None, time.monotonic()
 
-  def follow(self) -> None:
-    """Is due when the one that failed is."""
+  def schedule_with_failed(self) -> None:
+    """Become due when the learner that failed is due."""
     self.due, self.follows, self.restarts = self.follows, None, self.restarts + 1
 
   @property
   def output(self) -> IO[bytes] | None:
-    """What it writes to, as long as somebody may."""
+    """The pipe of its output, None if it is closed."""
     stdout = self.process and self.process.stdout
     return stdout if stdout and not stdout.closed else None
 
   def read(self) -> bytes | None:
-    """Some of what it has written; None if that is nothing now, b'' at the end."""
+    """Read some of its output; None if there is nothing now, b'' at the end."""
     return None if self.output is None else self.output.read(CHUNK)
 
-  def lines(self, data: bytes) -> Iterator[str]:
-    """The lines that are whole with this."""
-    *lines, self.rest = END.split(self.rest + data)
-    if len(self.rest) > LONGEST:
+  def split_lines(self, data: bytes) -> Iterator[str]:
+    """Return the lines that are complete with `data`."""
+    *lines, self.rest = LINE_END.split(self.rest + data)
+    if len(self.rest) > LONGEST_LINE:
       lines, self.rest = [*lines, self.rest], b''
     return (line.decode(errors='replace') for line in lines)
 
   def write(self, directory: Path, data: bytes) -> None:
-    """Adds to its log.
+    """Add to its log.
 
     Raises:
-      OSError: if that can't be.
+      OSError: if the log cannot be written.
     """
     self.open_log(directory).write(data)
 
   def open_log(self, directory: Path) -> IO[bytes]:
-    """Open its log, unless that is open; raises as `files.open_append`."""
+    """Open its log, unless it is open; raises as `files.open_append`."""
     if self.log is None:
       self.log = open_append(directory / f'{self.name}.log', 'ab', 0)
     return self.log
 
   def signal(self, signum: int) -> None:
-    """Signals it and the processes that it has started and that stayed in its session."""
+    """Send a signal to the processes of its session, if there is one."""
     if self.process is not None:
       self.process.signal(signum)
 
-  def ended(self) -> int | None:
-    """The exit code as a shell has it, if the process has ended just now. What it may have left is killed."""
+  def poll(self) -> int | None:
+    """Return the exit code if its process has ended, and kill processes that it left behind."""
     if self.process is None or (code := self.process.poll()) is None:
       return None
     self.signal(signal.SIGKILL)

@@ -1,7 +1,7 @@
-"""What people see of a program: the lines of its processes and, in a terminal, a table of them.
+"""The view of a program: the lines of its processes and, in a terminal, a table of them.
 
-A thread prints. A reader that has stopped, or is gone, holds up no process: lines for which there is no room any more are
-left out here, and are in the logs.
+A thread prints. A reader that has stopped or is gone does not hold up any process. If too many
+lines wait, further lines are left out of the view, and are in the logs.
 """
 
 from __future__ import annotations
@@ -22,16 +22,23 @@ from podrace.system.output import Lasting, print_text, printable
 from podrace.system.threads import Worker
 
 MOST = 10_000  # lines that wait to be printed
-LAST = 1.0  # seconds in which the last lines are printed, or not at all
-PAUSE = 0.25  # seconds between pictures of the table
+LAST = 1.0  # seconds to print the last lines
+PAUSE = 0.25  # seconds between redraws of the table
 COLOURING = re.compile(r'(\x1b\[[0-9;]*m)')
 COLORS = ('cyan', 'green', 'magenta', 'yellow', 'blue', 'red')
 
-Row = tuple[str, str, int, float | None, int | None]  # name, state, restarts, since when, pid
+Row = tuple[str, str, int, float | None, int | None]  # name, state, restarts, time of start, pid
 
 
 class Screen:
-  """Prints until it is left. Its methods wait for nothing."""
+  """Prints in a thread while it is entered. Its methods do not wait.
+
+  Owner: the creator, which enters it.
+  Ends when: it is left, at most LAST seconds later.
+
+  Args:
+    names: the names of all replicas.
+  """
 
   def __init__(self, names: Sequence[str]) -> None:
     self._names, self._width = list(names), max(map(len, names))
@@ -41,16 +48,16 @@ class Screen:
     self._out = Lasting(sys.stdout)
 
   def say(self, name: str, line: str) -> None:
-    """A line of a process."""
+    """Print a line of a process."""
     try:
       self._lines.put_nowait((name, line))
     except queue.Full:
       self._left_out += 1
 
   def look(self, replicas: list[Replica]) -> None:
-    """How the processes are."""
+    """Show the states of the replicas in the table."""
     self._rows = [
-      (r.name, r.state, r.restarts, r.began if r.process else None, r.process.pid if r.process else None)
+      (r.name, r.state, r.restarts, *((r.began, r.process.pid) if r.process else (None, None)))
       for r in replicas
     ]  # fmt: skip
 
@@ -66,11 +73,11 @@ class Screen:
     self._thread.wait(LAST)
 
   def _plain(self) -> None:
-    while (found := self._lines.get()) is not None:
-      self._tell_of_those_left_out()
-      print_text(f'{found[0]:<{self._width}} | {found[1]}', file=self._out, flush=True)
+    while (entry := self._lines.get()) is not None:
+      self._report_left_out()
+      print_text(f'{entry[0]:<{self._width}} | {entry[1]}', file=self._out, flush=True)
 
-  def _tell_of_those_left_out(self) -> None:
+  def _report_left_out(self) -> None:
     if self._left_out:
       print_text(
         f'... {self._left_out} lines were left out here; the logs have them', file=self._out
@@ -87,24 +94,24 @@ class Screen:
     with Live(console=console, auto_refresh=False, transient=True) as live:
       while True:
         with contextlib.suppress(queue.Empty):
-          if (found := self._lines.get(timeout=PAUSE)) is None:
+          if (entry := self._lines.get(timeout=PAUSE)) is None:
             return
-          self._tell_of_those_left_out()
-          head = Text(f'{found[0]:<{self._width}} | ', style=colors.get(found[0], ''))
-          console.print(head + coloured(found[1]), soft_wrap=True)
+          self._report_left_out()
+          head = Text(f'{entry[0]:<{self._width}} | ', style=colors.get(entry[0], ''))
+          console.print(head + parse_colours(entry[1]), soft_wrap=True)
         if time.monotonic() - drawn >= PAUSE:
           drawn = time.monotonic()
           live.update(table(self._rows, drawn), refresh=True)
 
 
-def coloured(line: str) -> Text:
-  """A line with its colours; all else in it that a terminal obeys is escaped."""
+def parse_colours(line: str) -> Text:
+  """Return a line with its colours; other control sequences for a terminal are escaped."""
   parts = COLOURING.split(line)  # text and colour by turns
   return Text.from_ansi(''.join(x if i % 2 else printable(x) for i, x in enumerate(parts)))
 
 
 def table(rows: list[Row], now: float) -> Table:
-  """A row for each process."""
+  """Return a table with a row for each process."""
   shown = Table(box=None, pad_edge=False, header_style='dim')
   for name in ('process', 'state', 'restarts', 'for', 'pid'):
     shown.add_column(name, justify='left' if name in ('process', 'state') else 'right')

@@ -1,8 +1,11 @@
-"""Ends a launcher's processes where the launcher itself could not: `python watchdog.py DIRECTORY PID...`, started by it.
+"""Ends a launcher's processes after the launcher was killed.
 
-The PIDs are of process groups; it reads `+PID` and `-PID` of those that begin and end. At the end of its input the
-launcher is gone: groups that are left get SIGTERM, and SIGKILL half a minute later, and the directory of sockets is
-removed. Imports nothing of podrace.
+    python watchdog.py DIRECTORY PID...    # started by the launcher
+
+The PIDs are of process groups. Each line of standard input is `+PID` for a group that begins or
+`-PID` for one that ended. The end of the input means that the launcher is gone. Groups that are
+left get SIGTERM, and SIGKILL half a minute later. Then the directory of sockets is removed. Imports
+nothing of podrace.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ GRACE = 30.0  # seconds in which processes may save
 
 
 def main(directory: str, groups: set[int]) -> None:
-  """Waits for the launcher's end."""
+  """Wait for the launcher's end, then end the groups."""
   for line in sys.stdin:
     pid = int(line[1:])
     (groups.add if line[0] == '+' else groups.discard)(pid)
@@ -31,13 +34,13 @@ def main(directory: str, groups: set[int]) -> None:
 
 
 def signal_all(groups: set[int], signum: int) -> bool:
-  """Signals groups; whether there was one."""
-  found = False
+  """Send a signal to groups; returns whether one of them exists."""
+  exists = False
   for pid in groups:
     with contextlib.suppress(ProcessLookupError, PermissionError):
       os.killpg(pid, signum)
-      found = True
-  return found
+      exists = True
+  return exists
 
 
 if __name__ == '__main__':

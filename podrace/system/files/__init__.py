@@ -1,10 +1,10 @@
-"""Files and directories that podrace writes: whole or not at all, and never through a link.
+"""Writing of files and directories: completely or not at all, and never through a link.
 
-All writing in the package goes through this module, and a test reads the source for exceptions. A name in a run
-directory may have come from a stranger, so a symbolic link, a FIFO or a device there is replaced or refused. Links
-in the path that leads to a directory which the user names are the user's, and are followed.
+All writing in the package goes through this module, and a test reads the source for exceptions.
+Another user may have put a name into a run directory, so a symbolic link, a FIFO or a device there
+is replaced or refused. Links in the path of a directory that the user names are followed.
 
-Text is UTF-8, whatever the locale is.
+Text is UTF-8 in every locale.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 UTF8 = 'utf-8'
 LEVELS = 100  # of directories below a run directory: deeper ones cannot be removed
 WANDB = 'wandb'  # a directory of Weights & Biases
-LATEST = 'latest-run'  # a link there, which it makes anew for each life of a run
+LATEST = 'latest-run'  # a link there, which Weights & Biases makes for each life of a run
 
 
 class NotOwn(OSError, UsageError):
-  """A name that podrace writes to stands for something else; the message says what."""
+  """A name to which podrace writes is that of a link, a device or another kind of file."""
 
   def __init__(self, path: Path, problem: str) -> None:
     super().__init__(errno.ELOOP, f'{path} {problem}')
 
   @classmethod
   def of_kind(cls, path: Path, mode: int, expected: str = 'a regular file') -> NotOwn:
-    """Name the kind of file that is there, by its mode."""
+    """Return the error for a file of the kind in `mode`."""
     return cls(path, f'is {describe(mode)}, expected {expected}: remove it')
 
   def __str__(self) -> str:
@@ -47,16 +47,17 @@ class NotOwn(OSError, UsageError):
 
 
 def describe(mode: int) -> str:
-  """Return a noun for the kind of file that a mode is of."""
+  """Return a noun for the kind of file in a mode."""
   kinds = {
     stat.S_IFLNK: 'a symbolic link', stat.S_IFDIR: 'a directory', stat.S_IFIFO: 'a FIFO',
-    stat.S_IFSOCK: 'a socket', stat.S_IFCHR: 'a device', stat.S_IFBLK: 'a device', stat.S_IFREG: 'a file',
+    stat.S_IFSOCK: 'a socket', stat.S_IFCHR: 'a device', stat.S_IFBLK: 'a device',
+    stat.S_IFREG: 'a file',
   }  # fmt: skip
   return kinds.get(stat.S_IFMT(mode), 'no regular file')
 
 
 def sync(path: Path) -> None:
-  """Has a file, or which names there are in a directory, outlive a power cut."""
+  """Write a file, or the names in a directory, to the disk, so that they outlive a power cut."""
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
@@ -64,7 +65,7 @@ def sync(path: Path) -> None:
     os.close(descriptor)
 
 
-# --- files ----------------------------------------------------------------------------------------
+# --- files -------------------------------------------------------------------------------------
 
 
 def open_new(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
@@ -81,14 +82,14 @@ def create(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
   """Open a new file to write.
 
   Raises:
-    FileExistsError: if there is something of that name, a link to nothing included.
+    FileExistsError: if the name exists, also as a dangling link.
   """
   flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
   return _wrapped(os.open(path, flags, permissions), mode)
 
 
 def open_append(path: Path, mode: str = 'a', buffering: int = -1) -> IO[Any]:
-  """Open a file to add to it; it is made if there is none.
+  """Open a file to add to it. Creates it if it does not exist.
 
   Raises:
     NotOwn: if it is a link, a hard link of another file, or no regular file.
@@ -102,12 +103,12 @@ def open_append(path: Path, mode: str = 'a', buffering: int = -1) -> IO[Any]:
 
 
 def open_lock(path: Path) -> IO[str]:
-  """Open a file for `flock`, which is made if there is none; raises as `open_append`."""
+  """Open a file for `flock`, or create it; raises as `open_append`."""
   return _open_regular(path, os.O_RDWR, 'r+')
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-  """Writes a file whole or not at all."""
+  """Write a file completely or not at all."""
   draft = path.with_name(path.name + '.new')
   with open_new(draft, 'w' if isinstance(content, str) else 'wb') as file:
     file.write(content)
@@ -135,7 +136,7 @@ def save_arrays(file: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def _open_regular(path: Path, flags: int, mode: str, buffering: int = -1) -> Any:
-  """Open a file that is regular, or make it; never waits for a FIFO's other end."""
+  """Open a regular file, or create it; never waits for the other end of a FIFO."""
   try:
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
   except OSError as e:
@@ -154,17 +155,17 @@ def _wrapped(descriptor: int, mode: str, buffering: int = -1) -> Any:
   return os.fdopen(descriptor, mode, buffering, encoding=None if 'b' in mode else UTF8)
 
 
-# --- directories ----------------------------------------------------------------------------------
+# --- directories -------------------------------------------------------------------------------
 
 
 def make_user_folder(path: Path, permissions: int = 0o777) -> Path:
-  """Make a directory that the user names, and its parents, unless it is there; links are followed."""
+  """Make a directory that the user names, and its parents, if missing. Links are followed."""
   path.mkdir(permissions, parents=True, exist_ok=True)
   return path
 
 
 def make_folder(path: Path, permissions: int = 0o777) -> Path:
-  """Make a directory in one that is there, unless it is there itself.
+  """Make a directory, if missing; its parent must exist.
 
   Raises:
     NotOwn: if its name is that of a link or of a file.
@@ -178,13 +179,13 @@ def make_folder(path: Path, permissions: int = 0o777) -> Path:
 
 
 def create_folder(path: Path) -> Path:
-  """Make a directory in one that is there; raises FileExistsError if there is something of its name."""
+  """Make a directory; its parent must exist. Raises FileExistsError if its name exists."""
   path.mkdir()
   return path
 
 
 def new_folder(path: Path) -> Path:
-  """Make an empty directory in the place of all that has its name."""
+  """Make an empty directory in the place of a file or directory of its name."""
   remove(path)
   return create_folder(path)
 
@@ -193,7 +194,7 @@ def move(path: Path, to: Path) -> None:
   """Rename a file or a directory.
 
   Raises:
-    FileExistsError: if there is something of the new name, a link included.
+    FileExistsError: if the new name exists, also as a link.
   """
   if os.path.lexists(to):
     raise FileExistsError(errno.EEXIST, 'there is something of that name already', str(to))
@@ -201,7 +202,7 @@ def move(path: Path, to: Path) -> None:
 
 
 def remove(path: Path) -> None:
-  """Remove a file, a link or a directory with all that is in it, if it is there; links are not followed."""
+  """Remove a file, a link or a directory with its content, if it exists. Links are not followed."""
   try:
     path.unlink(missing_ok=True)
   except (IsADirectoryError, PermissionError):  # the latter on other systems than Linux
@@ -209,26 +210,32 @@ def remove(path: Path) -> None:
 
 
 def check_folder(directory: Path, name: str, links: bool = False) -> None:
-  """Refuse a directory in which writing or reading would lead elsewhere, or wait for ever.
+  """Refuse a directory in which writing or reading would follow a link, or wait for ever.
 
   Args:
-    directory: it may be a link itself, and need not be there.
+    directory: may be a link itself, and may be missing.
     name: the option that names it, for the message.
-    links: whether links to directories are allowed, where nothing is written.
+    links: whether links to directories are allowed, for a directory that is only read.
 
   Raises:
-    UsageError: if there is a link to a directory in it, at any depth, a FIFO or a device, or more than LEVELS.
+    UsageError: if it has a link to a directory, a FIFO or a device, at any depth, or more than
+      LEVELS.
   """
   strange = sorted(_strange(directory, links))
   if strange:
     raise UsageError(
-      f'{name} {directory}: {", ".join(strange[:5])}{" and more" if strange[5:] else ""}; podrace does not '
-      'write or read there. Remove it, move what it leads to in its place, or make the whole directory a link'
+      f'{name} {directory}: {", ".join(strange[:5])}{" and more" if strange[5:] else ""}; podrace '
+      'does not '
+      'write or read there. Remove it, move what it leads to in its place, or make the whole '
+      'directory a link'
     )
 
 
 def _strange(directory: Path, links: bool) -> Iterator[str]:
-  """Describe each entry that `check_folder` refuses. An entry that vanishes meanwhile is none."""
+  """Describe each entry that `check_folder` refuses.
+
+  An entry that vanishes meanwhile is ignored.
+  """
   folders = [str(directory)]
   while folders:
     folder = folders.pop()
@@ -254,10 +261,10 @@ def _strange(directory: Path, links: bool) -> Iterator[str]:
 
 
 def number(x: Any) -> float | None:
-  """`x`, or None where it is not finite, which JSON has no word for."""
+  """Return `x` as a float, None if it is not finite: JSON has finite numbers only."""
   return float(x) if math.isfinite(x) else None
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Writes a JSON file whole or not at all, also if the power is cut."""
+  """Write a JSON file completely or not at all, also if the power is cut."""
   write_whole(path, json.dumps(value, indent=2) + '\n')

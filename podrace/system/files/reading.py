@@ -1,4 +1,4 @@
-"""Reading of files that another user may have written: regular, of bounded size, checked before it is used."""
+"""Reading of files that another user may have written: of bounded size, and checked before use."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def read_json(path: Path | str, limit: int = RECORD_BYTES) -> Any:
   """Return the value in a JSON file, None if there is no file.
 
   Raises:
-    UnreadableFile: as `read_bytes`, and if the content is not as `parse_json` expects.
+    UnreadableFile: as `read_bytes`, and if the content is not JSON.
   """
   try:
     data = read_bytes(path, limit)
@@ -135,7 +135,7 @@ def _is_in_range(x: float, finite: bool) -> bool:
 
 
 def read_object(path: Path | str, schema: Mapping[str, Member]) -> dict[str, Any] | None:
-  """Return the JSON object in a file, its declared members checked; None if there is no file.
+  """Return the JSON object in a file, with declared members checked; None if there is no file.
 
   Raises:
     UnreadableFile: as `read_json`, and if a member is not as declared.
@@ -152,7 +152,7 @@ def read_object(path: Path | str, schema: Mapping[str, Member]) -> dict[str, Any
 
 
 def size_of(root: str) -> int:
-  """Bytes of all files in a folder; links are not followed."""
+  """Return the bytes of all files in a folder. Links are not followed."""
   total, folders = 0, [root]
   while folders:
     with contextlib.suppress(OSError), os.scandir(folders.pop()) as entries:
@@ -165,14 +165,14 @@ def size_of(root: str) -> int:
   return total
 
 
-# --- arrays -----------------------------------------------------------------------------------------
+# --- arrays --------------------------------------------------------------------------------------
 
 MEMBERS = 100_000  # arrays of an .npz
 HEADER = 10_000  # bytes of an array's header
 
 
 def read_npz(source: bytes | io.BufferedReader, limit: int | None = None) -> dict[str, Any]:
-  """Return the arrays of an .npz of numbers, none of which is unpacked before its size is known.
+  """Return the arrays of an .npz of numbers. The size of each is checked before it is unpacked.
 
   Args:
     source: the content, or a file opened by `open_regular`.
@@ -181,7 +181,7 @@ def read_npz(source: bytes | io.BufferedReader, limit: int | None = None) -> dic
   Raises:
     ValueError: with the reason.
   """
-  import numpy as np  # not for those who read JSON
+  import numpy as np  # not at the top, as JSON is read without it
 
   try:
     file = io.BytesIO(source) if isinstance(source, bytes) else source
@@ -212,7 +212,7 @@ def _check_archive(
 
 
 def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, np: Any) -> Any:
-  """Return one member; its header must tell the size that the archive tells."""
+  """Return a member. The sizes in its header and in the archive must agree."""
   with archive.open(info) as file:
     version = np.lib.format.read_magic(file)
     if version not in ((1, 0), (2, 0)):

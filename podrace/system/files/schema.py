@@ -1,4 +1,4 @@
-"""Schemas of JSON objects: the kind and the range of each member, and those of the files of a run directory."""
+"""Schemas of JSON objects, with the kind and the range of each member, and of a run's files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JSON_KINDS: dict[str, tuple[type, ...]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Member:
-  """The declaration of one member of a JSON object.
+  """The declaration of a member of a JSON object.
 
   Attributes:
     kind: a key of JSON_KINDS.
@@ -39,7 +39,7 @@ class Member:
   each: Member | None = None
 
   def difference(self, value: Any) -> str:
-    """Return what `value` should be, empty if it is that."""
+    """Return the expected kind or range if `value` is different, else ''."""
     if value is None and self.null:
       return ''
     if not isinstance(value, JSON_KINDS[self.kind]) or (
@@ -62,10 +62,10 @@ TEXT = Member('a text')
 
 
 def check_members(value: Any, schema: Mapping[str, Member]) -> None:
-  """Check an object's declared members; others may be anything.
+  """Check the declared members of an object. Undeclared members are ignored.
 
   Raises:
-    ValueError: with the reason, which has no member's value: that may be long.
+    ValueError: with the reason, but without the member's value, which may be long.
   """
   if not isinstance(value, dict):
     raise ValueError('is no object')
@@ -80,21 +80,21 @@ def check_members(value: Any, schema: Mapping[str, Member]) -> None:
 
 
 def needed(member: Member) -> Member:
-  """Return the declaration of a member that must be there."""
+  """Return the declaration with the member required."""
   return dataclasses.replace(member, needed=True)
 
 
 def is_step(name: str) -> bool:
-  """Return whether a file's name is a number of steps: int() takes more, and fails for some digits."""
+  """Return whether a file's name is a number of steps, of which `int` takes more forms."""
   return name.isascii() and name.isdigit() and int(name) <= STEPS
 
 
 def is_number(x: Any) -> bool:
-  """Return whether JSON's `x` is a number of which means and pictures can be made."""
+  """Return whether a JSON value is a number of bounded size, for means and plots."""
   return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) <= LARGEST
 
 
-# --- the files of a run directory ---------------------------------------------------------------------
+# --- the files of a run directory ----------------------------------------------------------------
 
 _RATE = Member('a number', 0, LARGEST, null=True)
 _EACH = Member('a list', each=NUMBER)

@@ -1,0 +1,55 @@
+"""Locks on directories and files, between processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from pathlib import Path
+from typing import IO
+
+from podrace.system.files import open_lock
+
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
+
+
+def lock(directory: Path) -> IO[str]:
+  """Lock a directory until the returned file is closed; see `is_locked`.
+
+  Raises:
+    BlockingIOError: if another process has locked it.
+    OSError: if it cannot be written to, or its file system has no locks.
+  """
+  file = open_lock(directory / 'lock')
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BaseException as e:
+    file.close()
+    if isinstance(e, OSError) and e.errno in NO_LOCKS:
+      raise OSError(
+        e.errno,
+        f'its file system has no locks (flock: {e.strerror}), so two runs could write there at '
+        'once; '
+        'take a directory on another file system',
+      ) from e
+    raise
+  return file
+
+
+def is_locked(directory: Path, file: IO[str]) -> bool:
+  """Return whether `file` still locks the directory, which may have been removed or replaced."""
+  locked = os.fstat(file.fileno())
+  try:
+    current = (directory / 'lock').stat()
+  except (FileNotFoundError, NotADirectoryError):
+    return False
+  return (current.st_dev, current.st_ino) == (locked.st_dev, locked.st_ino)
+
+
+def try_lock(file: IO[str]) -> bool:
+  """Lock a file that was opened by `open_lock`; returns False if another process has it."""
+  try:
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+  except BlockingIOError:
+    return False
+  return True
