@@ -91,8 +91,8 @@ def count_episodes(
 def pooled(e: Episodes) -> dict[str, Any]:
   """Sum over environments, the last axis.
 
-  A difference of squares in place of `return_deviation` (Chan et al. 1979) would be off by 0.1 in the
-  standard deviation of returns that are all 500.
+  A difference of squares in place of `return_deviation` (Chan et al. 1979) would be off by 0.1 in
+  the standard deviation of returns that are all 500.
 
   Returns:
     `episodes`, `return_sum`, `length_sum`, `info_sums`, and `return_deviation`, the sum of squared

@@ -76,7 +76,8 @@ def train(
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
   if options.callbacks.transforms and config.agree == 'gossip':
     raise UsageError(
-      'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
+      'a callback with transform changes one TrainState, and each device of --agree gossip has its '
+      'own'
     )
   with open_run(config, options, config.seeds) as console:
     server = make_server(config, listen)
@@ -124,7 +125,8 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
   schedule = program.windows.schedule
   if schedule.ready >= config.total_updates:
     warn(
-      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it begins to learn at '
+      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it '
+      'begins to learn at '
       f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
       f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
@@ -134,8 +136,8 @@ def _addresses_text(addresses: Addresses) -> str:
   from podrace.distributed.net.address import reachable
 
   return (
-    f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes from '
-    f'`podrace replay` at {", ".join(addresses.replay)}'
+    f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes '
+    f'from `podrace replay` at {", ".join(addresses.replay)}'
   )
 
 
@@ -268,7 +270,8 @@ class Run:
         line, _ = last_line(self.run_dir / 'metrics.jsonl')
       if line.get('step', 0):
         self.warn(
-          f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it begins again at step 0'
+          f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it '
+          'begins again at step 0'
         )
     return state
 

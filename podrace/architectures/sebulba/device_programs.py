@@ -25,7 +25,7 @@ class Carry(NamedTuple):
 
 
 def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
-  """Pack a timestep [b] without its observation, and `m` integers of each environment: [3+m, b] i32.
+  """Pack a timestep [b] without its observation and `m` integers per environment: [3+m, b] i32.
 
   It is one array, because each host array that a program takes is a separate transfer.
   """

@@ -58,9 +58,9 @@ class Batch(NamedTuple):
 class LearningProgram:
   """One agent that learns on a mesh, in the calling thread. It knows no environment.
 
-  With a `Replay`, replay is on the devices of the mesh, and a batch is the trajectories of `streams`
-  threads. With a `Layout`, replay is on the host or in a service, and a batch is a sample of that
-  layout.
+  With a `Replay`, replay is on the devices of the mesh, and a batch is the trajectories of
+  `streams` threads. With a `Layout`, replay is on the host or in a service, and a batch is a sample
+  of that layout.
   """
 
   agent: Agent
@@ -245,7 +245,7 @@ class LearningProgram:
     return jax.jit(check, out_shardings=topology_.replicated(self.mesh))
 
   def health(self, state: State) -> tuple[Any, Any]:
-    """Return the first update with a loss that is not finite, else -1; and if all parameters are."""
+    """Return the first update with non-finite loss, else -1; and if all parameters are finite."""
     return jax.device_get(self._health(state.train.params, state.log.broken))
 
 
