@@ -172,6 +172,7 @@ class Gossip(AllReduce):
     Args:
       own: the replica before its update.
       after: its `train` after the update.
+      update: number of updates made before.
     """
     old, _ = flat(own.train.params)
     new, restore = flat(after.params)

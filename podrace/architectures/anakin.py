@@ -128,7 +128,7 @@ class Anakin:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [seeds] -> State, placed on the mesh."""
+    """Keys [seeds] -> State, placed on the mesh."""
     once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
@@ -238,7 +238,7 @@ class Program(Protocol):
 
   @property
   def init(self) -> Any:
-    """keys [seeds] -> state."""
+    """Keys [seeds] -> state."""
     ...
 
   @property

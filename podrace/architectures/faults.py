@@ -63,6 +63,8 @@ def check_faults(counts: np.ndarray, agent: Any, env: Any, action: Callable[[], 
 
   Args:
     counts: [4] or [n, 4] of `count_faults`.
+    agent: named in the message.
+    env: named in the message.
     action: returns an action that is out of the space, None if it finds none.
   """
   for fault, count in zip(FAULTS, np.sum(np.atleast_2d(counts), 0), strict=True):

@@ -29,8 +29,7 @@ def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -
   Names of optimiser states and target networks contain the parameters' names, so the same rules
   fit.
 
-  Args:
-    leading: number of axes before the parameters' own, such as an axis of seeds.
+  `leading` is the number of axes before the parameters' own, such as an axis of seeds.
 
   Raises:
     ValueError: if no parameter is split, or if one does not divide.

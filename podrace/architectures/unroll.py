@@ -151,7 +151,10 @@ def actor_on_mesh(
   Users' environments do not trace under `check_vma`, so it is off.
 
   Args:
+    agent: acts in all environments.
     env: one device's part of the environments.
+    mesh: the devices.
+    length: steps of an unroll.
     spec: the PartitionSpec of the source of the parameters.
     params_of: from one device's part of the source to its parameters. Default: the source itself.
 

@@ -160,6 +160,7 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   """Return the config that a run directory of `podrace train` records.
 
   Args:
+    run_dir: the run directory.
     allow_code: modules that the record may name, besides podrace's own. Loading runs them.
 
   Raises:

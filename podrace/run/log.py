@@ -152,6 +152,9 @@ class Log:
     """Write a line of metrics; returns the state, as callbacks change it.
 
     Args:
+      step: of the line.
+      summary: of `Architecture.read_log`.
+      state: of the run.
       saving: the context in which sinks, callbacks and the agent's advice are called. If they fail,
         it saves `state`.
     """

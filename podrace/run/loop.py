@@ -60,11 +60,14 @@ def train(
   """Train from the beginning, or from the newest undamaged checkpoint; returns the summary.
 
   Args:
+    config: the configuration of the run.
+    run_dir: keeps the run; called again with it, the run goes on.
     override: go on although the configuration has changed.
     sinks: names of sinks (see `podrace.run.sinks`), or sinks, which the caller closes.
     quiet: silences progress, not warnings.
     listen: where remote environments connect, for `config.envs` remote.
-    addresses: as in `build`.
+    addresses: of a replay service and for acting processes, for `config.replay` service.
+    callbacks: called with each line of metrics, see `podrace.run.callbacks`.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or differs from that of the run in `run_dir`.

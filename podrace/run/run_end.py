@@ -30,6 +30,7 @@ def note_end(
   A refusal (UsageError) changes nothing.
 
   Args:
+    path: the run directory.
     stopped: the exception that a signal raises.
     is_ours: returns whether the directory is still the run's. Else nothing is written.
   """

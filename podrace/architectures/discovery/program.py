@@ -153,7 +153,7 @@ class MetaTraining:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [1] -> State, placed on the mesh."""
+    """Keys [1] -> State, placed on the mesh."""
     once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 

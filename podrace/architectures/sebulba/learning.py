@@ -113,7 +113,7 @@ class LearningProgram:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [1] -> State, placed on the mesh."""
+    """Keys [1] -> State, placed on the mesh."""
     return jax.jit(self._init, out_shardings=self.shardings)
 
   @functools.cached_property
@@ -208,9 +208,7 @@ class LearningProgram:
   def end_update(self, state: State, update: int, before: Any, batch: Batch) -> State:
     """Return the state after `update` updates.
 
-    Args:
-      before: the parameters at the beginning of the update.
-      batch: the last batch of the update.
+    `before` are the parameters at the beginning of the update, `batch` is its last batch.
     """
     previous = before if self.keeps_previous else ()
     state = state._replace(previous=previous, actors=batch.snapshots)

@@ -137,6 +137,10 @@ class Checkpoints:
     """Take a copy and return. Writing goes on in the background.
 
     Args:
+      step: names the checkpoint.
+      params: the parameters.
+      rest: the state without its parameters.
+      meta: JSON that is kept with the arrays.
       extra: writes the folder that belongs to the checkpoint. It is called in the background before
         the checkpoint begins, so no checkpoint lacks its folder. Its result becomes `extra` of the
         meta. In a run of more than one process it is called here, because the learner threads begin
@@ -285,7 +289,9 @@ class Checkpoints:
     index over the arrays. Then a temporary index is made.
 
     Args:
-      rest: the state without its parameters; None to read the parameters alone.
+      step: names the checkpoint.
+      params: shapes and shardings of the parameters.
+      rest: likewise of the state without its parameters; None to read the parameters alone.
       meta: the result of `meta(step)`, if it was read before.
 
     Raises:
