@@ -113,8 +113,8 @@ class Gossip(AllReduce):
       )
     if mesh.size < 2:
       raise ValueError(
-        '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more by '
-        '--devices (on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
+        '--agree gossip needs at least 2 devices, and this run has 1: leave it out, or give more '
+        'by --devices (on a CPU, fake ones by JAX_NUM_CPU_DEVICES=8)'
       )
 
   def begin(self, train: TrainState, replicas: int) -> TrainState:
@@ -165,13 +165,14 @@ class Gossip(AllReduce):
   def mix(self, own: Replicas, after: TrainState, update: Array) -> Replicas:
     """Return one replica after its update and the exchange with its neighbours.
 
-    A replica holds the mass w * z, of weight w and parameters z. An update adds the same change to z
-    and to the mass. The replica keeps half of its mass and weight, and sends the other half. New
+    A replica holds the mass w * z, of weight w and parameters z. An update adds the same change to
+    z and to the mass. The replica keeps half of its mass and weight, and sends the other half. New
     parameters are mass / weight (push-sum).
 
     Args:
       own: the replica before its update.
       after: its `train` after the update.
+      update: number of updates made before.
     """
     old, _ = flat(own.train.params)
     new, restore = flat(after.params)
@@ -214,7 +215,7 @@ def mean(params: Any) -> Any:
 
 
 def consensus_distance(params: Any, center: Any) -> Array:
-  """Return the mean distance of replicas [R, ...] to `center`, over the norm of `center`; [] f32."""
+  """Return the mean distance of replicas [R, ...] to `center`, over its norm; [] f32."""
   middle, _ = flat(center)
   distance = jax.vmap(lambda own: jnp.linalg.norm(flat(own)[0] - middle))(params)
   return jnp.mean(distance) / jnp.maximum(jnp.linalg.norm(middle), 1e-30)

@@ -1,7 +1,7 @@
 """Anakin: environment, acting and learning are one compiled program on every device.
 
-Hessel et al. 2021 (arXiv 2104.06272). The number of updates in a call is data, so one program serves
-all numbers, and results do not depend on how the updates are divided into calls.
+Hessel et al. 2021 (arXiv 2104.06272). The number of updates in a call is data, so one program
+serves all numbers, and results do not depend on how the updates are divided into calls.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class Anakin:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [seeds] -> State, placed on the mesh."""
+    """Keys [seeds] -> State, placed on the mesh."""
     once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
@@ -188,8 +188,8 @@ class Anakin:
   def health(self) -> Any:
     """State -> (first bad update, all parameters are finite, counts of faults).
 
-    The first is the update in which the loss was not finite, -1 if there is none. The counts are the
-    numbers of environments with each of `podrace.architectures.faults.FAULTS`.
+    The first is the update in which the loss was not finite, -1 if there is none. The counts are
+    the numbers of environments with each of `podrace.architectures.faults.FAULTS`.
     """
 
     def check(state: State) -> tuple[Array, Array, Array]:
@@ -238,7 +238,7 @@ class Program(Protocol):
 
   @property
   def init(self) -> Any:
-    """keys [seeds] -> state."""
+    """Keys [seeds] -> state."""
     ...
 
   @property

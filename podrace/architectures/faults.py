@@ -46,7 +46,7 @@ def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
 def _outside(space: Any, action: Any) -> jax.Array:
   """Return where actions [T, B, ...] are out of the space, [T, B]."""
   limits = bounds(space)
-  if limits is None:  # a composite space, whose parts are unknown here
+  if limits is None:  # a composite space; its parts are unknown here
     return jnp.zeros(jax.tree.leaves(action)[0].shape[:2], bool)
   low, high = (jnp.broadcast_to(jnp.asarray(x), action.shape) for x in limits)
   outside = ~((action >= low) & (action <= high))  # NaN is
@@ -63,6 +63,8 @@ def check_faults(counts: np.ndarray, agent: Any, env: Any, action: Callable[[], 
 
   Args:
     counts: [4] or [n, 4] of `count_faults`.
+    agent: named in the message.
+    env: named in the message.
     action: returns an action that is out of the space, None if it finds none.
   """
   for fault, count in zip(FAULTS, np.sum(np.atleast_2d(counts), 0), strict=True):

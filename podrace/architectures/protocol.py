@@ -108,7 +108,7 @@ class Architecture(Protocol):
     ...
 
   def health(self, state: Any) -> tuple[Any, Any]:
-    """Return the first update with a loss that is not finite, else -1; and if all parameters are."""
+    """Return the first update with non-finite loss, else -1; and if all parameters are finite."""
     ...
 
   def finish(self, state: Any) -> None:

@@ -26,10 +26,10 @@ ADVICE = 'give --agent.network.sharding PATTERN AXIS ..., see docs/model_axis.md
 def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -> TrainState:
   """Return a PartitionSpec for each array of a `TrainState` of shapes; P() without a model axis.
 
-  Names of optimiser states and target networks contain the parameters' names, so the same rules fit.
+  Names of optimiser states and target networks contain the parameters' names, so the same rules
+  fit.
 
-  Args:
-    leading: number of axes before the parameters' own, such as an axis of seeds.
+  `leading` is the number of axes before the parameters' own, such as an axis of seeds.
 
   Raises:
     ValueError: if no parameter is split, or if one does not divide.
@@ -67,7 +67,7 @@ def _spec(
   place = leading + (axis if axis >= 0 else axis + dims)
   if not -dims <= axis < dims or shape[place] % size:
     raise ValueError(
-      f'--model-devices {size} does not divide axis {axis} of {name} {list(shape[leading:])}, which '
-      f'the rule {pattern!r} splits: give another size, or another rule: {ADVICE}'
+      f'--model-devices {size} does not divide axis {axis} of {name} {list(shape[leading:])}, '
+      f'which the rule {pattern!r} splits: give another size, or another rule: {ADVICE}'
     )
   return split_along(place, MODEL)

@@ -91,8 +91,8 @@ def count_episodes(
 def pooled(e: Episodes) -> dict[str, Any]:
   """Sum over environments, the last axis.
 
-  A difference of squares in place of `return_deviation` (Chan et al. 1979) would be off by 0.1 in the
-  standard deviation of returns that are all 500.
+  A difference of squares in place of `return_deviation` (Chan et al. 1979) would be off by 0.1 in
+  the standard deviation of returns that are all 500.
 
   Returns:
     `episodes`, `return_sum`, `length_sum`, `info_sums`, and `return_deviation`, the sum of squared
@@ -151,7 +151,10 @@ def actor_on_mesh(
   Users' environments do not trace under `check_vma`, so it is off.
 
   Args:
+    agent: acts in all environments.
     env: one device's part of the environments.
+    mesh: the devices.
+    length: steps of an unroll.
     spec: the PartitionSpec of the source of the parameters.
     params_of: from one device's part of the source to its parameters. Default: the source itself.
 

@@ -61,6 +61,7 @@ def assemble(
   """Return the program of a run.
 
   Args:
+    resolved: the configuration of the run.
     server: accepts remote environments, for `config.envs` remote.
     addresses: of a replay service and for acting processes, for `config.replay` service.
     run_dir: records which tables of the service are the run's.
@@ -206,6 +207,11 @@ def sebulba(
 
   Args:
     agent: bound to the spaces of `spec`.
+    spec: the environments.
+    replay: of the agent.
+    topology: the actor and learner devices.
+    num_envs: over all processes.
+    unroll_length: steps of an unroll.
     host_replay: replay is on the host, not on the learner's devices.
     check: check the agent and the environment, which may be a user's.
     acting: settings of `ActingProgram`.

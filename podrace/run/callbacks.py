@@ -18,9 +18,9 @@ class Callback(Protocol):
   """Called with each line before it is written. Its result is added to the line.
 
   A resumed run calls it again for the lines after the checkpoint. So a callback with memory has
-  `state() -> Any`, which returns its memory as JSON, and `restore(state)`, which takes it back. Each
-  checkpoint keeps that memory. Attributes that change without these methods are an error, unless
-  the callback has `exact = False`: then a resumed run need not be the same.
+  `state() -> Any`, which returns its memory as JSON, and `restore(state)`, which takes it back.
+  Each checkpoint keeps that memory. Attributes that change without these methods are an error,
+  unless the callback has `exact = False`: then a resumed run need not be the same.
 
   A callback that changes the learned values has `transform(train, line) -> TrainState`, which is
   called after the line is written. To resume exactly, a callback must not depend on anything else,
@@ -34,7 +34,9 @@ class Callback(Protocol):
     podrace.train('catch', callbacks=[stop_when_solved])
   """
 
-  def __call__(self, line: Line) -> Mapping[str, float] | None: ...
+  def __call__(self, line: Line) -> Mapping[str, float] | None:
+    """Return metrics to add to the line, or None."""
+    ...
 
 
 class Callbacks:

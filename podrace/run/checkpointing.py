@@ -59,11 +59,11 @@ class Saves:
         return
 
   def check_directory(self) -> None:
-    """Raise RunError if the directory was removed, moved or replaced; the run must not write there."""
+    """Raise RunError if the directory was removed, moved or replaced."""
     if not self._is_ours():
       raise RunError(
-        f'{self._run_dir} was removed, moved or replaced while this run was in it; the run ends, and '
-        'writes nothing more there'
+        f'{self._run_dir} was removed, moved or replaced while this run was in it; the run ends, '
+        'and writes nothing more there'
       )
 
   def save(self, update: int, state: Any) -> None:
@@ -131,7 +131,7 @@ class Saves:
     return f'and it could not be saved: {why}; {kept}'
 
   def restore(self) -> Any | None:
-    """Restore the newest undamaged checkpoint and all parts; returns its state, or None without any."""
+    """Restore the newest undamaged checkpoint and all parts; returns its state or None."""
     params, rest = _split(self._program.shapes)
     if self.checkpoints.half_written:
       self._warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')

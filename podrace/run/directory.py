@@ -125,7 +125,7 @@ def read_record(run_dir: Path) -> dict[str, Any] | None:
 
 
 def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
-  """Return the content of summary.json; None if it is missing or damaged. The run writes it again."""
+  """Return the content of summary.json; None if it is missing, or damaged and to be rewritten."""
   try:
     summary = read_json(path)
   except UnreadableFile as e:
@@ -152,7 +152,7 @@ def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:
 
 
 def continued(config: Any, run_dir: Path) -> Any:
-  """Return the config with which the run in a directory goes on: fields that its record lacks are as it began."""
+  """Return the config with which a run goes on: fields that its record lacks are as it began."""
   record = read_record(run_dir)
   return config if record is None else with_unrecorded(config, record)
 
@@ -161,6 +161,7 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   """Return the config that a run directory of `podrace train` records.
 
   Args:
+    run_dir: the run directory.
     allow_code: modules that the record may name, besides podrace's own. Loading runs them.
 
   Raises:
@@ -169,8 +170,8 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   config = load_any(run_dir, allow_code)
   if not isinstance(config, Config):
     raise UsageError(
-      f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as in '
-      f'podrace train --agent {agent_name(config.agent)} --agent.rule {run_dir / "rule.npz"}'
+      f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as '
+      f'in podrace train --agent {agent_name(config.agent)} --agent.rule {run_dir / "rule.npz"}'
     )
   return config
 
@@ -253,7 +254,7 @@ def is_running(path: Path) -> bool | None:
 
 
 def has_lock(path: Path) -> bool | None:
-  """Return whether a process holds the lock of a directory, None if the file system has no locks."""
+  """Return whether a process holds a directory's lock, None if the file system has no locks."""
   try:
     with open_regular(path / 'lock') as file:
       fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -126,9 +126,9 @@ class Log:
     if lines < known:
       self.warn(
         f'{self.run_dir / name} has {lines:,} lines of the {known:,} up to step {step:,} that the '
-        f'checkpoint knows of: {known - lines:,} are lost. The run goes on, with a gap in its curve; '
-        'summary.json counts them as missing_lines. If there is a copy of the file, stop the run, '
-        'put the copy in its place and start again'
+        f'checkpoint knows of: {known - lines:,} are lost. The run goes on, with a gap in its '
+        'curve; summary.json counts them as missing_lines. If there is a copy of the file, stop '
+        'the run, put the copy in its place and start again'
       )
     self.missing = {**self.missing, name: max(0, known + missing - lines)}
 
@@ -152,6 +152,9 @@ class Log:
     """Write a line of metrics; returns the state, as callbacks change it.
 
     Args:
+      step: of the line.
+      summary: of `Architecture.read_log`.
+      state: of the run.
       saving: the context in which sinks, callbacks and the agent's advice are called. If they fail,
         it saves `state`.
     """

@@ -60,11 +60,14 @@ def train(
   """Train from the beginning, or from the newest undamaged checkpoint; returns the summary.
 
   Args:
+    config: the configuration of the run.
+    run_dir: keeps the run; called again with it, the run goes on.
     override: go on although the configuration has changed.
     sinks: names of sinks (see `podrace.run.sinks`), or sinks, which the caller closes.
     quiet: silences progress, not warnings.
     listen: where remote environments connect, for `config.envs` remote.
-    addresses: as in `build`.
+    addresses: of a replay service and for acting processes, for `config.replay` service.
+    callbacks: called with each line of metrics, see `podrace.run.callbacks`.
 
   Raises:
     UsageError, ValueError: if the config is wrong, or differs from that of the run in `run_dir`.
@@ -76,7 +79,8 @@ def train(
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
   if options.callbacks.transforms and config.agree == 'gossip':
     raise UsageError(
-      'a callback with transform changes one TrainState, and each device of --agree gossip has its own'
+      'a callback with transform changes one TrainState, and each device of --agree gossip has its '
+      'own'
     )
   with open_run(config, options, config.seeds) as console:
     server = make_server(config, listen)
@@ -124,7 +128,8 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
   schedule = program.windows.schedule
   if schedule.ready >= config.total_updates:
     warn(
-      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it begins to learn at '
+      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it '
+      'begins to learn at '
       f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
       f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
@@ -134,8 +139,8 @@ def _addresses_text(addresses: Addresses) -> str:
   from podrace.distributed.net.address import reachable
 
   return (
-    f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes from '
-    f'`podrace replay` at {", ".join(addresses.replay)}'
+    f'parameters for `podrace act` are at {reachable(addresses.parameters)}; its experience comes '
+    f'from `podrace replay` at {", ".join(addresses.replay)}'
   )
 
 
@@ -268,7 +273,8 @@ class Run:
         line, _ = last_line(self.run_dir / 'metrics.jsonl')
       if line.get('step', 0):
         self.warn(
-          f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it begins again at step 0'
+          f'{self.run_dir} has no checkpoint, though its metrics reach step {line["step"]:,}: it '
+          'begins again at step 0'
         )
     return state
 

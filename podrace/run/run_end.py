@@ -18,7 +18,7 @@ KILLED = 'killed'  # no record of its end: SIGKILL, out of memory, a power cut
 BROKEN = 'broken'  # one of its files can't be read
 UNKNOWN = 'unknown'  # not finished, and without locks nothing says whether it is running
 STATES = (RUNNING, FINISHED, STOPPED, FAILED, KILLED, BROKEN, UNKNOWN)
-END = 'end.json'  # of a run whose last life did not finish it
+END = 'end.json'  # in a run directory without a summary
 
 
 @contextlib.contextmanager
@@ -30,6 +30,7 @@ def note_end(
   A refusal (UsageError) changes nothing.
 
   Args:
+    path: the run directory.
     stopped: the exception that a signal raises.
     is_ours: returns whether the directory is still the run's. Else nothing is written.
   """

@@ -166,7 +166,8 @@ class UpdateLoop:
     learn = label(hooks.innermost(self.config.agent), 'learn')
     raise RunError(
       f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n'
-      f'What is learned is made by {learn}. A lower learning rate often helps; else look for a logarithm, a root '
+      f'What is learned is made by {learn}. A lower learning rate often helps; else look for a '
+      'logarithm, a root '
       'or a division at 0 there: jax.debug.print shows values from within it.'
     )
 

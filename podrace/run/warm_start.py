@@ -36,7 +36,8 @@ class WarmStart:
     other = load_config(source, user_code.named(to_json(config)))
     if other.seeds not in (1, config.seeds):
       raise UsageError(
-        f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'
+        f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '
+        'seed, or of as many'
       )
     _check_units(source, other, config)
     params = restore_newest_params(other, bind_agent_and_env(other)[0], source)[1]
@@ -58,7 +59,8 @@ class WarmStart:
 
     params = jax.tree.map(fit_seeds, self.params)
     train = (jax.vmap(start) if seeds > 1 else start)(state.train, params)
-    # Updates donate each leaf, so no two leaves may share memory. Target networks have the parameters' arrays here.
+    # Updates donate each leaf, so no two leaves may share memory. Here target networks still have
+    # the parameters' arrays.
     placed = jax.tree.map(
       lambda new, old: jax.device_put(new, old.sharding, may_alias=False), train, state.train
     )
@@ -71,7 +73,8 @@ def _check_units(source: Path, other: Config, config: Config) -> None:
   for path, there, here in changes(was, now):
     if path.endswith('.scaling') and None not in (there, here):
       raise UsageError(
-        f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are other units of '
+        f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are '
+        'other units of '
         f'numbers: give {option(path)} {there}'
       )
 

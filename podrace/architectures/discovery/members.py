@@ -1,7 +1,7 @@
 """One agent of a population: its environments, its learning and its life, as pure functions.
 
-Each function is for one member. A group of like members is a `vmap`. A member's meta-step depends on
-the rule, its own state and its key, but not on other members or on its device.
+Each function is for one member. A group of like members is a `vmap`. A member's meta-step depends
+on the rule, its own state and its key, but not on other members or on its device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A population that learns by one rule, and the rule from it: one compiled program on a mesh.
 
-Each device has a part of every group's members. A meta-step is K updates of each member, the gradient
-of its meta-loss in the rule, and one step of the rule by the mean gradient. The devices share one
-all-reduce in it, and nothing else.
+Each device has a part of every group's members. A meta-step is K updates of each member, the
+gradient of its meta-loss in the rule, and one step of the rule by the mean gradient. The devices
+share one all-reduce in it, and nothing else.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class MetaTraining:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [1] -> State, placed on the mesh."""
+    """Keys [1] -> State, placed on the mesh."""
     once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
@@ -191,7 +191,7 @@ class MetaTraining:
 
   @functools.cached_property
   def moves(self) -> Any:
-    """(rule, groups, scales, key, update) -> (moves, groups, scales, metrics, curve) on the mesh."""
+    """(rule, groups, scales, key, update) -> (moves, groups, scales, metrics, curve)."""
     split = P(POPULATION)
     return jax.shard_map(
       self._shared,

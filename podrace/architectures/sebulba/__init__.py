@@ -1,9 +1,9 @@
 """Sebulba: environments on the host, actor devices and learner devices.
 
-Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments. The agent acts on an
-actor device, where the unroll is assembled. Finished unrolls are split along the batch and move from
-device to device to the learners. One learner thread, the caller's, makes the updates and publishes
-the parameters by version. Queues carry handles.
+Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments. The agent acts on
+an actor device, where the unroll is assembled. Finished unrolls are split along the batch and move
+from device to device to the learners. One learner thread, the caller's, makes the updates and
+publishes the parameters by version. Queues carry handles.
 
 The setting `lag` chooses the version of the parameters for an unroll:
 

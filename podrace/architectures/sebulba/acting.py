@@ -28,8 +28,8 @@ COLUMNS = 2  # of an environment in any order: an open unroll and a finished one
 class ActingProgram:
   """One agent that acts in pools of one kind of environment. It knows no learner.
 
-  The `num_envs` are divided over the actor threads of all processes. If `batch_size` (of one thread)
-  is less than a thread's share, environments return in any order, as they become ready.
+  The `num_envs` are divided over the actor threads of all processes. If `batch_size` (of one
+  thread) is less than a thread's share, environments return in any order, as they become ready.
   """
 
   agent: Agent
@@ -60,8 +60,8 @@ class ActingProgram:
       near = f'{below} or {below + parts}' if below else f'{parts}'
       raise ValueError(
         f'--num-envs {self.num_envs} must be a multiple of {parts}, as {near} is: each of '
-        f'{self.total_threads} actor threads (--actor-threads is of each device) sends equal parts to '
-        f'each of {len(self.destinations)} learner devices'
+        f'{self.total_threads} actor threads (--actor-threads is of each device) sends equal parts '
+        f'to each of {len(self.destinations)} learner devices'
       )
     if not 0 <= self.batch_size <= self.envs_per_thread or (
       self.batch_size and self.envs_per_thread % self.batch_size

@@ -25,7 +25,7 @@ class Carry(NamedTuple):
 
 
 def pack(timestep: TimeStep, *more: Any) -> np.ndarray:
-  """Pack a timestep [b] without its observation, and `m` integers of each environment: [3+m, b] i32.
+  """Pack a timestep [b] without its observation and `m` integers per environment: [3+m, b] i32.
 
   It is one array, because each host array that a program takes is a separate transfer.
   """
@@ -81,8 +81,7 @@ class Acting:
   ) -> tuple[Carry, Any]:
     """Act in all environments at row t, with the call-th key; returns the carry and actions [N].
 
-    Args:
-      numbers: `pack` of the timestep, call and t.
+    `numbers` is `pack` of the timestep, call and t.
     """
     timestep, (call, t) = _unpack(numbers, observation)
     call, t = call[0], t[0]
@@ -105,8 +104,7 @@ class Acting:
   ) -> tuple[Carry, Any]:
     """Act in environments env_id [b], each at its own row and column. Padding is out of range.
 
-    Args:
-      numbers: `pack` of the timestep, call, env_id, row and column.
+    `numbers` is `pack` of the timestep, call, env_id, row and column.
     """
     timestep, (call, env_id, row, column) = _unpack(numbers, observation)
     before = jax.tree.map(lambda x: x.at[env_id].get(mode='clip'), carry.agent_state)
@@ -131,8 +129,7 @@ class Acting:
   def store(self, carry: Carry, numbers: Array, observation: Any) -> Carry:
     """Store the last timesteps of unrolls, without acting.
 
-    Args:
-      numbers: `pack` of the timestep, row and column.
+    `numbers` is `pack` of the timestep, row and column.
     """
     timestep, (row, column) = _unpack(numbers, observation)
     place = functools.partial(self._place, row, column)

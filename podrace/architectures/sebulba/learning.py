@@ -58,9 +58,9 @@ class Batch(NamedTuple):
 class LearningProgram:
   """One agent that learns on a mesh, in the calling thread. It knows no environment.
 
-  With a `Replay`, replay is on the devices of the mesh, and a batch is the trajectories of `streams`
-  threads. With a `Layout`, replay is on the host or in a service, and a batch is a sample of that
-  layout.
+  With a `Replay`, replay is on the devices of the mesh, and a batch is the trajectories of
+  `streams` threads. With a `Layout`, replay is on the host or in a service, and a batch is a sample
+  of that layout.
   """
 
   agent: Agent
@@ -113,7 +113,7 @@ class LearningProgram:
 
   @functools.cached_property
   def init(self) -> Any:
-    """keys [1] -> State, placed on the mesh."""
+    """Keys [1] -> State, placed on the mesh."""
     return jax.jit(self._init, out_shardings=self.shardings)
 
   @functools.cached_property
@@ -208,9 +208,7 @@ class LearningProgram:
   def end_update(self, state: State, update: int, before: Any, batch: Batch) -> State:
     """Return the state after `update` updates.
 
-    Args:
-      before: the parameters at the beginning of the update.
-      batch: the last batch of the update.
+    `before` are the parameters at the beginning of the update, `batch` is its last batch.
     """
     previous = before if self.keeps_previous else ()
     state = state._replace(previous=previous, actors=batch.snapshots)
@@ -245,7 +243,7 @@ class LearningProgram:
     return jax.jit(check, out_shardings=topology_.replicated(self.mesh))
 
   def health(self, state: State) -> tuple[Any, Any]:
-    """Return the first update with a loss that is not finite, else -1; and if all parameters are."""
+    """Return the first update with non-finite loss, else -1; and if all parameters are finite."""
     return jax.device_get(self._health(state.train.params, state.log.broken))
 
 

@@ -56,7 +56,8 @@ class Unroll(NamedTuple):
 class Pipe:
   """A queue of unrolls to the learner, and the versions of parameters for actors.
 
-  For each unroll a thread calls `reserve`, `params` and `put`, in that order. `close` ends all waits.
+  For each unroll a thread calls `reserve`, `params` and `put`, in that order. `close` ends all
+  waits.
   """
 
   def __init__(
@@ -85,7 +86,7 @@ class Pipe:
       self._changed.notify_all()
 
   def reserve(self, thread: int) -> int:
-    """Wait for a place for a thread's next unroll; returns the oldest version that may be put there.
+    """Wait for a place for a thread's next unroll; returns the oldest version to put there.
 
     A thread in lockstep has its own places. Threads with environments in any order share the places
     of one batch, the next after the update under way.

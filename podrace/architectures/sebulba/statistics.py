@@ -37,7 +37,7 @@ class Statistics:
       self.seconds[key] = self.seconds.get(key, 0.0) + seconds
 
   def shares(self, thread: int | None = None) -> dict[str, float]:
-    """Return the shares of time by activity, of one actor thread or of all, as the log names them."""
+    """Return the shares of time by activity, of one actor thread or of all, for the log."""
     sums: dict[str, float] = {}
     for key, seconds in sorted(self.seconds.items()):
       activity, _, index = key.partition(' ')

@@ -85,9 +85,9 @@ class Checkpoints:
   def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
     async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
     if jax.process_count() == 1:
-      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits only
-      # for its own threads, so it needs no timeout. Synchronous directory creation avoids waits
-      # without a configurable timeout.
+      # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits
+      # only for its own threads, so it needs no timeout. Synchronous directory creation avoids
+      # waits without a configurable timeout.
       async_options = dataclasses.replace(
         async_options, timeout_secs=FOREVER, create_directories_asynchronously=False
       )
@@ -137,6 +137,10 @@ class Checkpoints:
     """Take a copy and return. Writing goes on in the background.
 
     Args:
+      step: names the checkpoint.
+      params: the parameters.
+      rest: the state without its parameters.
+      meta: JSON that is kept with the arrays.
       extra: writes the folder that belongs to the checkpoint. It is called in the background before
         the checkpoint begins, so no checkpoint lacks its folder. Its result becomes `extra` of the
         meta. In a run of more than one process it is called here, because the learner threads begin
@@ -263,8 +267,8 @@ class Checkpoints:
       raise self._wrong(step)
     if 'fingerprints' not in meta:
       raise UsageError(
-        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on with '
-        'it; this one needs another --run-dir'
+        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on '
+        'with it; this one needs another --run-dir'
       )
     return meta
 
@@ -281,11 +285,13 @@ class Checkpoints:
   ) -> Restored:
     """Read the checkpoint at `step` into trees of the given shapes and shardings.
 
-    All arrays are compared with their checksums. A checkpoint of an older podrace may lack the index
-    over the arrays. Then a temporary index is made.
+    All arrays are compared with their checksums. A checkpoint of an older podrace may lack the
+    index over the arrays. Then a temporary index is made.
 
     Args:
-      rest: the state without its parameters; None to read the parameters alone.
+      step: names the checkpoint.
+      params: shapes and shardings of the parameters.
+      rest: likewise of the state without its parameters; None to read the parameters alone.
       meta: the result of `meta(step)`, if it was read before.
 
     Raises:

@@ -1,8 +1,8 @@
 """The arrays of a checkpoint: checksums, and reading back from disk without JAX or asyncio.
 
-Orbax writes each tree to a folder of its own: `_METADATA` lists the arrays, and an OCDBT store holds
-them in zarr format. Each process writes a store `ocdbt.process_N`. The store of the folder itself is
-an index over these stores.
+Orbax writes each tree to a folder of its own: `_METADATA` lists the arrays, and an OCDBT store
+holds them in zarr format. Each process writes a store `ocdbt.process_N`. The store of the folder
+itself is an index over these stores.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Stored:
   """The arrays in one folder of a checkpoint.
 
   Raises:
-    ValueError, OSError: in each method, if an array cannot be read or is not as expected. The message names it.
+    ValueError, OSError: in each method, if an array cannot be read or is not as expected. The
+      message names it.
   """
 
   def __init__(self, folder: Path) -> None:
@@ -147,8 +148,8 @@ class Stored:
     names = {name for name, _, _ in expected}
     if differing := sorted(names ^ self._names):
       raise ValueError(
-        f'_METADATA lists {len(self._names)} arrays, expected {len(names)}; {differing[0]} is extra '
-        'or missing'
+        f'_METADATA lists {len(self._names)} arrays, expected {len(names)}; {differing[0]} is '
+        'extra or missing'
       )
     spec = {'driver': self._driver}
     arrays = []
@@ -174,7 +175,7 @@ class Stored:
 
 
 def _begin_reads(sharding: Any, array: ts.TensorStore) -> dict[str, Any]:
-  """Begin to read the distinct parts of an array that this process's devices hold; futures by index."""
+  """Begin to read the distinct parts of an array on this process's devices; futures by index."""
   indices = sharding.addressable_devices_indices_map(array.shape).values()
   return {text: array[index].read() for text, index in {str(i): i for i in indices}.items()}
 
@@ -195,7 +196,7 @@ def open_store(folder: Path, context: ts.Context) -> ts.KvStore:
 
 
 def merge(folder: Path) -> None:
-  """Index all arrays in the stores `ocdbt.process_*` of a folder, as orbax does before a checkpoint is whole."""
+  """Index all arrays in the stores `ocdbt.process_*` of a folder, as orbax does."""
   context, transaction = ts.Context(), ts.Transaction(atomic=True)
   target = open_store(folder, context).with_transaction(transaction)
   for part in sorted(p for p in folder.iterdir() if p.name.startswith(PART)):

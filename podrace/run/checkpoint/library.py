@@ -16,10 +16,10 @@ log = logging.getLogger('podrace.run.checkpoint')
 
 
 class PlainPath:
-  """A path to a directory that does not contain its name: `/proc/self/fd/N`.
+  r"""A path to a directory that does not contain its name: `/proc/self/fd/N`.
 
-  Orbax finds files by patterns that begin with the directory, and tensorstore reads a backslash as a
-  separator. So a run directory `hidden=[64,64]` or `a\\b` would be misread. A system without
+  Orbax finds files by patterns that begin with the directory, and tensorstore reads a backslash as
+  a separator. So a run directory `hidden=[64,64]` or `a\b` would be misread. A system without
   /proc/self/fd has no such path. There a directory with one of these characters is refused.
 
   Owner: the object that passes the path on. It calls `close` when no library uses it any more.

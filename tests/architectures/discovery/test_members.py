@@ -161,7 +161,7 @@ def test_lives_end_one_by_one_and_wholly(name: str) -> None:
   agent = {'lpg': populations.LPG_AGENT, 'disco': populations.DISCO_AGENT}[name]
   kind = populations.kind(agent=agent, lifetime=10, replayed=2 * (name == 'disco'))
   before, key = group(kind, [9, 10, 3]), jax.random.key(3)
-  after = jax.jit(kind.renewed)(before, key)
+  after = jax.jit(kind.renew)(before, key)
   fresh = kind.begin(key, jnp.int32(1), jnp.int32(1), jnp.int32(0))
   of = lambda i: jax.tree.map(lambda x: x[i], after)  # noqa: E731
   counted = dict(episodes=0, faults=0)  # of the run
