@@ -144,7 +144,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   for door in DOORS.values():
     module, _, name = door.rpartition('.')
     monkeypatch.setattr(importlib.import_module(module), name, begun)
-  for door in ('processes.join_processes', 'processes.detected_place', 'compile_cache.enable'):
+  for door in ('processes.join_processes', 'processes.detect_place', 'compile_cache.enable'):
     monkeypatch.setattr(f'podrace.run.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
