@@ -23,8 +23,8 @@ from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
 
 if TYPE_CHECKING:
-  from podrace.distributed.replay.outbox import Outbox
   from podrace.distributed.replay.connection import Connection
+  from podrace.distributed.replay.outbox import Outbox
   from podrace.distributed.replay.remote_table import RemoteTable
 
 
