@@ -71,8 +71,6 @@ class Inserting:
     self._in_flight = InFlight(self._store.lock)  # of all clients; they wait for themselves
     self._logged: set[tuple[str, str]] = set()  # tables and clients of which a refusal was logged
 
-  # --- streams
-
   def join(self, peer: Peer) -> InsertStream:
     """Return the stream of a client, which continues over its new connection."""
     client = peer.key, peer.client
@@ -263,8 +261,6 @@ class Inserting:
     for stream, numbers in admitted.items():
       if stream.peer is not None:
         self._ack(stream.peer, 0, '', numbers, [], [])
-
-  # --- messages to clients
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Send the numbers of inserted, waiting and refused items. `why` is the first reason."""
