@@ -50,9 +50,9 @@ def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> N
       'timesteps/reward': LARGEST_REWARD,
       'timesteps/discount': 1.0,
     }.get(column[0], LARGEST_OUTPUT)
-    assert not checked.wrong(np.full(shape, largest, dtype))
+    assert not checked.is_violated(np.full(shape, largest, dtype))
     for value in (3e38, 1.01 * largest, np.inf, np.nan):
-      assert checked.wrong(np.full(shape, value, dtype)), (column[0], value)
+      assert checked.is_violated(np.full(shape, value, dtype)), (column[0], value)
 
 
 def test_totals_of_episodes_are_bounded_each() -> None:
@@ -139,7 +139,7 @@ def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
   worker = threading.Thread(target=answering(end, answers), daemon=True)
   worker.start()
   with replay.connect(end.address) as client:
-    assert client.table('it')._most == 1.0
+    assert client.table('it').max_priority == 1.0
   worker.join(60)
   assert not worker.is_alive()
   end.close()

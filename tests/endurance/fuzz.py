@@ -234,7 +234,7 @@ def storm_of_training(address: str, name: str, pace: float) -> None:
 
   begun = time.monotonic()
   try:
-    storm(address, kinds, 2**62, hello, parameter_messages, go_on, lambda: 0)
+    storm(address, kinds, 2**62, hello, messages, go_on, lambda: 0)
   except (Enough, OSError, AssertionError):
     seconds = time.monotonic() - begun
     if not over.wait(60):  # else the learner has ended with its run
@@ -251,8 +251,8 @@ def messages_against(
   makers = dict(seed=of_seed, replay=of_replay, parameters=of_parameters)
   kinds, hello, nearly, go_on = makers[part](address)
 
-  parameter_messages = functools.partial(messages_of, nearly)
-  told = storm(address, kinds, count, hello, parameter_messages, go_on, memory)
+  messages = functools.partial(messages_of, nearly)
+  told = storm(address, kinds, count, hello, messages, go_on, memory)
   return told._asdict()
 
 

@@ -24,8 +24,8 @@ class TakenItems(NamedTuple):
   """The items of one INSERT.
 
   Attributes:
-    done: numbers of repeated items that are in their tables.
-    waiting: numbers of repeated items that wait for a limiter.
+    done: numbers of repeated items that are in their tables; inserted ones are added.
+    waiting: numbers of repeated items that wait for a limiter; new ones are added.
     groups: (table, [(number, item)]) of the new items, in their order.
     lost: how many items were lost with an earlier process.
   """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import logging
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.listener import Listener, Peer
 from podrace.distributed.net.session_messages import REFUSED
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.insert_streams import PART_BYTES, InsertStream
+from podrace.distributed.replay.insert_streams import PART_BYTES, InsertStream, TakenItems
 from podrace.distributed.replay.served_tables import ServedTable, ServedTables
 from podrace.tables.blocking import InFlight, Pending
 from podrace.tables.chunks import Account
@@ -30,14 +30,6 @@ HELD_ITEMS = 2**20  # that may wait for a table's limiter, of all clients
 
 
 ClientId = tuple[str, int]  # key ('' without keys) and number of a client
-
-
-class InsertOutcome(NamedTuple):
-  """The numbers of a message's items by outcome, with the reasons of refusals."""
-
-  done: list[int]
-  waiting: list[int]
-  refused: dict[int, str]
 
 
 class HeldItems:
@@ -78,8 +70,6 @@ class Inserting:
     self.signature_bytes = 0
     self._in_flight = InFlight(self._store.lock)  # of all clients; they wait for themselves
     self._logged: set[tuple[str, str]] = set()  # tables and clients of which a refusal was logged
-
-  # --- streams
 
   def join(self, peer: Peer) -> InsertStream:
     """Return the stream of a client, which continues over its new connection."""
@@ -181,15 +171,16 @@ class Inserting:
       excess = f'its writers keep {stream.kept_bytes:,} bytes of steps'
       self._refuse_client(peer, excess, self._most_bytes)
       return
-    done, waiting, groups, lost = stream.take_items(details, parts, refs)
+    taken = stream.take_items(details, parts, refs)
+    done, waiting, groups, lost = taken
     counts['repeated'] += len(done) + len(waiting)
     if lost:
       counts['lost'] += lost
       line = f'{lost} items of {peer.name} are lost with an earlier process'
       self._listener.log(line, logging.WARNING)
-    outcome = InsertOutcome(done, waiting, {})
+    refused: dict[int, str] = {}
     for served, items in groups:
-      self._put(peer, served, items, outcome)
+      refused |= self._put(peer, served, items, taken)
     if len(stream.waiting) > replay_messages.MOST_ITEMS:
       raise WireError(f'items beyond the {replay_messages.MOST_ITEMS} that may wait')
     stream.release(self._store, released)
@@ -197,18 +188,23 @@ class Inserting:
     counts['items'] += len(done) + len(waiting)
     if not self._refuse_excess(peer, groups):
       why = groups[-1][0].table.inserts.why_not() if waiting and groups else ''
-      why = next(iter(outcome.refused.values()), why)
-      self._ack(peer, message, why, done, waiting, [*outcome.refused])
+      why = next(iter(refused.values()), why)
+      self._ack(peer, message, why, done, waiting, [*refused])
 
   def _put(
-    self, peer: Peer, served: ServedTable, items: list[tuple[int, Item]], outcome: InsertOutcome
-  ) -> None:
-    """Submit items to their table, and add their numbers to `outcome`."""
+    self, peer: Peer, served: ServedTable, items: list[tuple[int, Item]], taken: TakenItems
+  ) -> dict[int, str]:
+    """Submit items to their table, and add their numbers to `taken.done` or `taken.waiting`.
+
+    Returns:
+      The reason of each refused item by its number.
+    """
     stream, held = peer.state.stream, self.held[served]
+    refused = {}
     self._served.touched.add(served)
     for number, result in self._submit(served, items):
       if result is None:
-        outcome.done.append(number)
+        taken.done.append(number)
       elif isinstance(result, Pending):
         stream.waiting[number] = result
         held.items.append((result, stream, number))
@@ -218,11 +214,12 @@ class Inserting:
         with self._store.lock:
           for account in (stream.account, held.account):
             served.table.contents.hold(result.item, account)
-        outcome.waiting.append(number)
+        taken.waiting.append(number)
       else:
-        outcome.refused[number] = str(result)
+        refused[number] = str(result)
         stream.refuse(number)
         self._log_refusal(served, peer, result)
+    return refused
 
   def _submit(
     self, served: ServedTable, items: list[tuple[int, Item]]
@@ -264,8 +261,6 @@ class Inserting:
     for stream, numbers in admitted.items():
       if stream.peer is not None:
         self._ack(stream.peer, 0, '', numbers, [], [])
-
-  # --- messages to clients
 
   def _ack(self, peer: Peer, message: int, why: str, *numbers: list[int]) -> None:
     """Send the numbers of inserted, waiting and refused items. `why` is the first reason."""

@@ -48,7 +48,7 @@ class RemoteTable:
   ) -> None:
     self.name, self.schema = name, schema
     self._shards = Shards(name, connections)
-    self._max_priority = max_priority
+    self.max_priority = max_priority
     self.report = self._shards.report
 
   def __len__(self) -> int:
@@ -67,9 +67,9 @@ class RemoteTable:
 
   def check_priority(self, priority: float) -> float:
     """Return the priority, or raise ValueError if the selectors do not allow it."""
-    if not 0 <= priority <= self._max_priority:
+    if not 0 <= priority <= self.max_priority:
       raise ValueError(
-        f'table {self.name!r}: priority {priority} is not in [0, {self._max_priority:g}], which '
+        f'table {self.name!r}: priority {priority} is not in [0, {self.max_priority:g}], which '
         'its selectors need'
       )
     return float(priority)
@@ -140,7 +140,7 @@ class RemoteTable:
     names, values = np.asarray(keys), np.asarray(priorities, np.float64)
     if names.shape != values.shape or names.ndim != 1:
       raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
-    wrong = ~((values >= 0) & (values <= self._max_priority))
+    wrong = ~((values >= 0) & (values <= self.max_priority))
     if wrong.any():
       self.check_priority(float(values[wrong][0]))
     return self._send_keys(replay_messages.UPDATE, names, values)

@@ -15,7 +15,7 @@ from podrace.distributed.net.frame import WireError
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.connection import ReplayConnection, ServiceCall
 from podrace.distributed.replay.item_schema import ItemSchema
-from podrace.distributed.replay.sample_frames import read_samples
+from podrace.distributed.replay.sample_reader import read_samples
 from podrace.distributed.replay.shards import Shards
 from podrace.errors import RunError
 from podrace.tables.blocking import REPORT_AFTER, Closed, RateLimited, Wait

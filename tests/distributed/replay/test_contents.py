@@ -17,7 +17,7 @@ from test_service_tables import SIMPLE
 from podrace.distributed import replay
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.net.frame import WireError
-from podrace.distributed.replay import item_schema, replay_messages, sample_frames
+from podrace.distributed.replay import item_schema, replay_messages, sample_reader
 from podrace.distributed.replay.item_schema import FINITE, ItemSchema, pack_column
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
@@ -245,11 +245,11 @@ def test_parts_share_chunks_and_need_some_of_their_rows() -> None:
   one = samples_of(5, parts, refs)
   rows = np.arange(2 * 5 * 64).reshape(10, 64)
   expected = [rows[1:3], rows[3:6], rows[:5], rows[9:]]
-  found = sample_frames.read_samples([one])
+  found = sample_reader.read_samples([one])
   for i, x in enumerate(expected):
     np.testing.assert_array_equal(found.data['x'][i, : len(x)], x)
     assert found.lengths['x'][i] == len(x) and not found.data['x'][i, len(x) :].any()
-  both = sample_frames.read_samples([one, samples_of(8, [(1, 0, 8)], [1])])
+  both = sample_reader.read_samples([one, samples_of(8, [(1, 0, 8)], [1])])
   assert both.data['x'].shape == (5, 8, 64) and both.key.tolist() == [1, 2, 3, 4, 1]
   np.testing.assert_array_equal(both.data['x'][4], np.arange(512, 1024).reshape(8, 64))
   np.testing.assert_array_equal(both.data['x'][:4, :5], found.data['x'])
@@ -260,10 +260,10 @@ def test_a_shared_chunk_counts_once_to_what_may_be_unpacked(
 ) -> None:
   many = samples_of(8, [(1, 0, 1)] * 100, [0] * 100)
   monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
-  assert len(sample_frames.read_samples([many]).key) == 100
+  assert len(sample_reader.read_samples([many]).key) == 100
   monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
   with pytest.raises(WireError, match='bytes unpacked'):
-    sample_frames.read_samples([many])
+    sample_reader.read_samples([many])
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_parts_that_are_not_in_their_chunks_are_refused(
   text: str, parts: list[Any], refs: list[int]
 ) -> None:
   with pytest.raises(WireError, match=text):
-    sample_frames.read_samples([samples_of(5, parts, refs)])
+    sample_reader.read_samples([samples_of(5, parts, refs)])
 
 
 def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
@@ -301,8 +301,8 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
 
   for n, count in ((1, 100), (100, 1)):
     with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
-      sample_frames.read_samples([(signature, frames(n, count))])
-  assert sample_frames.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
+      sample_reader.read_samples([(signature, frames(n, count))])
+  assert sample_reader.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
   assert (
     item_schema.CHUNK_BYTES
     < replay_messages.UNPACKED_CHUNK_BYTES

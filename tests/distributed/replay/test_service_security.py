@@ -658,7 +658,7 @@ def flood(messages: int, seed: int) -> None:
     fill(client, table, 5).close(timeout=30)
     before = resident()
     sent = 0
-    while sent < parameter_messages:
+    while sent < messages:
       raw = ready(server)
       try:
         for _ in range(rng.randrange(1, 200)):
@@ -671,7 +671,7 @@ def flood(messages: int, seed: int) -> None:
         assert len(table.sample(2, timeout=30).key) == 2
     assert len(table.sample(2, timeout=60).key) == 2
     fill(client, table, 5).close(timeout=60)
-    assert server.failure is None and server.counts['malformed'] > parameter_messages / 1000
+    assert server.failure is None and server.counts['malformed'] > messages / 1000
     until(lambda: len(server.peers) == 1)
     assert server.store.total.bytes < 2**20 and len(server.inserting.streams) <= 65536
     assert resident() < before + 2**27
@@ -688,10 +688,8 @@ def fuzz(messages: int, seed: int) -> None:
       return [(replay_messages.DECLARE, [told], [])], wrong(rng)
 
     before = resident()
-    good = tell(
-      server.listener, replay_messages.OF_SERVICES, told_hello, case, parameter_messages, seed
-    )
-    assert 0.02 * parameter_messages < good < 0.9 * parameter_messages, good
+    good = tell(server.listener, replay_messages.OF_SERVICES, told_hello, case, messages, seed)
+    assert 0.02 * messages < good < 0.9 * messages, good
     assert len(server.tables) < 100 and server.store.total.bytes < 2**24
     assert resident() < before + 2**27
     assert len(table.sample(2, timeout=60).key) == 2
@@ -848,9 +846,7 @@ def weather(folder: Path, count: int) -> None:
         text = Path(f'/proc/{replay.process.pid}/status').read_text()
         return int(text.partition('RssAnon:')[2].split()[0]) * 1024
 
-      told = storm(
-        address, replay_messages.OF_SERVICES, count, told_hello, parameter_messages, go_on, memory
-      )
+      told = storm(address, replay_messages.OF_SERVICES, count, told_hello, messages, go_on, memory)
       asker = Asker(address, None, False)
       until(lambda: len(asker.ask()['clients']) == 1)  # the others are silent
       report = asker.ask()
