@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs import contract
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, without_choice
+from podrace.envs.spaces import bounds
+from podrace.envs.timestep_rules import RULES
 from podrace.errors import RunError
 from podrace.system.blame import label, out_of_space
-from podrace.types import LARGEST_REWARD, Trajectory
+from podrace.types import Trajectory
 
 FAULTS = ('order', 'reward', 'action', 'mask')  # bits of `ActorState.faults`
 
@@ -25,8 +25,9 @@ def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
   nothing is added where there were faults `before`, and of actions and rewards the first one counts.
   """
   t = trajectory.timesteps
-  order = jnp.any(t.last[:-1] != t.first[1:], 0)
-  reward = ~(jnp.abs(t.reward) <= LARGEST_REWARD)  # NaN is
+  after_first = t._replace(step_type=t.step_type[1:])
+  order = jnp.any(RULES['order'].is_broken(after_first, t.last[:-1]), 0)
+  reward = RULES['reward'].is_broken(t, None)
   action = _outside(space, trajectory.outputs.action)
   reward_before, action_before = (jnp.cumsum(x, 0) > 0 for x in (reward[:-1], action))
   found = [
@@ -34,8 +35,8 @@ def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
     reward[0] | jnp.any(reward[1:] & ~action_before, 0),
     jnp.any(action & ~reward_before, 0),
   ]
-  if (stuck := without_choice(t)) is not None:
-    found.append(jnp.any(stuck, 0))
+  if (mask := RULES['mask'].is_broken(t, None)) is not None:
+    found.append(jnp.any(mask, 0))
   bits = sum(
     (x.astype(jnp.int32) << i for i, x in enumerate(found)), jnp.zeros(order.shape, jnp.int32)
   )
@@ -66,16 +67,9 @@ def check_faults(counts: np.ndarray, agent: Any, env: Any, action: Callable[[], 
 
 
 def _explain(fault: str, agent: Any, env: Any, action: Callable[[], Any]) -> str:
-  if fault == 'order':
-    return contract.out_of_order(env)
-  if fault == 'reward':
-    return (
-      f'{label(env, "step")} returned a reward that is NaN or infinite, or more than {LARGEST_REWARD:g} in size, '
-      'expected a finite one that is smaller'
-    )
-  if fault == 'mask':
-    return f'{label(env, "step")} returned {ALLOWS_NOTHING}, expected {ALLOWS_SOME}'
-  return out_of_space(agent, env.action_space, action())
+  if fault == 'action':
+    return out_of_space(agent, env.action_space, action())
+  return RULES[fault].message(label(env, 'step'))
 
 
 def first_outside(space: Any, actions: np.ndarray) -> Any:

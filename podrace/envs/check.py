@@ -13,8 +13,9 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, over, values, without_choice
+from podrace.envs.spaces import bounds, over, values
 from podrace.envs.spaces import leaves as leaves_of
+from podrace.envs.timestep_rules import RESETS, RULES, broken_rules
 from podrace.errors import UsageError
 from podrace.system.blame import (
   calling,
@@ -162,20 +163,7 @@ def _check_steps(env: Any) -> None:
       stream = contract.as_numpy(run(jax.random.key(0), False))
   except Exception as e:
     raise failed(env, 'step', given, e) from e
-  kind = stream.step_type
-  if wrong := sorted({int(x) for x in kind.flat} - NAMES.keys()):
-    refuse(env, 'step', f'step_type {wrong[0]}', 'FIRST (0), MID (1) or LAST (2)')
-  if np.any(kind[0] != FIRST):
-    refuse(env, 'reset', f'step_type {NAMES[int(kind[0][kind[0] != FIRST][0])]}', 'FIRST')
-  for t, i in np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))[:1]:
-    before, after = (NAMES[int(kind[t + d, i])] for d in (0, 1))
-    expected = (
-      f'FIRST: {contract.RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
-    )
-    refuse(env, 'step', f'{after} after {before} in step {t + 1}', expected)
-  stuck = without_choice(stream)
-  for t, _ in np.argwhere(stuck)[:1] if stuck is not None else ():
-    refuse(env, 'step' if t else 'reset', f'{ALLOWS_NOTHING} in step {t}', ALLOWS_SOME)
+  _check_order(env, stream)
   _check_numbers(env, 'reward', stream.reward)
   _check_numbers(env, 'discount', stream.discount)
   for (where, leaf), x in zip(
@@ -185,6 +173,24 @@ def _check_steps(env: Any) -> None:
   ):
     _check_numbers(env, where, x)
     _check_bounds(env, where, leaf, x)
+
+
+def _check_order(env: Any, stream: TimeStep) -> None:
+  """Check the step types and the action masks of a stream [T, B]."""
+  broken, kind = dict(broken_rules(stream)), stream.step_type
+  if 'step_type' in broken:
+    refuse(env, 'step', f'step_type {kind[broken["step_type"]]}', RULES['step_type'].expected)
+  if 'order' in broken:
+    t, b = broken['order']
+    came = NAMES[int(kind[t, b])]
+    if t == 0:
+      refuse(env, 'reset', f'step_type {came}', 'FIRST')
+    before = NAMES[int(kind[t - 1, b])]
+    expected = f'FIRST: {RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
+    refuse(env, 'step', f'{came} after {before} in step {t}', expected)
+  if 'mask' in broken:
+    t, rule = broken['mask'][0], RULES['mask']
+    refuse(env, 'step' if t else 'reset', f'{rule.came} in step {t}', rule.expected)
 
 
 def _check_numbers(env: Any, what: str, x: np.ndarray) -> None:

@@ -13,23 +13,9 @@ import numpy as np
 
 from podrace import distributions
 from podrace.envs.base import batch, select
-from podrace.envs.spaces import (
-  ALLOWS_NOTHING,
-  ALLOWS_SOME,
-  MASK,
-  bounds,
-  leaves,
-  tree,
-  values,
-  without_choice,
-)
-from podrace.system.blame import label
-from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Array, Environment, TimeStep
-
-RESETS = (
-  'the step after LAST begins a new episode by itself; podrace.envs.base.NextStepReset(...) around '
-  'an environment that does not makes it one that does'
-)
+from podrace.envs.spaces import MASK, bounds, leaves, tree, values
+from podrace.envs.timestep_rules import RULES, broken_rules
+from podrace.types import Array, Environment, TimeStep
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
   jax.jit,
@@ -52,9 +38,7 @@ def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> 
   run = rollout(env, steps, num_envs)
   stream = as_numpy(run(key, False))
   check_observations(env, stream)
-  check_episodes(stream)
-  check_rewards(stream)
-  check_masks(stream)
+  check_timesteps(stream)
   check_equal(stream, as_numpy(run(key, False)), 'the same key gives another stream')
   check_equal(stream, as_numpy(run(key, True)), 'the action after LAST is not ignored')
 
@@ -178,50 +162,22 @@ def _inside(space: Any, x: Any, where: str) -> None:
   )
 
 
-def check_episodes(stream: TimeStep) -> None:
-  """FIRST, then MID, then LAST, then FIRST again; everything else is out of order."""
-  kind = stream.step_type
-  assert kind.dtype == np.int8, f'step_type is {kind.dtype}, expected int8'
-  assert np.all(np.isin(kind, (FIRST, MID, LAST)))
-  assert np.all(kind[0] == FIRST), 'reset did not return FIRST'
-  wrong = np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))
-  assert not len(wrong), (
-    f'FIRST without LAST before it, or LAST without FIRST, at {wrong[:3].tolist()}'
-  )
+def check_timesteps(stream: TimeStep) -> None:
+  """Check the types of a stream [T, B], and every rule of the contract.
 
-
-def check_rewards(stream: TimeStep) -> None:
-  """Finite f32 rewards of at most LARGEST_REWARD in size, 0 on FIRST; f32 discounts of 0 or 1, and 1 unless LAST."""
-  for name in ('reward', 'discount'):
+  Raises:
+    AssertionError: if a rule is broken; the message has the step.
+  """
+  dtypes = {'reward': np.float32, 'discount': np.float32, 'step_type': np.int8}
+  for name, dtype in dtypes.items():
     x = getattr(stream, name)
-    assert x.dtype == np.float32, f'{name} is {x.dtype}, expected float32'
+    assert x.dtype == dtype, f'{name} is {x.dtype}, expected {np.dtype(dtype)}'
     assert x.shape == stream.step_type.shape, f'{name} has shape {x.shape}'
-  assert np.all(np.isfinite(stream.reward)), 'a reward is not finite'
-  assert np.all(np.abs(stream.reward) <= LARGEST_REWARD), (
-    f'a reward is more than {LARGEST_REWARD:g} in size'
-  )
-  assert np.all(stream.reward[stream.step_type == FIRST] == 0), 'a reward on FIRST is not 0'
-  assert np.all(np.isin(stream.discount, (0, 1))), 'a discount is neither 0 nor 1'
-  assert np.all(stream.discount[stream.step_type != LAST] == 1), 'discount 0 before LAST'
-
-
-def check_masks(stream: TimeStep) -> None:
-  """Check that an action mask allows something wherever an agent acts or bootstraps."""
-  stuck = without_choice(stream)
-  assert stuck is None or not stuck.any(), (
-    f'{ALLOWS_NOTHING} in step {int(np.argwhere(stuck)[0, 0])}, expected {ALLOWS_SOME}'
-  )
+  for name, (t, _) in broken_rules(stream):
+    raise AssertionError(f'{RULES[name].came} in step {t}, expected {RULES[name].expected}')
 
 
 def check_equal(stream: Any, other: Any, message: str) -> None:
   """Two streams are the same to the bit."""
   for x, y in zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True):
     np.testing.assert_array_equal(x, y, err_msg=message)
-
-
-def out_of_order(env: Any) -> str:
-  """What to say of an environment whose episodes do not begin and end as they should."""
-  return (
-    f'{label(env, "step")} returned something else than FIRST after LAST, or FIRST without LAST '
-    f'before it, expected FIRST after LAST and only there: {RESETS}'
-  )

@@ -25,25 +25,6 @@ def seen(x: Any) -> Any:
   return {k: v for k, v in x.items() if k not in UNSEEN} if isinstance(x, Mapping) else x
 
 
-def without_choice(timestep: Any) -> Any:
-  """Return where a mask allows nothing though it has to, [...] bool as the rewards; None without a mask.
-
-  An agent acts in each timestep but a LAST one, and bootstraps from each but that of a termination. So the mask may
-  allow nothing only at LAST with discount 0.
-  """
-  observation = timestep.observation
-  if not isinstance(observation, dict) or MASK not in observation:
-    return None
-  allowed = (observation[MASK].reshape(*timestep.reward.shape, -1) != 0).any(-1)
-  return ~allowed & (~timestep.last | (timestep.discount > 0))
-
-
-ALLOWS_NOTHING = 'an action_mask that allows nothing'  # and what is expected instead
-ALLOWS_SOME = (
-  'at least one action, but with the LAST timestep of an episode that terminated, of discount 0'
-)
-
-
 def _parts(space: Any) -> list[Any] | None:
   """Keys of a Dict, or of a dict of spaces; indices of a Tuple; None of what holds arrays."""
   if isinstance(space, Mapping):

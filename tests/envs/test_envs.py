@@ -228,7 +228,7 @@ def test_craftax_death_terminates_and_the_limit_truncates(name: str) -> None:
 
 def test_listing_imports_neither_jax_nor_libraries() -> None:
   code = (
-    'import sys, podrace.envs; podrace.envs.env_names(); '
+    'import sys, podrace.envs; podrace.envs.names(); '
     "print([m for m in ('jax', 'numpy', 'gymnasium', 'gymnax', 'brax') if m in sys.modules])"
   )
   out = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, check=True)
@@ -241,7 +241,7 @@ def test_names_are_the_libraries() -> None:
   import jumanji
   import navix
 
-  env_names = podrace.envs.env_names()
+  env_names = podrace.envs.names()
   downloads = {'MNISTBandit-bsuite'}
   assert set(env_names['gymnax']) == set(gymnax.registered_envs) - downloads
   assert set(env_names['brax']) == set(brax.envs._envs) - {'swimmer'}

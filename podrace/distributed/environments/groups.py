@@ -14,7 +14,8 @@ from podrace.distributed.environments.environment_messages import WireError
 from podrace.distributed.net.frame import Buffer
 from podrace.distributed.net.listener import Listener, Peer
 from podrace.distributed.net.safe_text import label
-from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
+from podrace.envs.timestep_rules import RULES, exceeds
+from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, TimeStep
 
 if TYPE_CHECKING:
   from podrace.distributed.environments.pool import RemotePool
@@ -100,14 +101,15 @@ class Group:
     Raises:
       WireError: if it can't be.
     """
-    kind, life = records.kind, records.life
-    if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
-      raise WireError('a step type, an end or a zero that is none')
-    discount = records.numbers[:, 1]
-    if discount.min() < 0 or discount.max() > 1:
-      raise WireError('a discount that is not between 0 and 1')
-    if records.numbers[kind == FIRST, 0].any():
-      raise WireError('a reward with the first timestep of an episode')
+    kind: Any = records.kind
+    life = records.life
+    numbers: Any = records.numbers
+    timestep = TimeStep(None, numbers[:, 0], numbers[:, 1], kind)
+    for name in ('step_type', 'discount_range', 'first_reward'):
+      if np.count_nonzero(RULES[name].is_broken(timestep, None)):
+        raise WireError(RULES[name].came)
+    if (records.flags & ~np.uint32(0xFF | ENDED)).any():
+      raise WireError('an end or a zero that is none')
     if (records.flags == MID | ENDED).any():
       raise WireError('a game that is over within an episode')
     changed = bool(self.seq) and not np.array_equal(life, self.life)
@@ -119,8 +121,9 @@ class Group:
       opens = self.kind == LAST
       if restarts is not None:
         opens |= restarts > 0
-      if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
-        raise WireError('an episode that begins without its first timestep, or within another')
+      opens |= (self.kind == FIRST) & (kind == FIRST)  # an episode that was over at once
+      if np.count_nonzero(RULES['order'].is_broken(timestep, opens)):
+        raise WireError(RULES['order'].came)
     self.life, self.kind, self.over = life.copy(), kind, bool(kind.max() == LAST)
     self.within[:, 0] = life
     return restarts
@@ -186,7 +189,7 @@ class Incoming:
     steps = [item.arrays for item in items]
     try:
       records = self._layout.records(steps)
-      if not (np.abs(records.numbers) <= LARGEST_REWARD).all():  # as NaN is not
+      if np.count_nonzero(exceeds(records.numbers, LARGEST_REWARD)):
         raise environment_messages.not_bounded(
           'a reward, score or discount', records.numbers, LARGEST_REWARD
         )

@@ -9,9 +9,10 @@ import numpy as np
 from podrace.envs.host.base import HostSpec, log
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.host.timesteps import EVERY, rows_of
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, leaves, values, without_choice
+from podrace.envs.spaces import leaves, values
+from podrace.envs.timestep_rules import RULES, exceeds
 from podrace.errors import HostError, RunError
-from podrace.types import LARGEST_REWARD, Arrival
+from podrace.types import LARGEST_REWARD, Arrival, TimeStep
 
 BOUNDED = 1000  # arrivals, of which is looked whether they are within their Boxes
 
@@ -48,22 +49,27 @@ class Checker:
       if self._count < BOUNDED and field in self._limits:
         self._within(field, space, x, ids)
     self._count += 1
-    if (stuck := without_choice(arrival.timestep)) is not None and np.count_nonzero(stuck):
-      kind = ('FIRST', 'MID', 'LAST')[arrival.timestep.step_type[stuck][0]]
-      raise HostError(
-        f'{self._name}: environment {ids[stuck].tolist()} has {ALLOWS_NOTHING} with a {kind} timestep, '
-        f'expected {ALLOWS_SOME}'
-      )
-    self._bounded('reward', arrival.timestep.reward, ids)
+    self._check_mask(arrival.timestep, ids)
+    self._check_reward(arrival.timestep.reward, ids)
     if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
-      self._bounded('reward', arrival.score, ids)
+      self._check_reward(arrival.score, ids)
 
-  def _bounded(self, field: str, x: Any, ids: np.ndarray) -> None:
-    bounded = np.abs(x) <= LARGEST_REWARD  # NaN isn't
-    if np.count_nonzero(bounded) != len(x):
-      self._finite(field, x, ids)
+  def _check_mask(self, timestep: TimeStep, ids: np.ndarray) -> None:
+    rule = RULES['mask']
+    stuck = rule.is_broken(timestep, None)
+    if stuck is not None and np.count_nonzero(stuck):
+      kind = ('FIRST', 'MID', 'LAST')[timestep.step_type[stuck][0]]
       raise HostError(
-        f'{self._name}: {field} of environment {ids[~bounded].tolist()} is {x[~bounded][0]:g}, '
+        f'{self._name}: environment {ids[stuck].tolist()} has {rule.came} with a {kind} timestep, '
+        f'expected {rule.expected}'
+      )
+
+  def _check_reward(self, x: Any, ids: np.ndarray) -> None:
+    too_large = exceeds(x, LARGEST_REWARD)
+    if np.count_nonzero(too_large):
+      self._finite('reward', x, ids)
+      raise HostError(
+        f'{self._name}: reward of environment {ids[too_large].tolist()} is {x[too_large][0]:g}, '
         f'expected at most {LARGEST_REWARD:g} in size'
       )
 

@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from podrace.envs.base import batch
-from podrace.envs.contract import out_of_order
 from podrace.envs.host.infos import Adder, Infos, no_rows
 from podrace.envs.host.timesteps import everyone
+from podrace.envs.timestep_rules import RULES
 from podrace.errors import HostError
+from podrace.system.blame import label
 from podrace.topology import host_device
-from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep
+from podrace.types import LAST, Array, Arrival, Environment, TimeStep
 
 
 class JaxSteps:
@@ -88,8 +89,9 @@ class JaxPool:
     timestep = jax.tree.map(np.asarray, self._waiting)
     self._waiting = None
     ended: np.ndarray = timestep.step_type == LAST
-    if self._last is not None and np.count_nonzero(self._last != (timestep.step_type == FIRST)):
-      raise HostError(out_of_order(self._do.env))
+    order = RULES['order']
+    if self._last is not None and np.count_nonzero(order.is_broken(timestep, self._last)):
+      raise HostError(order.message(label(self._do.env, 'step')))
     self._last = ended
     if self._said and ended.any():
       said = {name: np.asarray(x) for name, x in self._said.items()}
