@@ -18,7 +18,7 @@ from podrace.types import Trajectory
 FAULTS = ('order', 'reward', 'action', 'mask')  # bits of `ActorState.faults`
 
 
-def faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
+def find_faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
   """Which of FAULTS there were first in each environment, [B] i32 bits.
 
   A fault makes others: a NaN action makes NaN rewards, and a NaN reward makes NaN parameters and actions. So

@@ -24,11 +24,18 @@ class Dynamics(Protocol):
   """
 
   @property
-  def observation_space(self) -> Any: ...
+  def observation_space(self) -> Any:
+    """Space of the observations of one environment."""
+
   @property
-  def action_space(self) -> Any: ...
-  def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
-  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+  def action_space(self) -> Any:
+    """Space of the actions of one environment."""
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
+
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
 
 
 def restart(observation: Any) -> TimeStep:
@@ -106,17 +113,21 @@ class NextStepReset:
 
   @property
   def observation_space(self) -> Any:
+    """Space of the observations of one environment."""
     return self.dynamics.observation_space
 
   @property
   def action_space(self) -> Any:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[ResetState, TimeStep]:
+    """Begin an episode."""
     inner, timestep = self.dynamics.reset(key)
     return ResetState(inner, jnp.bool_(False)), timestep
 
   def step(self, state: ResetState, action: Any, key: Array) -> tuple[ResetState, TimeStep]:
+    """Take one action."""
     step_key, reset_key = jax.random.split(key)
     stepped = self.dynamics.step(state.inner, action, step_key)
     fresh = self.dynamics.reset(reset_key)
@@ -124,13 +135,14 @@ class NextStepReset:
     return ResetState(inner, timestep.last), timestep
 
   def infos(self, state: ResetState) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state.inner)
 
 
 REFILL = 0x5EED  # makes the key of a refill another than those that an environment splits off
 
 
-class Batch(NamedTuple):
+class EnvironmentBatch(NamedTuple):
   """B environments on one device, as pure functions."""
 
   reset: Any  # key -> (state, TimeStep [B])
@@ -148,7 +160,7 @@ class PooledState(NamedTuple):
   used: Array  # [1] i32 how many slots, up to `oldest`, have been taken and not refilled
 
 
-def batch(env: Environment, num_envs: int) -> Batch:
+def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
   """Steps `num_envs` copies of `env` together.
 
   A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. Each
@@ -165,8 +177,8 @@ def batch(env: Environment, num_envs: int) -> Batch:
 
   each_infos = jax.vmap(functools.partial(infos, env))
   if isinstance(env, NextStepReset):
-    return Batch(reset, _conditional(env.dynamics), each_infos)
-  return Batch(reset, jax.vmap(env.step), each_infos)
+    return EnvironmentBatch(reset, _conditional(env.dynamics), each_infos)
+  return EnvironmentBatch(reset, jax.vmap(env.step), each_infos)
 
 
 @jax.custom_batching.custom_vmap
@@ -203,7 +215,7 @@ def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
   return step
 
 
-def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
+def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> EnvironmentBatch:
   def resets(key: Array, n: int) -> tuple[Any, TimeStep]:
     return jax.vmap(dynamics.reset)(jax.random.split(key, n))
 
@@ -240,4 +252,4 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
   def each_infos(state: PooledState) -> dict[str, Array]:
     return jax.vmap(lambda inner, _: infos(dynamics, inner))(state.inner, state.last)
 
-  return Batch(reset, step, each_infos)
+  return EnvironmentBatch(reset, step, each_infos)

@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import bounds, over, values
+from podrace.envs.spaces import bounds, map_leaves, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.envs.timestep_rules import RESETS, RULES, broken_rules
 from podrace.errors import UsageError
@@ -40,6 +40,7 @@ NAMES = {FIRST: 'FIRST', MID: 'MID', LAST: 'LAST'}
 
 
 def key_type() -> Any:
+  """Return the type of a PRNG key."""
   return jax.eval_shape(lambda: jax.random.key(0))
 
 
@@ -50,7 +51,7 @@ def batch_type(n: int, space: Any) -> Any:
     dtype = np.int32 if np.issubdtype(leaf.dtype, np.int64) else leaf.dtype
     return jax.ShapeDtypeStruct((n, *leaf.shape), dtype)
 
-  return over(one, space)
+  return map_leaves(one, space)
 
 
 def check_environment(env: Any) -> None:

@@ -28,7 +28,7 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   key, colon, env = head.partition(':')
   if not (key and colon and env):
     raise UnknownName(
-      f'an environment is named LIB:NAME[,key=value...], not {name!r}{in_libraries(head)}'
+      f'an environment is named LIB:NAME[,key=value...], not {name!r}{suggest_names(head)}'
     )
   options: dict[str, Value] = {}
   for pair in pairs:
@@ -47,7 +47,7 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
 VERSIONED = re.compile(r'(?P<ale>ALE/)?(?P<name>[A-Za-z]\w*)-v\d+')  # as Gymnasium names its own
 
 
-def in_libraries(name: str) -> str:
+def suggest_names(name: str) -> str:
   """What to say of a name without its library: where there is one like it."""
   found = [f'{key}:{n}' for key, lib in LIBRARIES.items() for n in lib.names if _alike(name, n)]
   if VERSIONED.fullmatch(name):
@@ -89,7 +89,7 @@ def at_least(name: str, values: Mapping[str, Any], **least: int) -> None:
       raise UnknownName(f'{name}: {key} must be at least {bound}, not {values[key]}')
 
 
-def refused(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
+def options_error(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
   """The error for options that a library's maker fails with."""
   given = ','.join(f'{k}={values.text_of(v)}' for k, v in options.items())
   return UnknownName(f'{name} cannot be made with {given}: {type(error).__name__}: {error}')
@@ -100,10 +100,10 @@ def check_options(env: str, function: Callable[..., Any], options: Mapping[str, 
   if (signature := values.parameters(function)) is None:
     return
   named, others = signature
-  takes = ', '.join(map(values.described, named.values())) or 'no options'
+  takes = ', '.join(map(values.describe_parameter, named.values())) or 'no options'
   for option, value in options.items():
     if option in named and not values.takes(named[option], value):
-      expected = values.described(named[option])
+      expected = values.describe_parameter(named[option])
       raise _not_of_type(env, option, value, expected, values.takes(named[option], 'x'))
     if option not in named and not others:
       raise UnknownName(f'{env} has no option {option!r}{nearest(option, named)}; it takes {takes}')

@@ -272,7 +272,7 @@ def _elements_fit(value: Value, arguments: tuple[Any, ...]) -> Iterator[bool]:
     yield from (_fits(x, arguments[0]) for x in value)
 
 
-def described(parameter: inspect.Parameter) -> str:
+def describe_parameter(parameter: inspect.Parameter) -> str:
   """Return a parameter as `name: type = default`, with long defaults left out."""
   text = str(parameter)
   return text if len(text) <= 80 else f'{text[:76]} ...'

@@ -41,7 +41,7 @@ def make(name: str) -> Environment:
       f"'podrace list' names its {len(library.names)}"
     )
   shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
-  adapter = adapter_of(library, f"environment '{key}:{env}'")
+  adapter = load_adapter(library, f"environment '{key}:{env}'")
   try:
     made = adapter.make(env, options)
   except ImportError as error:
@@ -54,7 +54,7 @@ def make(name: str) -> Environment:
   return made
 
 
-def adapter_of(library: Library, what: str) -> Any:
+def load_adapter(library: Library, what: str) -> Any:
   """Returns the module that adapts a library.
 
   Raises:

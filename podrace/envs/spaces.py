@@ -74,7 +74,7 @@ def bounds(space: Any) -> tuple[Any, Any] | None:
   return int(space.start), int(space.start) + int(space.n) - 1  # a Discrete
 
 
-def over(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
+def map_leaves(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
   """f(space, *arrays) of everything that holds arrays, as a tree."""
   spaces = (leaf for _, leaf in leaves(space))
   return tree(space, map(f, spaces, *(values(space, x) for x in trees)))

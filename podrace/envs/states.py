@@ -28,6 +28,7 @@ class WithState:
 
   @functools.cached_property
   def observation_space(self) -> gymnasium.spaces.Dict:
+    """Space of the observations of one environment."""
     inner = self.dynamics.observation_space
     parts = dict(inner) if isinstance(inner, gymnasium.spaces.Dict) else {'observation': inner}
     state = gymnasium.spaces.Tuple([_any_value(x) for x in jax.tree.leaves(self._shapes)])
@@ -35,6 +36,7 @@ class WithState:
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   @functools.cached_property
@@ -42,9 +44,11 @@ class WithState:
     return jax.eval_shape(lambda key: self.dynamics.reset(key)[0], jax.random.key(0))
 
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode, with the state in the observation."""
     return self._shown(*self.dynamics.reset(key))
 
   def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action, with the state in the observation."""
     return self._shown(*self.dynamics.step(state, action, key))
 
   def state_of(self, observation: Any) -> Any:
@@ -60,6 +64,7 @@ class WithState:
     return state, timestep._replace(observation={**parts, STATE: shown})
 
   def infos(self, state: Any) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state)
 
 

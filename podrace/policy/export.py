@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, number_encoding, over, seen
+from podrace.envs.spaces import MASK, map_leaves, number_encoding, seen
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
@@ -128,7 +128,7 @@ def _acts_alike(
   ids, state, theirs = jnp.arange(SAMPLES, dtype=jnp.int32), None, None
   for step_type in (FIRST, MID):
     seen = jax.tree.map(
-      lambda *x: np.stack(x), *[over(_sampled, space, space.sample()) for _ in ids]
+      lambda *x: np.stack(x), *[map_leaves(_sampled, space, space.sample()) for _ in ids]
     )
     theirs = agent.initial_state(ids) if theirs is None else theirs
     reward = jnp.zeros(SAMPLES)
@@ -293,7 +293,7 @@ def _paths(space: Any) -> list[tuple[str, Any]]:
     found += [
       (key, leaf)
       for leaf in jax.tree.leaves(
-        over(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
+        map_leaves(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
       )
     ]
   return found
@@ -330,7 +330,7 @@ def _program(agent: Any, env: Any, params: Any, state: Any) -> bytes:
   program = jax.export.export(jax.jit(act), platforms=PLATFORMS)(
     given,
     [shaped(x) for x in jax.tree.leaves(state)],
-    over(of_space, env.observation_space),
+    map_leaves(of_space, env.observation_space),
     jax.ShapeDtypeStruct((b,), jnp.bool_),
   )
   return bytes(program.serialize())

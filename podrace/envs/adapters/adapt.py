@@ -13,17 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import Dynamics, infos
-from podrace.envs.spaces import over
+from podrace.envs.spaces import map_leaves
 from podrace.errors import UnknownName
 from podrace.types import LAST, Array, TimeStep
 
 
-def raw(key: Array) -> Array:
+def raw_key(key: Array) -> Array:
   """The key as plain numbers, for libraries that keep one in their state or use one twice."""
   return jax.random.key_data(key)
 
 
-def strong(tree: Any) -> Any:
+def as_strong_types(tree: Any) -> Any:
   """The same values as strongly typed arrays, so that a scan's carry keeps its type.
 
   Libraries start their states from Python literals (weakly typed) and return strong ones.
@@ -37,7 +37,7 @@ def strong(tree: Any) -> Any:
   return jax.tree.map(leaf, tree)
 
 
-def foreign(method: Callable[..., Any]) -> Callable[..., Any]:
+def allow_rank_promotion(method: Callable[..., Any]) -> Callable[..., Any]:
   """For methods that run a library's code: ours may be under stricter checks than it can bear."""
 
   @functools.wraps(method)
@@ -56,7 +56,7 @@ def to_space(space: gymnasium.Space, observation: Any) -> Any:
       raise ValueError(f'observation of shape {jnp.shape(x)}, declared {space.shape}')
     return jnp.asarray(x, space.dtype)
 
-  return over(typed, space, observation)
+  return map_leaves(typed, space, observation)
 
 
 def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.spaces.Box:
@@ -103,21 +103,26 @@ class TimeLimit:
 
   @property
   def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
     return self.dynamics.observation_space
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[LimitedState, TimeStep]:
+    """Begin an episode."""
     inner, timestep = self.dynamics.reset(key)
     return LimitedState(inner, jnp.int32(0)), timestep
 
   def step(self, state: LimitedState, action: Any, key: Array) -> tuple[LimitedState, TimeStep]:
+    """Take one action."""
     inner, timestep = self.dynamics.step(state.inner, action, key)
     time = state.time + 1
     step_type = jnp.where(time >= self.steps, jnp.int8(LAST), timestep.step_type)
     return LimitedState(inner, time), timestep._replace(step_type=step_type)
 
   def infos(self, state: LimitedState) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state.inner)

@@ -17,7 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from craftax.craftax_env import make_craftax_env_from_name
 
-from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  TimeLimit,
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
@@ -30,7 +38,7 @@ PIXELS = {
 }  # of a block; the library has textures of few sizes
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
   """A craftax environment by its id; options are its params, `max_timesteps` among them."""
   env = make_craftax_env_from_name(name, auto_reset=False)
@@ -40,7 +48,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   values = read_options(f'craftax:{name}', options, {'fresh_fraction': 0.25, **given})
   changed = {k: values[k] for k in given if k in options} | {'max_timesteps': _NEVER}
   params = params.replace(**changed)
-  seen, _ = jax.eval_shape(lambda key: env.reset_env(raw(key), params), jax.random.key(0))
+  seen, _ = jax.eval_shape(lambda key: env.reset_env(raw_key(key), params), jax.random.key(0))
   space = env.observation_space(params)
   dynamics = Craftax(
     env,
@@ -60,17 +68,21 @@ class Craftax:
   observation_space: gymnasium.spaces.Box
   action_space: gymnasium.spaces.Discrete
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
-    observation, state = self.env.reset_env(raw(key), self.params)
-    return strong(state), restart(to_space(self.observation_space, observation))
+    """Begin an episode."""
+    observation, state = self.env.reset_env(raw_key(key), self.params)
+    return as_strong_types(state), restart(to_space(self.observation_space, observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     action = jnp.asarray(action, jnp.int32)
-    observation, state, reward, dead, _ = self.env.step_env(raw(key), state, action, self.params)
+    observation, state, reward, dead, _ = self.env.step_env(
+      raw_key(key), state, action, self.params
+    )
     observation = to_space(self.observation_space, observation)
-    return strong(state), transition(observation, reward, dead, False)
+    return as_strong_types(state), transition(observation, reward, dead, False)
 
   def infos(self, state: Any) -> dict[str, Array]:
     """Achievements in percent, by the names of the library's own `info`."""

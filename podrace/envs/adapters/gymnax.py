@@ -21,9 +21,15 @@ import numpy as np
 from gymnax.environments.spaces import Discrete
 
 from podrace.envs.adapters import drawings
-from podrace.envs.adapters.adapt import box, discrete, foreign, strong, to_space
+from podrace.envs.adapters.adapt import (
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.env_names import at_least, read_options, refused
+from podrace.envs.env_names import at_least, options_error, read_options
 from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
@@ -45,7 +51,7 @@ _BOUNDS_TOO_NARROW = (
 DRAWINGS = {'CartPole-v1': drawings.cart_pole, 'Pendulum-v1': drawings.pendulum}
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
   """A gymnax environment by its id; options are its constructor's and its params' scalars."""
   factory = type(gymnax.make(name)[0])
@@ -67,7 +73,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   except Exception as error:
     if not options:
       raise
-    raise refused(f'gymnax:{name}', options, error) from error
+    raise options_error(f'gymnax:{name}', options, error) from error
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 
@@ -104,20 +110,22 @@ class Gymnax:
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
     observation, state = self.env.reset_env(key, self.params)
-    return strong(state), restart(to_space(self.observation_space, observation))
+    return as_strong_types(state), restart(to_space(self.observation_space, observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     action = jnp.asarray(action, self.action_space.dtype)
     observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
     truncated = self.env.is_truncated(state, self.params)
     if self.name in _LIMIT_IS_TASK:
       terminated, truncated = terminated | truncated, False
     observation = to_space(self.observation_space, observation)
-    return strong(state), transition(observation, reward, terminated, truncated)
+    return as_strong_types(state), transition(observation, reward, terminated, truncated)
 
   @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:

@@ -20,7 +20,15 @@ import jumanji
 import numpy as np
 from jumanji import specs
 
-from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  TimeLimit,
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import Dynamics, NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
@@ -31,7 +39,7 @@ from podrace.types import Array, Environment, TimeStep
 _ENDS_AT_ONCE = ('Cleaner-v0',)
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
   """A jumanji environment by its id; the option is its time limit, where it has one."""
   env = jumanji.make(name)
@@ -108,18 +116,20 @@ class Jumanji:
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
-    state, timestep = self.env.reset(raw(key))
-    return strong(state), restart(self._observe(timestep.observation))
+    """Begin an episode."""
+    state, timestep = self.env.reset(raw_key(key))
+    return as_strong_types(state), restart(self._observe(timestep.observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     del key  # jumanji keeps one in its state
     state, timestep = self.env.step(state, jnp.asarray(action, self.env.action_spec.dtype))
     terminated = timestep.last() & (timestep.discount == 0)
     observation = self._observe(timestep.observation)
-    return strong(state), transition(
+    return as_strong_types(state), transition(
       observation, timestep.reward, terminated, timestep.last() & ~terminated
     )
 

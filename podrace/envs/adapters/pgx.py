@@ -23,7 +23,14 @@ from jax import lax
 from pgx.core import Env
 
 from podrace.distributions import MASKED
-from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, select, transition
 from podrace.envs.env_names import at_least, nearest, read_options
 from podrace.envs.libraries import OPPONENT_LOADERS
@@ -37,7 +44,7 @@ EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can end 
 Move = Callable[[Any, Any, Array], Array]  # from a state, what its player sees, and a key
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
   """A game by its pgx id; the options are the opponent, and how many rollouts `mcts` has for a move."""
   values = read_options(f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100})
@@ -82,7 +89,7 @@ def mcts(env: Env, rollouts: int) -> Move:
     def move(carry: Any) -> Any:
       state, total, key = carry
       own, rest = jax.random.split(key)
-      state = strong(env.step(state, random_move(state, (), own)))
+      state = as_strong_types(env.step(state, random_move(state, (), own)))
       return state, total + state.rewards[player], rest
 
     start = state, jnp.float32(0), key
@@ -90,7 +97,7 @@ def mcts(env: Env, rollouts: int) -> Move:
 
   def expand(params: Any, key: Array, action: Array, state: Any) -> Any:
     mover = state.current_player
-    after = jax.vmap(lambda s, a: strong(env.step(s, a)))(state, action)
+    after = jax.vmap(lambda s, a: as_strong_types(env.step(s, a)))(state, action)
     over = after.terminated | after.truncated
     # A finished node is visited again: what it is worth then counts 0, by the discount.
     value = jax.vmap(worth)(after, jax.random.split(key, action.shape[0]))
@@ -107,7 +114,7 @@ def mcts(env: Env, rollouts: int) -> Move:
     logits = jnp.where(one.legal_action_mask, 0.0, MASKED)
     root = mctx.RootFnOutput(prior_logits=logits, value=jnp.zeros(1), embedding=one)
     found = mctx.muzero_policy(
-      (), raw(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
+      (), raw_key(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
       qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
       dirichlet_fraction=0.0, temperature=0.0, pb_c_init=EXPLORATION,
     )  # fmt: skip
@@ -127,21 +134,24 @@ class Game:
 
   @property
   def takes_turns(self) -> bool:
+    """Whether two players take turns, so that a reward belongs to the player who moved."""
     return self.opponent is None
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
     init_key, answer_key = jax.random.split(key)
-    state = strong(self.env.init(raw(init_key)))
+    state = as_strong_types(self.env.init(raw_key(init_key)))
     if self.opponent:
       answered = self._answer(state, answer_key)
       state = select(state.current_player == AGENT, state, answered)
     return state, restart(self._observe(state))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     own_key, answer_key = jax.random.split(key)
-    moved = strong(self.env.step(state, action, raw(own_key)))
+    moved = as_strong_types(self.env.step(state, action, raw_key(own_key)))
     if not self.opponent:
       reward = moved.rewards[state.current_player]
       return moved, transition(self._observe(moved), reward, moved.terminated, moved.truncated)
@@ -155,7 +165,7 @@ class Game:
     assert self.opponent is not None
     move_key, step_key = jax.random.split(key)
     move = self.opponent(state, self._seen(state, state.current_player), move_key)
-    return strong(self.env.step(state, move, raw(step_key)))
+    return as_strong_types(self.env.step(state, move, raw_key(step_key)))
 
   def _observe(self, state: Any) -> Any:
     """The board as the agent sees it, and where it may move."""

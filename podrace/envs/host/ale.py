@@ -19,7 +19,7 @@ from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.timesteps import Stepper, everyone
+from podrace.envs.host.timesteps import Stepper, all_env_ids
 from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Arrival
@@ -98,12 +98,13 @@ class AtariPool:
     self._stepper = Stepper(args.num_envs)
     self._lost = np.zeros(args.num_envs, bool)  # a life, so that the next action is a no-op
     self._ended = np.ones(args.num_envs, bool)
-    self._arrived = everyone(args.num_envs)  # in the order in which ale-py takes their actions
+    self._arrived = all_env_ids(args.num_envs)  # in the order in which ale-py takes their actions
     self._action = np.zeros(args.num_envs, np.int32)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     self._stepper.reset()
     self._ended[:] = True
     n = self.batch_size
@@ -113,6 +114,7 @@ class AtariPool:
     self._first = self._arrival(observation, np.zeros(n, np.float32), none, none, info)
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     self._action[env_id] = action
     if self._lives:
       self._action[self._lost] = 0
@@ -120,6 +122,7 @@ class AtariPool:
     self._env.send(self.sent)
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     if self._first is not None:
       first, self._first = self._first, None
       return first
@@ -144,7 +147,8 @@ class AtariPool:
     return Arrival(ids, timestep, score, ended, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Close the environments."""
     self._env.close()

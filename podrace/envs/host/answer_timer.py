@@ -36,6 +36,7 @@ class AnswerTimer:
     self._asked_at[rows_of(env_id, len(self._asked_at))] = time.monotonic()
 
   def answered(self, env_id: np.ndarray) -> None:
+    """Stop the clocks of environments that answered."""
     self._asked_at[rows_of(env_id, len(self._asked_at))] = np.inf
 
   @property
@@ -45,7 +46,7 @@ class AnswerTimer:
     return max(now - float(self._asked_at.min()), 0.0)
 
 
-class Clock:
+class AnswerClock:
   """Seconds that who looks at it has been there; of a pause between two looks, little counts.
 
   A process that was stopped and goes on (SIGSTOP, a frozen container) finds that much time has
@@ -63,11 +64,11 @@ class Clock:
     return self._now
 
 
-class Deadline:
+class AnswerDeadline:
   """Who has been silent for more than `seconds`; who seems so is looked at twice."""
 
   def __init__(self, seconds: float) -> None:
-    self._seconds, self._clock = seconds, Clock()
+    self._seconds, self._clock = seconds, AnswerClock()
     self._late: dict[int, float] = {}  # since when, by the clock
 
   def passed(self, who: int, silence: float) -> bool:

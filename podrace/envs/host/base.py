@@ -73,7 +73,7 @@ def make(name: str) -> HostSpec:
 
     observation, action = (convert(i32, s) for s in (pure.observation_space, pure.action_space))
     return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
-  module = registry.adapter_of(library, f"environment '{key}:{env}'")
+  module = registry.load_adapter(library, f"environment '{key}:{env}'")
   try:
     return module.make(env, options)
   except ImportError as error:

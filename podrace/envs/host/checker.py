@@ -33,6 +33,11 @@ class Checker:
     self._outside, self._count = spec.outside, 0
 
   def __call__(self, arrival: Arrival) -> None:
+    """Check an arrival.
+
+    Raises:
+      HostError: if it is not as declared.
+    """
     ids = arrival.env_id
     n = len(ids)
     known = not n or rows_of(ids, self._num_envs) is EVERY
@@ -102,7 +107,7 @@ class Checker:
       raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
 
 
-def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+def cast_exactly(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
   """An array in the type that was declared for it; raises HostError if integers don't fit."""
   y = x.astype(dtype, copy=False)
   if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):

@@ -14,9 +14,9 @@ from gymnasium import spaces
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.checker import narrowed
+from podrace.envs.host.checker import cast_exactly
 from podrace.envs.host.spaces import in_jax, narrow
-from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
+from podrace.envs.host.timesteps import EVERY, Stepper, all_env_ids, rows_of
 from podrace.envs.options import Value
 from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
@@ -95,7 +95,7 @@ def _as_declared(name: str, space: Any, x: Any, order: Any) -> Any:
   """An observation [n, ...] in the types of `space`, with its rows in another order."""
   if isinstance(x, dict):
     return {k: _as_declared(name, s, x[k], order) for k, s in space.spaces.items()}
-  return narrowed(name, x if order is EVERY else x[order], space.dtype)
+  return cast_exactly(name, x if order is EVERY else x[order], space.dtype)
 
 
 class EnvPool:
@@ -123,15 +123,18 @@ class EnvPool:
     self._zeros = np.zeros(args.batch_size, np.int32)
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     self._stepper.reset()
     self._env.async_reset()
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
     # A dict with all that there is: to find what is missing, EnvPool makes its config anew.
+    """Send actions [b] to environments `env_id` [b]."""
     action, ids = np.array(action, self._action_type), np.array(env_id, np.int32)
     self._env.send({self._action: action, 'env_id': ids, 'players.env_id': ids})
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     observation, reward, terminated, truncated, info = self._env.recv()
     ids = info['env_id'].astype(np.int32)
     order: Any = EVERY
@@ -139,7 +142,7 @@ class EnvPool:
       if rows_of(ids, self.num_envs) is not EVERY:
         order = np.argsort(ids)
         reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
-      ids = everyone(self.num_envs)
+      ids = all_env_ids(self.num_envs)
     observation = _as_declared(self._name, self._space, observation, order)
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
@@ -149,7 +152,8 @@ class EnvPool:
     return Arrival(ids, timestep, score, timestep.last, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Close the environments."""
     self._env.close()

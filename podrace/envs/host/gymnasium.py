@@ -23,7 +23,7 @@ from podrace.envs.host.checker import Checker
 from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds
 from podrace.envs.host.spaces import in_jax as _space
-from podrace.envs.host.worker_pool import EnvironmentFailed, Workers
+from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
 from podrace.envs.spaces import convert, leaves
 from podrace.errors import HostError, UnknownName, UsageError
@@ -49,7 +49,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: Workers(label, fields, observation_space, args, infos),
+    make=lambda args: WorkerPool(label, fields, observation_space, args, infos),
     metrics=infos.means,
   )
   whose = trial.owner(probe)
@@ -59,13 +59,13 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
   def try_out(deadline: float) -> None:
     args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, deadline)
-    pool = Workers(label, fields, observation_space, args, trial=True)
+    pool = WorkerPool(label, fields, observation_space, args, trial=True)
     _try_out(spec, pool, methods)
 
   return dataclasses.replace(spec, try_out=try_out)
 
 
-def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
+def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> None:
   """Resets and steps a pool of one environment; raises UsageError if that goes wrong."""
   name = 'reset'
   try:

@@ -33,7 +33,7 @@ def no_rows(num_rows: int) -> dict[str, np.ndarray]:
   return {name: np.zeros((num_rows, *shape), dtype) for name, dtype, shape in FIELDS}
 
 
-Totals = dict[str, tuple[float, float]]  # by name: sum, count
+InfoTotals = dict[str, tuple[float, float]]  # by name: sum, count
 
 
 def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, float]]:
@@ -49,7 +49,7 @@ def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, fl
         yield f'{prefix}{name}', value
 
 
-class Adder:
+class InfoAdder:
   """A worker's end: adds to a row, and to what an earlier process left there."""
 
   def __init__(self, rows: Rows, row: int) -> None:
@@ -93,8 +93,8 @@ class Infos:
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._open: list[Rows] = []
-    self._closed: Totals = {}
-    self._before: Totals = {}
+    self._closed: InfoTotals = {}
+    self._before: InfoTotals = {}
 
   def open(self, rows: Rows) -> None:
     """A pool's, from now on."""
@@ -123,7 +123,7 @@ class Infos:
     return found
 
 
-def _add(totals: Totals, rows: Rows) -> None:
+def _add(totals: InfoTotals, rows: Rows) -> None:
   for row in np.flatnonzero(rows[COUNTS][:, 0]):  # the first name's is that of a row that is used
     for i, name in enumerate(_names(rows[NAMES][row])):
       total, count = totals.get(name, (0.0, 0.0))

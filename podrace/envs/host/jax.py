@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from podrace.envs.base import batch
-from podrace.envs.host.infos import Adder, Infos, no_rows
-from podrace.envs.host.timesteps import everyone
+from podrace.envs.host.infos import InfoAdder, Infos, no_rows
+from podrace.envs.host.timesteps import all_env_ids
 from podrace.envs.timestep_rules import RULES
 from podrace.errors import HostError
 from podrace.system.blame import label
@@ -37,6 +37,7 @@ class JaxSteps:
     self.infos = Infos()
 
   def forget_infos(self) -> None:
+    """Drop the numbers of all pools so far."""
     self.infos = Infos()
 
 
@@ -53,7 +54,7 @@ class JaxPool:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
     self._device = host_device()
-    self._ids = everyone(steps.num_envs)
+    self._ids = all_env_ids(steps.num_envs)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
     self.steps = 0  # made since the run began
@@ -62,10 +63,11 @@ class JaxPool:
     self._keys: Any = None
     self._said: dict[str, Array] = {}  # by environments, of the episodes that end
     self._rows = no_rows(1)
-    self._adder = Adder(self._rows, 0)
+    self._adder = InfoAdder(self._rows, 0)
     steps.infos.open(self._rows)
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     key = jax.device_put(self._reset_key, self._device)
     self.state, self._waiting = self._do.reset(key)
     self._last = None
@@ -75,6 +77,7 @@ class JaxPool:
     self.state, self.steps = jax.device_put(state, self._device), steps
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     unroll, t = divmod(self.steps, self._do.length)
     if self._keys is None or t == 0:
       self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
@@ -85,6 +88,7 @@ class JaxPool:
     self.steps += 1
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     assert self._waiting is not None, 'recv before reset or send'
     timestep = jax.tree.map(np.asarray, self._waiting)
     self._waiting = None
@@ -100,7 +104,8 @@ class JaxPool:
     return Arrival(self._ids, timestep, timestep.reward, ended, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Keep the numbers for the log."""
     self._do.infos.close(self._rows)

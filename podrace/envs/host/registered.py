@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 
-from podrace.envs.env_names import atari, check_options, nearest, refused
+from podrace.envs.env_names import atari, check_options, nearest, options_error
 from podrace.envs.options import Value
 from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
@@ -48,7 +48,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
   except Exception as error:
     if options and isinstance(error, ValueError | AssertionError | LookupError | ArithmeticError):
-      raise refused(f'gymnasium:{name}', options, error) from error
+      raise options_error(f'gymnasium:{name}', options, error) from error
     raise not_made(f'gymnasium:{name}', error) from error
 
 

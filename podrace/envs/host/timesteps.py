@@ -13,7 +13,7 @@ EVERY = slice(None)  # of arrays [num_envs, ...]
 
 
 @functools.cache
-def everyone(num_envs: int) -> np.ndarray:
+def all_env_ids(num_envs: int) -> np.ndarray:
   """The ids of all environments in order, to be read only.
 
   It is always the same array: pools that hand it out save who is given it a comparison.
@@ -26,7 +26,7 @@ def everyone(num_envs: int) -> np.ndarray:
 def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
   """What picks environments env_id of arrays [num_envs, ...]: EVERY, which copies nothing, where
   it is all of them, in order."""
-  ids = everyone(num_envs)
+  ids = all_env_ids(num_envs)
   whole = env_id is ids or (len(env_id) == num_envs and not np.count_nonzero(env_id != ids))
   return EVERY if whole else env_id
 
@@ -40,7 +40,8 @@ class Stepper:
     self._any_over = False  # of these
 
   def reset(self) -> None:
-    self.reopen(everyone(len(self._opens)))
+    """Let every environment begin with FIRST."""
+    self.reopen(all_env_ids(len(self._opens)))
 
   def reopen(self, env_id: np.ndarray) -> None:
     """These were restarted: their next arrival is FIRST."""

@@ -33,7 +33,7 @@ def owner(env: Any) -> Any:
   return env
 
 
-def fault(of: Any, name: str, given: str, error: BaseException) -> UsageError | RunError:
+def blame_exception(of: Any, name: str, given: str, error: BaseException) -> UsageError | RunError:
   """The error for an exception in a function of an environment, or in the wrappers around it."""
   if isinstance(error, UsageError):
     return error
@@ -43,15 +43,15 @@ def fault(of: Any, name: str, given: str, error: BaseException) -> UsageError | 
   return failed(of, name, given, error)
 
 
-def tried(env: Any) -> Any:
+def watch_layers(env: Any) -> Any:
   """The environment, made so that what each of its layers returns is looked at; not Gymnasium's wrappers."""
   if not isinstance(env, gymnasium.Wrapper):
-    return Tried(env)
-  env.env = tried(env.env)
-  return env if is_gymnasiums(env) else Tried(env)
+    return WatchedEnvironment(env)
+  env.env = watch_layers(env.env)
+  return env if is_gymnasiums(env) else WatchedEnvironment(env)
 
 
-class Tried:
+class WatchedEnvironment:
   """An environment, of which is looked at whether it returns what Gymnasium asks for."""
 
   _env: Any
@@ -66,10 +66,12 @@ class Tried:
     setattr(self._env, name, value)
 
   def reset(self, **given: Any) -> Any:
+    """Call `reset`, and check its arguments and its result."""
     self._check_takes(given)
     return self._checked('reset', self._env.reset(**given))
 
   def step(self, action: Any) -> Any:
+    """Call `step`, and check its result."""
     return self._checked('step', self._env.step(action))
 
   def _check_takes(self, given: Mapping[str, Any]) -> None:

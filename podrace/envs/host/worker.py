@@ -22,10 +22,10 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs import env_names
-from podrace.envs.host.infos import Adder
-from podrace.envs.host.trial import fault, owner, tried
+from podrace.envs.host.infos import InfoAdder
+from podrace.envs.host.trial import blame_exception, owner, watch_layers
 from podrace.envs.spaces import leaves, values
-from podrace.errors import RunError, UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.system.blame import describe, refuse
 from podrace.system.process import tell_of_faults
 
@@ -53,11 +53,11 @@ def size(fields: list[Field], n: int) -> int:
   return sum(-(-b // 64) * 64 for b in each)
 
 
-class Unfit(ValueError):
-  """What came, and what was expected, of a part of an observation."""
+class UnfitObservation(HostError):
+  """A part of an observation is not as declared: the arguments are what came and what is expected."""
 
 
-class Leaf:
+class ObservationWriter:
   """One array of the observations [n, ...] of a worker's environments, in shared memory."""
 
   def __init__(self, name: str, space: Any, target: np.ndarray) -> None:
@@ -83,16 +83,16 @@ class Leaf:
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
-      raise Unfit(
+      raise UnfitObservation(
         f'{self._name} {x}', f'integers that {self._target} has; return less, or floats, or digits'
       )
 
-  def _unfit(self, came: str) -> Unfit:
+  def _unfit(self, came: str) -> UnfitObservation:
     declared = f'{self._space.dtype}{list(self._shape)}'
-    return Unfit(f'{self._name} {came}', f'{declared}, as the space declares')
+    return UnfitObservation(f'{self._name} {came}', f'{declared}, as the space declares')
 
 
-class Environments:
+class WorkerEnvironments:
   """Some of a pool's environments, with next-step resets.
 
   `into` are the pool's arrays, in which these environments have the rows from `start` on. What is
@@ -112,16 +112,16 @@ class Environments:
     envs = [gymnasium.make(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
     if trial:
-      envs = [tried(e) for e in envs]
+      envs = [watch_layers(e) for e in envs]
     self._steps, self._resets = [e.step for e in envs], [e.reset for e in envs]
     self._seeds: list[int | None] = list(seeds)  # for the first reset only
     self._over = [True] * len(seeds)
     self._into = {k: x[start : start + len(seeds)] for k, x in into.items()}
     self._space, self._action_space = envs[0].observation_space, envs[0].action_space
-    self._leaves = [Leaf(n, s, self._into[n]) for n, s in leaves(self._space)]
+    self._leaves = [ObservationWriter(n, s, self._into[n]) for n, s in leaves(self._space)]
     tree = isinstance(self._space, spaces.Dict | spaces.Tuple)
     self._write = self._write_tree if tree else self._leaves[0].write
-    self._infos = Adder(into, start)
+    self._infos = InfoAdder(into, start)
 
   def step(self) -> None:
     """Steps all of them; those whose episode is over ignore the action and begin a new one.
@@ -148,13 +148,13 @@ class Environments:
       except (Exception, SystemExit) as error:
         given = f'seed {self._seeds[i]}' if over[i] else f'the action {describe(action)}'
         given = f'{given}, in environment {self._start + i}'
-        raise fault(self._owners[i], self._name(i), given, error) from error
+        raise blame_exception(self._owners[i], self._name(i), given, error) from error
       rewards.append(reward)
       terminations.append(terminated)
       truncations.append(truncated)
       try:
         write(i, observation)
-      except Unfit as error:
+      except UnfitObservation as error:
         refuse(self._owners[i], self._name(i), *error.args)
     self._put(REWARD, rewards, 'biuf', 'a number')
     self._put(TERMINATED, terminations, 'b', 'True or False')
@@ -169,7 +169,9 @@ class Environments:
     try:
       parts = list(values(self._space, observation))
     except (TypeError, ValueError, LookupError) as error:
-      raise Unfit(f'the observation {describe(observation)}', f'one of {self._space}') from error
+      raise UnfitObservation(
+        f'the observation {describe(observation)}', f'one of {self._space}'
+      ) from error
     for leaf, x in zip(self._leaves, parts, strict=True):
       leaf.write(i, x)
 
@@ -207,7 +209,7 @@ def actions_for(space: Any, x: np.ndarray) -> list[Any]:
   return [y[i, ...] for i in range(len(y))]  # arrays, also those of shape ()
 
 
-def end_with(parent: int) -> None:
+def die_with_parent(parent: int) -> None:
   """Has this process killed with the thread that started it, even while it hangs in a step.
 
   On Linux; elsewhere it ends when it next reads its pipe.
@@ -218,7 +220,7 @@ def end_with(parent: int) -> None:
     sys.exit(1)
 
 
-def outlive_signals() -> None:
+def ignore_signals() -> None:
   """Has SIGINT and SIGTERM do nothing here: the run is the one to stop, and ends its workers.
 
   Not by SIG_IGN, which what environments start would have as well.
@@ -227,7 +229,7 @@ def outlive_signals() -> None:
   os.register_at_fork(after_in_child=lambda: [signal.signal(*x) for x in before.items()])
 
 
-def tell(answer: int, data: bytes) -> None:
+def write_answer(answer: int, data: bytes) -> None:
   """Writes to the run; ends this process where the run is gone."""
   try:
     os.write(answer, data)
@@ -237,15 +239,15 @@ def tell(answer: int, data: bytes) -> None:
 
 def main(settings: Mapping[str, Any]) -> None:
   """Run the process; the settings are those of `Worker.start`."""
-  outlive_signals()
+  ignore_signals()
   tell_of_faults()
   gymnasium.logger.min_level = gymnasium.logger.ERROR  # each would warn of the same
-  end_with(settings['parent'])
+  die_with_parent(settings['parent'])
   memory = mmap.mmap(settings['memory'], settings['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in settings['fields']], settings['num_envs'])
   ask, answer = settings['ask'], settings['answer']
   try:
-    environments = Environments(
+    environments = WorkerEnvironments(
       settings['name'],
       settings['seeds'],
       into,
@@ -254,8 +256,8 @@ def main(settings: Mapping[str, Any]) -> None:
     )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
-      tell(answer, DONE)
+      write_answer(answer, DONE)
   except BaseException as error:
     message = str(error) if isinstance(error, UsageError | RunError) else None
     text = json.dumps([message, traceback.format_exc()]).encode()
-    tell(answer, FAILED + len(text).to_bytes(8) + text)
+    write_answer(answer, FAILED + len(text).to_bytes(8) + text)

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from podrace.envs.host import worker as w
-from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, Clock
+from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, AnswerClock
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import Infos
-from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
+from podrace.envs.host.timesteps import EVERY, Stepper, all_env_ids, rows_of
 from podrace.envs.spaces import leaves, tree
 from podrace.errors import HostError
 from podrace.system.process import python
@@ -128,7 +128,7 @@ def _path() -> list[str]:
   return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(w.__file__).parents[3])]))
 
 
-class Worker:
+class WorkerProcess:
   """One process and its end of the pipes."""
 
   def __init__(self, first: int, count: int) -> None:
@@ -206,12 +206,13 @@ class Worker:
     self.process.wait()
 
   def end(self) -> None:
+    """Kill the process and close its pipes."""
     self.kill()
     os.close(self.ask)
     os.close(self.answer)
 
 
-class Workers:
+class WorkerPool:
   """A pool of environments in worker processes."""
 
   watches_itself = True
@@ -230,7 +231,7 @@ class Workers:
     self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = worker_count(args)
     bounds = [i * args.num_envs // count for i in range(count + 1)]
-    self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._workers = [WorkerProcess(i, j - i) for i, j in itertools.pairwise(bounds)]
     self._first = np.array([x.first for x in self._workers])
     self._batch = count * args.batch_size // args.num_envs  # in workers
     length = w.size(fields, args.num_envs)
@@ -244,15 +245,15 @@ class Workers:
       name=label, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
     )  # fmt: skip
-    self._stepper, self._clock = Stepper(args.num_envs), Clock()
+    self._stepper, self._clock = Stepper(args.num_envs), AnswerClock()
     self._run_id = np.zeros(args.num_envs, np.int64)
-    self._ready: list[Worker] = []
+    self._ready: list[WorkerProcess] = []
     self._restarts = Restarts()
     self._stepped = False  # some environment has
     self._starting = threading.Lock()
     self._closing = False  # no process is started any more
 
-  def _start(self, worker: Worker) -> None:
+  def _start(self, worker: WorkerProcess) -> None:
     """Starts a worker's process, in place of the one that it has."""
     with self._starting:
       if self._closing:
@@ -262,12 +263,14 @@ class Workers:
       worker.start(self._shared_settings, self._file.fileno(), self._clock.look())
 
   def reset(self) -> None:
+    """Start all processes, and wait for their first timesteps."""
     for worker in self._workers:
       self._start(worker)
     while len(self._ready) < len(self._workers):  # so that none is ahead by its start
       self._wait()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     rows = rows_of(env_id, self.num_envs)
     self._arrays[w.ACTION][rows] = action
     asked = [True] * len(self._workers) if rows is EVERY else np.isin(self._first, env_id)
@@ -284,7 +287,7 @@ class Workers:
     batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
     whole = len(batch) == len(self._workers)
-    ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
+    ids = all_env_ids(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
     rows: Any = EVERY if whole else ids
     a = self._arrays
     arrays = [x.copy() if whole else x[rows] for x in self._leaves]  # workers write on
@@ -326,11 +329,11 @@ class Workers:
       return EnvironmentFailed(f'{self._label} failed in its worker:\n{traceback}')
     return EnvironmentFailed(message)
 
-  def _ended(self, worker: Worker, code: int) -> None:
+  def _ended(self, worker: WorkerProcess, code: int) -> None:
     reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
     self._restart(worker, f'its process ended by {reason}')
 
-  def _restart(self, worker: Worker, reason: str) -> None:
+  def _restart(self, worker: WorkerProcess, reason: str) -> None:
     assert worker.asked is not None
     if self._trial:
       raise HostError(reason)
@@ -356,6 +359,7 @@ class Workers:
     self._stepper.reopen(worker.ids)
 
   def kill(self) -> None:
+    """Kill all processes, and start none any more."""
     with self._starting:
       self._closing = True
     for worker in self._workers:
@@ -368,6 +372,7 @@ class Workers:
     return [x.process.pid for x in self._workers]
 
   def close(self) -> None:
+    """End all processes and free the shared memory."""
     for worker in self._workers:
       if worker.lives:
         worker.end()

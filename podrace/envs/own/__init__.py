@@ -13,11 +13,11 @@ from podrace.envs.own.empty_rooms import EmptyRooms
 from podrace.envs.own.grid_worlds import GridWorlds
 from podrace.envs.own.lifetimes import Lifetimes
 from podrace.envs.own.maze import Maze
-from podrace.envs.own.memory import Memory
+from podrace.envs.own.memory import MemoryTask
 from podrace.envs.own.objects import Objects
 from podrace.types import Environment
 
-_DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': Memory}
+_DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': MemoryTask}
 _WORLDS: dict[str, Any] = {
   'empty_rooms': EmptyRooms,
   'random_abc': Objects,

@@ -47,14 +47,17 @@ class Catch:
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
+    """Space of the actions of one environment."""
     return discrete(3)
 
   def reset(self, key: Array) -> tuple[CatchState, TimeStep]:
+    """Begin an episode."""
     column = jax.random.randint(key, (), 0, self.columns, jnp.int32)
     state = CatchState(jnp.int32(0), column, jnp.int32(self.columns // 2))
     return state, restart(self._board(state))
 
   def step(self, state: CatchState, action: Array, key: Array) -> tuple[CatchState, TimeStep]:
+    """Take one action."""
     del key
     move = jnp.asarray(action, jnp.int32) - 1
     paddle = jnp.clip(state.paddle + move, 0, self.columns - 1)

@@ -12,7 +12,7 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import moved, one_hot, places
+from podrace.envs.own.grids import draw_places, move, one_hot
 from podrace.types import Array, TimeStep
 
 
@@ -64,9 +64,10 @@ class EmptyRooms:
     """The goal, [2] i32: anywhere but at the start and in walls."""
     free = ~self.walls
     free[0, 0] = False
-    return places(jnp.asarray(free), 1, key)[0]
+    return draw_places(jnp.asarray(free), 1, key)[0]
 
   def reset(self, task: Array, key: Array) -> tuple[RoomsState, TimeStep]:
+    """Begin an episode."""
     del task, key
     state = RoomsState(jnp.zeros(2, jnp.int32), jnp.int32(0))
     return state, restart(self._observe(state))
@@ -74,8 +75,9 @@ class EmptyRooms:
   def step(
     self, task: Array, episode: Array, state: RoomsState, action: Array, key: Array
   ) -> tuple[RoomsState, TimeStep]:
+    """Take one action."""
     del episode, key
-    agent = moved(jnp.asarray(self.walls), state.agent, action)
+    agent = move(jnp.asarray(self.walls), state.agent, action)
     state = RoomsState(agent, state.time + 1)
     arrived = jnp.all(agent == task)
     return state, transition(self._observe(state), arrived, arrived, state.time >= self.steps)

@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import moved, one_hot, places
+from podrace.envs.own.grids import draw_places, move, one_hot
 from podrace.types import Array, TimeStep
 
 SMALLEST = 4  # sides of a grid are from here to `GridWorlds.size`
@@ -73,6 +73,7 @@ class GridWorlds:
     return discrete(4)
 
   def task(self, key: Array) -> GridTask:
+    """Draw a task."""
     keys = iter(jax.random.split(key, 8))
     n, size = self.objects, self.size
     side = jax.random.randint(next(keys), (), SMALLEST, size + 1)
@@ -81,7 +82,7 @@ class GridWorlds:
     walls = jax.random.uniform(next(keys), inside.shape) < self.density
     free = inside & ~walls
     # A start and each object has a place, should chance have left fewer than that: walls give way.
-    chosen = places(jnp.where(jnp.sum(free) > n, free, inside), n + 1, next(keys))
+    chosen = draw_places(jnp.where(jnp.sum(free) > n, free, inside), n + 1, next(keys))
     rows, columns = chosen[:, 0], chosen[:, 1]
     low = jnp.full(n, -1.0).at[0].set(0.0)
     return GridTask(
@@ -96,6 +97,7 @@ class GridWorlds:
     )
 
   def reset(self, task: GridTask, key: Array) -> tuple[GridState, TimeStep]:
+    """Begin an episode."""
     del key
     state = GridState(task.start, task.exists, jnp.int32(0))
     return state, restart(self._observe(state))
@@ -103,9 +105,10 @@ class GridWorlds:
   def step(
     self, task: GridTask, episode: Array, state: GridState, action: Array, key: Array
   ) -> tuple[GridState, TimeStep]:
+    """Take one action."""
     del episode
     end_key, respawn_key = jax.random.split(key)
-    agent = moved(task.walls, state.agent, action)
+    agent = move(task.walls, state.agent, action)
     taken = state.present & jnp.all(task.places == agent[None], axis=1)
     ended = jnp.any(taken & jax.random.bernoulli(end_key, task.termination))
     back = task.exists & jax.random.bernoulli(respawn_key, task.respawn)

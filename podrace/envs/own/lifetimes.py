@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace.envs import base
-from podrace.envs.base import Batch, select
+from podrace.envs.base import EnvironmentBatch, select
 from podrace.types import Array, Environment, TimeStep
 
 
@@ -27,17 +27,26 @@ class World(Protocol):
   """
 
   @property
-  def observation_space(self) -> gymnasium.Space: ...
+  def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
+
   @property
-  def action_space(self) -> gymnasium.Space: ...
-  def task(self, key: Array) -> Any: ...
-  def reset(self, task: Any, key: Array) -> tuple[Any, TimeStep]: ...
+  def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
+
+  def task(self, key: Array) -> Any:
+    """Draw a task."""
+
+  def reset(self, task: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
+
   def step(
     self, task: Any, episode: Array, state: Any, action: Array, key: Array
-  ) -> tuple[Any, TimeStep]: ...
+  ) -> tuple[Any, TimeStep]:
+    """Take one action."""
 
 
-class Life(NamedTuple):
+class LifetimeState(NamedTuple):
   """Where a lifetime is."""
 
   task: Any  # what `World.task` has made
@@ -66,26 +75,30 @@ class Lifetimes:
 
   @property
   def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
     return self.world.observation_space
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.world.action_space
 
   def new_task(self, key: Array) -> Any:
     """The task of a lifetime."""
     return self.world.task(key if self.task < 0 else jax.random.key(self.task))
 
-  def begin(self, task: Any, key: Array) -> tuple[Life, TimeStep]:
+  def begin(self, task: Any, key: Array) -> tuple[LifetimeState, TimeStep]:
     """A lifetime with this task."""
     inner, timestep = self.world.reset(task, key)
-    return Life(task, jnp.int32(0), inner, jnp.bool_(False)), timestep
+    return LifetimeState(task, jnp.int32(0), inner, jnp.bool_(False)), timestep
 
-  def reset(self, key: Array) -> tuple[Life, TimeStep]:
+  def reset(self, key: Array) -> tuple[LifetimeState, TimeStep]:
+    """Begin an episode."""
     task_key, episode_key = jax.random.split(key)
     return self.begin(self.new_task(task_key), episode_key)
 
-  def step(self, state: Life, action: Array, key: Array) -> tuple[Life, TimeStep]:
+  def step(self, state: LifetimeState, action: Array, key: Array) -> tuple[LifetimeState, TimeStep]:
+    """Take one action."""
     step_key, life_key, episode_key = jax.random.split(key, 3)
     inner, timestep = self.world.step(state.task, state.episode, state.inner, action, step_key)
     stepped = state._replace(inner=inner, last=timestep.last), timestep
@@ -94,12 +107,15 @@ class Lifetimes:
     goes_on = next_episode < (self.episodes or math.inf)
     task = select(goes_on, state.task, begun.task)
     inner, first = self.world.reset(task, episode_key)
-    opened = Life(task, jnp.where(goes_on, next_episode, 0), inner, jnp.bool_(False)), first
-    found: tuple[Life, TimeStep] = select(state.last, opened, stepped)
+    opened = (
+      LifetimeState(task, jnp.where(goes_on, next_episode, 0), inner, jnp.bool_(False)),
+      first,
+    )
+    found: tuple[LifetimeState, TimeStep] = select(state.last, opened, stepped)
     return found
 
 
-def batch(env: Environment, num_envs: int) -> Batch:
+def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
   """`podrace.envs.base.batch` for one agent's lifetime: its environments begin it with the same task."""
   if not isinstance(env, Lifetimes):
     return base.batch(env, num_envs)

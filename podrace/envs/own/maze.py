@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import MOVES, moved
+from podrace.envs.own.grids import MOVES, move
 from podrace.types import Array, TimeStep
 
 UNSEEN = 2**30  # where the numbers of unseen levels begin
@@ -61,6 +61,7 @@ class Maze:
     return discrete(4)
 
   def reset(self, key: Array) -> tuple[MazeState, TimeStep]:
+    """Begin an episode."""
     if self.unseen or not self.levels:
       level = jax.random.randint(key, (), 0, UNSEEN, jnp.int32) + (UNSEEN if self.unseen else 0)
     else:
@@ -102,8 +103,9 @@ class Maze:
     return jax.lax.scan(wider, begin, None, most)[0]
 
   def step(self, state: MazeState, action: Array, key: Array) -> tuple[MazeState, TimeStep]:
+    """Take one action."""
     del key
-    agent = moved(state.walls, state.agent, action)
+    agent = move(state.walls, state.agent, action)
     state = state._replace(agent=agent, time=state.time + 1)
     arrived = jnp.all(agent == state.goal)
     late = state.time >= 4 * self.size

@@ -24,7 +24,7 @@ class MemoryState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
+class MemoryTask:
   """A cue is shown once; `length` steps later the action must be equal to it.
 
   The idea is the T-maze's (Bakker 2001), without the maze. The first observation shows the cue;
@@ -49,13 +49,16 @@ class Memory:
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
+    """Space of the actions of one environment."""
     return discrete(2)
 
   def reset(self, key: Array) -> tuple[MemoryState, TimeStep]:
+    """Begin an episode."""
     state = MemoryState(jax.random.randint(key, (), 0, 2, jnp.int32), jnp.int32(0))
     return state, restart(self._observe(state))
 
   def step(self, state: MemoryState, action: Array, key: Array) -> tuple[MemoryState, TimeStep]:
+    """Take one action."""
     del key
     answered = state.time >= self.length
     reward = jnp.where(answered, jnp.where(action == state.cue, 1.0, -1.0), 0.0)

@@ -18,7 +18,7 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import moved, one_hot
+from podrace.envs.own.grids import move, one_hot
 from podrace.types import Array, TimeStep
 
 KEY_COST = 0.1
@@ -73,6 +73,7 @@ class Objects:
     return jax.random.uniform(key, (3,), minval=jnp.asarray(LOW), maxval=jnp.asarray(HIGH))
 
   def reset(self, task: Array, key: Array) -> tuple[ObjectsState, TimeStep]:
+    """Begin an episode."""
     del task, key
     middle = jnp.full(2, self.size // 2, jnp.int32)
     state = ObjectsState(middle, jnp.int32(0), jnp.bool_(not self.key))
@@ -81,9 +82,10 @@ class Objects:
   def step(
     self, task: Array, episode: Array, state: ObjectsState, action: Array, key: Array
   ) -> tuple[ObjectsState, TimeStep]:
+    """Take one action."""
     del key
     edge = self.size - 1
-    agent = moved(jnp.zeros((self.size, self.size), bool), state.agent, action)
+    agent = move(jnp.zeros((self.size, self.size), bool), state.agent, action)
     corners = jnp.array([[0, edge], [edge, edge], [edge, 0]])
     at = jnp.all(corners == agent[None], axis=1)
     taken = at & state.has_key
