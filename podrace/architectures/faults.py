@@ -1,4 +1,4 @@
-"""What an agent or an environment does against the contract while a run is under way under Anakin."""
+"""Faults of agents and environments while Anakin runs."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ FAULTS = ('order', 'reward', 'action', 'mask')  # bits of `ActorState.faults`
 
 
 def find_faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Array:
-  """Which of FAULTS there were first in each environment, [B] i32 bits.
+  """Return the faults that came first in each environment, as bits [B] i32 of FAULTS.
 
-  A fault makes others: a NaN action makes NaN rewards, and a NaN reward makes NaN parameters and actions. So
-  nothing is added where there were faults `before`, and of actions and rewards the first one counts.
+  A fault causes more faults: a NaN action makes NaN rewards, and a NaN reward makes NaN
+  parameters and actions. So an environment with faults `before` gets no new ones, and of actions
+  and rewards only the first fault counts.
   """
   t = trajectory.timesteps
   after_first = t._replace(step_type=t.step_type[1:])
@@ -30,23 +31,23 @@ def find_faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Ar
   reward = RULES['reward'].is_broken(t, None)
   action = _outside(space, trajectory.outputs.action)
   reward_before, action_before = (jnp.cumsum(x, 0) > 0 for x in (reward[:-1], action))
-  found = [
+  broken = [
     order,
     reward[0] | jnp.any(reward[1:] & ~action_before, 0),
     jnp.any(action & ~reward_before, 0),
   ]
   if (mask := RULES['mask'].is_broken(t, None)) is not None:
-    found.append(jnp.any(mask, 0))
+    broken.append(jnp.any(mask, 0))
   bits = sum(
-    (x.astype(jnp.int32) << i for i, x in enumerate(found)), jnp.zeros(order.shape, jnp.int32)
+    (x.astype(jnp.int32) << i for i, x in enumerate(broken)), jnp.zeros(order.shape, jnp.int32)
   )
   return jnp.where(before, before, bits)
 
 
 def _outside(space: Any, action: Any) -> jax.Array:
-  """Which of actions [T, B, ...] are out of the space, [T, B]."""
+  """Return which actions [T, B, ...] are out of the space, [T, B] bool."""
   limits = bounds(space)
-  if limits is None:  # a space of several, whose parts nobody here knows
+  if limits is None:  # a Dict or Tuple: its parts have no common bounds
     return jnp.zeros(jax.tree.leaves(action)[0].shape[:2], bool)
   low, high = (jnp.broadcast_to(jnp.asarray(x), action.shape) for x in limits)
   outside = ~((action >= low) & (action <= high))  # NaN is
@@ -54,12 +55,19 @@ def _outside(space: Any, action: Any) -> jax.Array:
 
 
 def count_faults(bits: jax.Array) -> jax.Array:
-  """How many environments, the last axis of `bits`, have each of FAULTS: [..., 4]."""
+  """Count the environments, the last axis of `bits`, with each of FAULTS: [..., 4]."""
   return jnp.stack([jnp.sum(bits >> i & 1, -1) for i in range(len(FAULTS))], -1)
 
 
 def check_faults(counts: np.ndarray, agent: Any, env: Any, action: Callable[[], Any]) -> None:
-  """Raises RunError if there are any; `action` gives one that is out of the space, None if it finds none."""
+  """Raise RunError if there are faults.
+
+  Args:
+    counts: Environments with each of FAULTS, [4] or [N, 4].
+    agent: Agent to name in the message.
+    env: Environment to name in the message.
+    action: Returns an action that is out of the space, or None.
+  """
   for fault, count in zip(FAULTS, np.sum(np.atleast_2d(counts), 0), strict=True):
     if count:
       why = _explain(fault, agent, env, action)
@@ -73,6 +81,6 @@ def _explain(fault: str, agent: Any, env: Any, action: Callable[[], Any]) -> str
 
 
 def first_outside(space: Any, actions: np.ndarray) -> Any:
-  """The first of actions [B, ...] that is out of the space; None if all are in it."""
+  """Return the first of actions [B, ...] that is out of the space, or None."""
   outside = np.asarray(_outside(space, actions[None]))[0]
   return actions[np.argmax(outside)].tolist() if outside.any() else None

@@ -16,11 +16,11 @@ from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 
 class Dynamics(Protocol):
-  """What an adapter writes: an environment that never resets itself.
+  """An environment that does not reset itself, as adapters write it.
 
-  `step` returns MID or LAST (see `transition`) and is not called on a finished state whose
-  result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`,
-  as an `Environment` may.
+  `step` returns MID or LAST (see `transition`). The result of a step from a finished state is
+  never used. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`, as an
+  `Environment` may.
   """
 
   @property
@@ -39,12 +39,12 @@ class Dynamics(Protocol):
 
 
 def restart(observation: Any) -> TimeStep:
-  """The TimeStep that opens an episode."""
+  """Return the TimeStep that opens an episode."""
   return TimeStep(observation, jnp.float32(0), jnp.float32(1), jnp.int8(FIRST))
 
 
 def transition(observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
-  """The TimeStep after an action. Where both flags are set, termination wins (discount 0).
+  """Return the TimeStep after an action. If both flags are set, termination wins (discount 0).
 
   Raises:
     TypeError: if a flag is not bool.
@@ -67,7 +67,10 @@ def _flag(name: str, x: Any) -> Array:
 
 
 def select(condition: Array, on_true: Any, on_false: Any) -> Any:
-  """`where` over pytrees; `condition` [] or [B] is matched to the leading axes; keys are allowed."""
+  """Choose between two pytrees by `condition` [] or [B], which matches the leading axes.
+
+  Leaves may be PRNG keys.
+  """
 
   def leaf(x: Array, y: Array) -> Array:
     c = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
@@ -77,13 +80,13 @@ def select(condition: Array, on_true: Any, on_false: Any) -> Any:
 
 
 def infos(env: Any, state: Any) -> dict[str, Array]:
-  """What an Environment or Dynamics says of the episode that ends in `state`; {} if it says nothing."""
+  """Return the numbers that `env.infos` has for the episode that ends in `state`, or {}."""
   method = getattr(env, 'infos', None)
   return {name: jnp.asarray(x, jnp.float32) for name, x in method(state).items()} if method else {}
 
 
 class ResetState(NamedTuple):
-  """The state of a NextStepReset."""
+  """State of a NextStepReset."""
 
   inner: Any
   last: Array  # [] bool: the episode is over, the next step opens a new one
@@ -91,12 +94,12 @@ class ResetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NextStepReset:
-  """Makes Dynamics an Environment: the step after LAST ignores the action and returns FIRST.
+  """An Environment made of Dynamics: the step after LAST ignores the action and returns FIRST.
 
-  `fresh_fraction` is what a *batch* of these pays for resets. 1 resets every environment on
-  each step on which any needs it, and throws away what isn't needed: exact, and right where a reset
-  is cheap. Less than 1 makes that share of the batch's resets per step, in turn, into a shared pool of fresh
-  states, from which environments that need one take the oldest (see `Batch`).
+  `fresh_fraction` is the share of a *batch* that is reset in each step. With 1, every step in
+  which an environment needs a reset resets all of them and drops the surplus. This is exact, and
+  fast if a reset is cheap. With less than 1, that share of the batch is reset in turn into a
+  shared pool of fresh states. An environment that needs a reset takes the oldest (see `batch`).
   """
 
   dynamics: Dynamics
@@ -139,7 +142,7 @@ class NextStepReset:
     return infos(self.dynamics, state.inner)
 
 
-REFILL = 0x5EED  # makes the key of a refill another than those that an environment splits off
+REFILL = 0x5EED  # folded into a refill's key, to keep it apart from the environments' keys
 
 
 class EnvironmentBatch(NamedTuple):
@@ -151,23 +154,23 @@ class EnvironmentBatch(NamedTuple):
 
 
 class PooledState(NamedTuple):
-  """The state of a batch with a pool of fresh states."""
+  """State of a batch with a pool of fresh states."""
 
   inner: Any  # [B, ...]
   last: Array  # [B] bool
-  pool: tuple[Any, TimeStep]  # [B, ...] what `reset` gave
+  pool: tuple[Any, TimeStep]  # [B, ...] results of `reset`
   oldest: Array  # [1] i32 the slot that the next environment to reset takes
-  used: Array  # [1] i32 how many slots, up to `oldest`, have been taken and not refilled
+  used: Array  # [1] i32 number of slots before `oldest` that are taken and not refilled
 
 
 def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
-  """Steps `num_envs` copies of `env` together.
+  """Return functions that step `num_envs` copies of `env` together.
 
-  A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. Each
-  environment that must reset takes the oldest of them; whenever a chunk of
-  `fresh_fraction * num_envs` has been used up, that chunk is made anew. So a reset is computed
-  about once per episode instead of once per step, and no two environments get the same fresh
-  state unless more than `num_envs` episodes end before the ring can be refilled.
+  A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. An
+  environment that must reset takes the oldest. Once a chunk of `fresh_fraction * num_envs` is
+  used up, the chunk is refilled. So a reset is computed about once per episode instead of once
+  per step. No two environments get the same fresh state unless more than `num_envs` episodes end
+  before the ring can be refilled.
   """
   if isinstance(env, NextStepReset) and env.fresh_fraction < 1:
     return _pooled(env.dynamics, num_envs, math.ceil(env.fresh_fraction * num_envs))
@@ -183,10 +186,10 @@ def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
 
 @jax.custom_batching.custom_vmap
 def _anywhere(flag: Array) -> Array:
-  """A flag []; of a batch of them, as of several seeds, whether any is set.
+  """Return a flag []. Under vmap it is the disjunction over the batch, for example of seeds.
 
-  Under vmap a `cond` whose predicate is batched computes both sides. With this it stays one, whose
-  branch must then do for each what its own flag says.
+  Under vmap a `cond` with a batched predicate computes both sides. With this function it stays a
+  `cond`. Its branch must then act by each element's own flag.
   """
   return flag
 
@@ -197,7 +200,7 @@ def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
 
 
 def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
-  """What `vmap(NextStepReset.step)` gives, at the price of a reset only where one is needed."""
+  """Return the batched `NextStepReset.step`, which computes resets only if one is needed."""
 
   def step(state: ResetState, action: Any, keys: Array) -> tuple[ResetState, TimeStep]:
     def each(i: int) -> Array:  # NextStepReset.step's keys; the split is only where it is needed
@@ -205,11 +208,11 @@ def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
 
     stepped = jax.vmap(dynamics.step)(state.inner, action, each(0))
 
-    def some(stepped: Any) -> Any:
+    def reset_ended(stepped: Any) -> Any:
       return select(state.last, jax.vmap(dynamics.reset)(each(1)), stepped)
 
     needed = _anywhere(jnp.any(state.last))
-    inner, timestep = jax.lax.cond(needed, some, lambda stepped: stepped, stepped)
+    inner, timestep = jax.lax.cond(needed, reset_ended, lambda stepped: stepped, stepped)
     return ResetState(inner, timestep.last), timestep
 
   return step

@@ -1,4 +1,4 @@
-"""The contract of an Environment, as a check that anybody can call on their own."""
+"""The contract of an Environment, as a check that users can call on their own environments."""
 
 from __future__ import annotations
 
@@ -27,11 +27,14 @@ quick_jit = functools.partial(  # these programs run once: compiling them is all
 
 
 def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> None:
-  """Runs `num_envs` copies of `env` at random and raises AssertionError at what is wrong.
+  """Step `num_envs` copies of `env` with random actions.
 
-  Spaces are declared; observations are in them; FIRST, MID and LAST come in order; rewards and
-  discounts are what they may be; the state keeps its types; the action after LAST is ignored; the
-  same key gives the same stream.
+  The checks: spaces are declared, and observations are in them. FIRST, MID and LAST come in order.
+  Rewards and discounts have the right values. The state keeps its types. The action after LAST is
+  ignored. The same key gives the same stream.
+
+  Raises:
+    AssertionError: if a check fails.
   """
   check_spaces(env)
   check_types(env)
@@ -44,7 +47,7 @@ def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> 
 
 
 def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
-  """[n, ...] actions, uniform over the space."""
+  """Draw actions [n, ...], uniform over the space."""
   shape = (n, *(space.shape or ()))
   if isinstance(space, gymnasium.spaces.Discrete):
     return jax.random.randint(key, shape, 0, int(space.n))
@@ -66,7 +69,7 @@ def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
 
 
 def allowed_action(space: gymnasium.Space, key: Array, timestep: TimeStep) -> Array:
-  """Return [n, ...] actions, uniform over those that the mask of timesteps [n] allows, if there is one."""
+  """Draw actions [n, ...], uniform over the choices that the timesteps' mask allows, if any."""
   observation, n = timestep.observation, timestep.reward.shape[0]
   if not isinstance(observation, dict) or MASK not in observation:
     return random_action(space, key, n)
@@ -81,9 +84,9 @@ def allowed_action(space: gymnasium.Space, key: Array, timestep: TimeStep) -> Ar
 
 
 def rollout(env: Environment, steps: int, num_envs: int) -> Any:
-  """A compiled function from a key to a stream of timesteps [steps + 1, num_envs].
+  """Return a compiled function (key, contrary) -> stream of timesteps [steps + 1, num_envs].
 
-  With its second argument, the actions after LAST, and only those, are others.
+  If `contrary`, the actions after LAST, and only these, are different ones.
   """
   many = batch(env, num_envs)
 
@@ -107,12 +110,12 @@ def rollout(env: Environment, steps: int, num_envs: int) -> Any:
 
 
 def as_numpy(tree: Any) -> Any:
-  """A tree of arrays on the host."""
+  """Copy a tree of arrays to the host."""
   return jax.tree.map(np.asarray, tree)
 
 
 def check_spaces(env: Environment) -> None:
-  """Spaces are gymnasium's; actions are i32 or f32, and discrete ones start at 0."""
+  """Check the spaces: gymnasium's, actions i32 or f32, and discrete actions from 0."""
   assert isinstance(env.observation_space, gymnasium.Space)
   action = env.action_space
   if isinstance(action, gymnasium.spaces.Discrete):
@@ -122,7 +125,7 @@ def check_spaces(env: Environment) -> None:
 
 
 def check_types(env: Environment) -> None:
-  """One environment, without vmap: a scan refuses a state that changes, also in weak types."""
+  """Check one environment without vmap: a scan refuses a state that changes its (weak) types."""
 
   def run(key: Array) -> Any:
     reset_key, step_key = jax.random.split(key)
@@ -138,10 +141,10 @@ def check_types(env: Environment) -> None:
 
 
 def check_observations(env: Environment, stream: TimeStep) -> None:
-  """Every observation [T, B, ...] is in the declared space."""
+  """Check that every observation [T, B, ...] is in the declared space."""
   space, x = env.observation_space, stream.observation
-  found, declared = (str(jax.tree.structure(t)) for t in (x, tree(space, itertools.repeat(0))))
-  assert found == declared, f'observations are {found}, expected {declared}'
+  came, declared = (str(jax.tree.structure(t)) for t in (x, tree(space, itertools.repeat(0))))
+  assert came == declared, f'observations are {came}, expected {declared}'
   for (where, leaf), array in zip(leaves(space), values(space, x), strict=True):
     _inside(leaf, array, where)
 
@@ -178,6 +181,6 @@ def check_timesteps(stream: TimeStep) -> None:
 
 
 def check_equal(stream: Any, other: Any, message: str) -> None:
-  """Two streams are the same to the bit."""
+  """Check that two streams are equal to the bit."""
   for x, y in zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True):
     np.testing.assert_array_equal(x, y, err_msg=message)

@@ -1,4 +1,4 @@
-"""What environments there are, and how a name becomes one; without importing jax or a library.
+"""Environments by name, without importing jax or a library.
 
 A name is `LIB:NAME`, optionally followed by options: `LIB:NAME,key=value,key=value`.
 """
@@ -16,16 +16,19 @@ from podrace.system.importing import why_not
 if TYPE_CHECKING:
   from podrace.types import Environment
 
-  # ^ of libraries whose names have a module imported: from NAME to the module, '' for none
-
 
 def names() -> dict[str, tuple[str, ...]]:
-  """Every environment's name, by library, for listing them."""
+  """Return the names of all environments, by library."""
   return {key: library.names for key, library in LIBRARIES.items()}
 
 
 def make(name: str) -> Environment:
-  """The environment that `LIB:NAME,key=value,...` names; raises UnknownName or MissingExtra."""
+  """Make the environment that `LIB:NAME,key=value,...` names.
+
+  Raises:
+    UnknownName: if there is none of this name, or an option is wrong.
+    MissingExtra: if its library is not installed.
+  """
   key, env, options = parse(name)
   if key not in LIBRARIES:
     raise UnknownName(
@@ -55,7 +58,7 @@ def make(name: str) -> Environment:
 
 
 def load_adapter(library: Library, what: str) -> Any:
-  """Returns the module that adapts a library.
+  """Return the module that adapts a library.
 
   Raises:
     MissingExtra: if the library is not installed, or cannot be imported.

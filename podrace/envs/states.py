@@ -19,7 +19,7 @@ from podrace.types import Array, Environment, TimeStep
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WithState:
-  """Dynamics whose observations have the state as well, as a tuple of arrays.
+  """Dynamics that put the state into observations, as a tuple of arrays.
 
   An observation that is no dict becomes the entry `observation` of one.
   """
@@ -52,7 +52,7 @@ class WithState:
     return self._shown(*self.dynamics.step(state, action, key))
 
   def state_of(self, observation: Any) -> Any:
-    """The state that an observation shows."""
+    """Return the state in an observation."""
     shapes, treedef = jax.tree.flatten(self._shapes)
     arrays = map(_from_plain, shapes, observation[STATE])
     return jax.tree.unflatten(treedef, arrays)
@@ -69,10 +69,10 @@ class WithState:
 
 
 def with_state(name: str, env: Environment) -> Environment:
-  """The environment called `name`, with its state in its observations.
+  """Return the environment called `name`, with its state in its observations.
 
   Raises:
-    UnknownName: if it makes its resets itself, so that nothing is known of its rules.
+    UnknownName: if it is not wrapped in NextStepReset, so that its rules are unknown.
   """
   if not isinstance(env, NextStepReset):
     raise UnknownName(f'{name}: state=true needs an environment that is wrapped in NextStepReset')
@@ -80,13 +80,13 @@ def with_state(name: str, env: Environment) -> Environment:
 
 
 def rules(env: Any) -> WithState | None:
-  """The rules of an environment that shows its state; None if it does not."""
+  """Return the rules of an environment that shows its state, or None."""
   dynamics = getattr(env, 'dynamics', None)
   return dynamics if isinstance(dynamics, WithState) else None
 
 
 def takes_turns(env: Any) -> bool:
-  """Whether two players take turns in it, so that a reward is of whoever moved."""
+  """Return whether two players take turns, so that a reward belongs to the moving player."""
   while env is not None:
     if getattr(env, 'takes_turns', False):
       return True
@@ -107,7 +107,7 @@ def _from_plain(shape: Any, x: Array) -> Array:
 
 
 def _any_value(shape: Any) -> gymnasium.Space:
-  """A Box of everything that an array of that shape and dtype can hold."""
+  """Return a Box of all values of a shape and dtype."""
   plain = jax.eval_shape(_plain, shape)
   if plain.dtype == np.bool_:
     return box(False, True, plain.shape, plain.dtype)

@@ -31,7 +31,7 @@ class TimestepRule(NamedTuple):
   expected: str
 
   def message(self, function: str) -> str:
-    """Return the error message for a function, such as `label(env, 'step')`, that broke the rule."""
+    """Return the error message for `function`, such as `label(env, 'step')`."""
     return f'{function} returned {self.came}, expected {self.expected}'
 
 

@@ -1,7 +1,7 @@
 """Brax: physics (github.com/google/brax).
 
-Brax knows time only in its EpisodeWrapper, which is not used here: `state.done` of the bare
-environment is termination, and the limit, brax's usual 1000 steps, is ours and truncates.
+Brax knows time only in its EpisodeWrapper, which is not used here. `state.done` of the bare
+environment is termination. The limit, brax's usual 1000 steps, truncates.
 
 Left out: swimmer, which brax 0.14 writes with a form of `jnp.clip` that JAX no longer has.
 """
@@ -39,7 +39,7 @@ _SOME_BACKENDS: Mapping[str, tuple[str, ...]] = {
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A brax environment by its name; options are the backend and the time limit."""
+  """Make a brax environment by its name; options are the backend and the time limit."""
   defaults: dict[str, Value] = {'episode_length': 1000, 'fresh_fraction': 1.0}
   backends = _SOME_BACKENDS.get(name, BACKENDS)
   if backends:

@@ -53,17 +53,17 @@ DRAWINGS = {'CartPole-v1': drawings.cart_pole, 'Pendulum-v1': drawings.pendulum}
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A gymnax environment by its id; options are its constructor's and its params' scalars."""
+  """Make a gymnax environment by its id; options are scalars of its constructor and its params."""
   factory = type(gymnax.make(name)[0])
   built = _scalars({k: p.default for k, p in inspect.signature(factory).parameters.items()})
   params = gymnax.make(name)[1]
-  given = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
-  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **given})
+  scalars = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
+  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **scalars})
   if 'max_steps_in_episode' in options:
     at_least(f'gymnax:{name}', values, max_steps_in_episode=1)
   try:
     env, params = gymnax.make(name, **{k: values[k] for k in built})
-    changed = {k: values[k] for k in given if k in options}
+    changed = {k: values[k] for k in scalars if k in options}
     params = params.replace(**changed)
     dynamics = Gymnax(
       name, env, params, _observation_space(name, env, params), _action_space(env, params)
@@ -82,7 +82,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _observation_space(name: str, env: Any, params: Any) -> gymnasium.Space:
-  """What gymnax declares, in the shape and type of what it returns (they differ at times)."""
+  """Return the declared space in the shape and type of actual observations, which may differ."""
   declared = env.observation_space(params)
   if isinstance(declared, Discrete):
     return discrete(declared.n)
@@ -129,6 +129,6 @@ class Gymnax:
 
   @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:
-    """A picture of a state, of those that have one."""
+    """Function from a state to its picture, or None if there is none for this environment."""
     drawing = DRAWINGS.get(self.name)
     return None if drawing is None else lambda state: drawing(state, self.params)

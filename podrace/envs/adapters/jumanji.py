@@ -1,8 +1,8 @@
 """Jumanji: combinatorial problems, puzzles and games (github.com/instadeepai/jumanji).
 
-Jumanji ends an episode at its `time_limit` with discount 0, as if it had terminated. So the
-library is given a limit one step further away than ours, which truncates. One step is enough, and
-it keeps what the library derives from the limit (bounds, arrays) as it should be.
+Jumanji ends an episode at its `time_limit` with discount 0, like a termination. So the library is
+given a limit that is one step longer than ours, which truncates. One step is enough, and keeps
+the bounds and arrays that the library derives from the limit.
 
 Left out: environments with one reward per agent (Connector, LevelBasedForaging,
 SearchAndRescue), and Sokoban, which downloads its levels when it is made.
@@ -41,7 +41,7 @@ _ENDS_AT_ONCE = ('Cleaner-v0',)
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A jumanji environment by its id; the option is its time limit, where it has one."""
+  """Make a jumanji environment by its id; the option is its time limit, if it has one."""
   env = jumanji.make(name)
   defaults: dict[str, Value] = {'fresh_fraction': 1.0}
   if hasattr(env, 'time_limit'):
@@ -68,7 +68,7 @@ def _dynamics(name: str, env: jumanji.Environment) -> Jumanji:
 
 
 def observation_space(spec: Any) -> Any:
-  """The space of what a spec describes; one of several fields is a Dict, by field."""
+  """Return the space of a spec; a spec with fields becomes a Dict."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
   if isinstance(spec, specs.BoundedArray):
@@ -83,7 +83,7 @@ def observation_space(spec: Any) -> Any:
 
 
 def action_space(spec: Any) -> gymnasium.Space:
-  """Discrete, MultiDiscrete (also for bounded integers from 0) or Box."""
+  """Return a Discrete, a MultiDiscrete (also for bounded integers from 0) or a Box."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
   if isinstance(spec, specs.MultiDiscreteArray):
@@ -102,7 +102,7 @@ def _unbounded(spec: specs.Array) -> gymnasium.spaces.Box:
 
 
 def _as_dict(space: gymnasium.Space, observation: Any) -> Any:
-  """Named tuples and dataclasses as dicts, all the way down; arrays as they are."""
+  """Convert nested named tuples and dataclasses to dicts."""
   if not isinstance(space, gymnasium.spaces.Dict):
     return observation
   return {k: _as_dict(sub, getattr(observation, k)) for k, sub in space.spaces.items()}

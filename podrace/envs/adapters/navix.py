@@ -37,15 +37,15 @@ OBSERVATIONS = (
   'rgb',
   'rgb_first_person',
 )
-HIGHEST = int(EntityIds.PLAYER)  # of entities; colours and states are fewer
+HIGHEST = int(EntityIds.PLAYER)  # largest entity; colours and states have fewer values
 
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A room by its id.
+  """Make a room by its id.
 
-  Options: `observation`, one of OBSERVATIONS (first person sees what MiniGrid's agent sees, the
-  others the whole grid), and `max_steps`, by default MiniGrid's 4 * height * width.
+  Options: `observation`, one of OBSERVATIONS (first person is the view of MiniGrid's agent, all
+  others show the whole grid), and `max_steps`, by default MiniGrid's 4 * height * width.
   """
   steps = navix.make(name, max_steps=None).max_steps
   defaults: dict[str, Value] = {
@@ -70,7 +70,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Navix:
-  """A room as Dynamics; its state is navix's time and state, without pictures unless drawn."""
+  """A room as Dynamics. Its state is navix's time and state, without pictures unless drawn."""
 
   env: navix.environments.Environment
   observation_space: gymnasium.spaces.Box
@@ -103,7 +103,7 @@ class Navix:
     )
 
   def draw(self, state: Any) -> Array:
-    """The whole room, [H, W, 3] u8."""
+    """Draw the whole room, [H, W, 3] u8."""
     _, inner = state
     return observations.rgb(inner.replace(cache=RenderingCache.init(inner.grid)))
 

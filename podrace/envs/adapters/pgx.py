@@ -1,10 +1,12 @@
-"""Board games of pgx (Koyama et al. 2023, arXiv 2303.17503): against an opponent by name, or both sides in turn.
+"""Board games of pgx (Koyama et al. 2023, arXiv 2303.17503), against an opponent or in self-play.
 
-With an opponent, a step is the agent's move and the opponent's answer, and pgx draws at random who begins. The
-reward is 1 for a game won, -1 for one lost; a move against the rules loses. Observations are from the agent's side.
+With an opponent, a step is the agent's move and the opponent's answer, and pgx draws at random
+which player begins. The reward is 1 for a won game and -1 for a lost one. A move against the rules
+loses. Observations are from the agent's side.
 
-With `opponent=self` a step is one move, of both players in turn. Observation and reward are of whoever moves, so
-what comes after a move is worth as much less as it is worth to the other player: learn with a discount of -1.
+With `opponent=self` a step is one move, by both players in turn. Observation and reward belong to
+the moving player. The value of the next state is the opponent's, with the sign reversed: learn
+with a discount of -1.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ from podrace.types import Array, Environment, TimeStep
 
 AGENT = 0  # pgx's number of the player that learns
 OPPONENTS = ('random', 'mcts', 'self')
-EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can end a move's chances
-Move = Callable[[Any, Any, Array], Array]  # from a state, what its player sees, and a key
+EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can rule out a move
+Move = Callable[[Any, Any, Array], Array]  # (state, its player's observation, key) -> action
 
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A game by its pgx id; the options are the opponent, and how many rollouts `mcts` has for a move."""
+  """Make a game by its pgx id; options are the opponent, and the rollouts of `mcts` per move."""
   values = read_options(f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100})
   at_least(f'pgx:{name}', values, rollouts=1)
   env = pgx.make(name)
@@ -60,7 +62,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
 
 
 def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
-  """How an opponent moves; None if there is none but the agent itself."""
+  """Return the move function of an opponent, or None for self-play."""
   if opponent in OPPONENTS:
     return {'random': random_move, 'mcts': mcts(env, rollouts), 'self': None}[opponent]
   if not Path(opponent).is_dir():
@@ -74,16 +76,19 @@ def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
 
 
 def random_move(state: Any, observation: Any, key: Array) -> Array:
-  """Uniform over what the rules allow."""
+  """Draw a legal move, uniformly."""
   return jax.random.categorical(key, jnp.where(state.legal_action_mask, 0.0, MASKED))
 
 
 def mcts(env: Env, rollouts: int) -> Move:
-  """Monte-Carlo tree search by the rules, with a uniform prior, a random rollout of each new node."""
+  """Return a move function by Monte-Carlo tree search with the rules of the game.
+
+  The prior is uniform, and each new node is evaluated by a random rollout.
+  """
   import mctx
 
   def worth(state: Any, key: Array) -> Array:
-    """What a random end of the game from a state is worth to its player."""
+    """Return the result of a random continuation for the player to move."""
     player = state.current_player
 
     def move(carry: Any) -> Any:
@@ -99,7 +104,7 @@ def mcts(env: Env, rollouts: int) -> Move:
     mover = state.current_player
     after = jax.vmap(lambda s, a: as_strong_types(env.step(s, a)))(state, action)
     over = after.terminated | after.truncated
-    # A finished node is visited again: what it is worth then counts 0, by the discount.
+    # A finished node may be visited again: discount 0 cancels its value.
     value = jax.vmap(worth)(after, jax.random.split(key, action.shape[0]))
     output = mctx.RecurrentFnOutput(
       reward=jnp.take_along_axis(after.rewards, mover[:, None], axis=1)[:, 0],
@@ -113,19 +118,19 @@ def mcts(env: Env, rollouts: int) -> Move:
     one = jax.tree.map(lambda x: x[None], state)
     logits = jnp.where(one.legal_action_mask, 0.0, MASKED)
     root = mctx.RootFnOutput(prior_logits=logits, value=jnp.zeros(1), embedding=one)
-    found = mctx.muzero_policy(
+    output = mctx.muzero_policy(
       (), raw_key(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
       qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
       dirichlet_fraction=0.0, temperature=0.0, pb_c_init=EXPLORATION,
     )  # fmt: skip
-    return found.action[0]
+    return output.action[0]
 
   return move
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Game:
-  """A game of two as Dynamics of one; without an opponent, it is each player in turn."""
+  """A game of two players as Dynamics of one; without an opponent, of both in turn."""
 
   env: Env
   observation_space: gymnasium.Space
@@ -134,7 +139,7 @@ class Game:
 
   @property
   def takes_turns(self) -> bool:
-    """Whether two players take turns, so that a reward belongs to the player who moved."""
+    """Whether two players take turns, so that a reward belongs to the moving player."""
     return self.opponent is None
 
   @allow_rank_promotion
@@ -161,14 +166,14 @@ class Game:
     return after, transition(self._observe(after), reward, after.terminated, after.truncated)
 
   def _answer(self, state: Any, key: Array) -> Any:
-    """The state after a move of the opponent."""
+    """Return the state after a move of the opponent."""
     assert self.opponent is not None
     move_key, step_key = jax.random.split(key)
     move = self.opponent(state, self._seen(state, state.current_player), move_key)
     return as_strong_types(self.env.step(state, move, raw_key(step_key)))
 
   def _observe(self, state: Any) -> Any:
-    """The board as the agent sees it, and where it may move."""
+    """Return the board from the agent's side, and the legal moves."""
     return self._seen(state, state.current_player if self.takes_turns else jnp.int32(AGENT))
 
   def _seen(self, state: Any, player: Array) -> Any:

@@ -1,4 +1,4 @@
-"""Checks of what host environments return."""
+"""Checks of arrivals from host environments, and of the actions sent to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from podrace.envs.timestep_rules import RULES, exceeds
 from podrace.errors import HostError, RunError
 from podrace.types import LARGEST_REWARD, Arrival, TimeStep
 
-BOUNDED = 1000  # arrivals, of which is looked whether they are within their Boxes
+BOUNDED = 1000  # number of first arrivals that are compared with the bounds of their Boxes
 
 
 class Checker:
-  """Compares what arrives, and is sent, with what was declared; says what of which is wrong.
+  """Compares arrivals and actions with the declared spaces.
 
-  Observations outside of their Box are learned from as they are. It is said once of each part, of
-  all pools of a HostSpec together.
+  An observation outside of its Box is learned from unchanged. The log has one warning for each part
+  of an observation, for all pools of a HostSpec together.
   """
 
   def __init__(self, spec: HostSpec, num_envs: int, agent: Any = None) -> None:
@@ -56,7 +56,7 @@ class Checker:
     self._count += 1
     self._check_mask(arrival.timestep, ids)
     self._check_reward(arrival.timestep.reward, ids)
-    if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
+    if arrival.score is not arrival.timestep.reward:  # rewards may be clipped for learning
       self._check_reward(arrival.score, ids)
 
   def _check_mask(self, timestep: TimeStep, ids: np.ndarray) -> None:
@@ -98,8 +98,12 @@ class Checker:
       )  # fmt: skip
 
   def action(self, x: np.ndarray) -> None:
-    """Raises RunError where an agent's actions [b, ...] are not in the action space."""
-    fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
+    """Check an agent's actions [b, ...].
+
+    Raises:
+      RunError: if an action is not in the action space.
+    """
+    fits = (x >= self._low) & (x <= self._high)  # False for NaN
     if np.count_nonzero(fits) != x.size:
       from podrace.system.blame import out_of_space
 
@@ -108,7 +112,11 @@ class Checker:
 
 
 def cast_exactly(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
-  """An array in the type that was declared for it; raises HostError if integers don't fit."""
+  """Cast an array to its declared type.
+
+  Raises:
+    HostError: if the type cannot hold an integer.
+  """
   y = x.astype(dtype, copy=False)
   if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):
     raise HostError(f'{name}: observation has {x[x != y][:3].tolist()}, which {y.dtype} has not')

@@ -1,4 +1,4 @@
-"""Catch: the smallest task that needs seeing; half a minute on a laptop."""
+"""Catch: the smallest task that needs vision; half a minute on a laptop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podrace.types import Array, TimeStep
 
 
 class CatchState(NamedTuple):
-  """Where things are. All [] i32."""
+  """Positions. All [] i32."""
 
   ball_row: Array
   ball_column: Array
@@ -29,8 +29,8 @@ class Catch:
   """A ball falls from a random column of the top row; be under it (Osband et al. 2020, bsuite).
 
   The actions move the paddle left, not at all, or right. After `rows - 1` steps the ball is in
-  the bottom row and the episode terminates: reward +1 if the paddle is there, else -1; all other
-  rewards are 0. The paddle starts in the middle, so the best policy always gets 1.
+  the bottom row and the episode terminates. The reward is 1 if the paddle is there, else -1. All
+  other rewards are 0. The paddle starts in the middle, so the best policy always gets 1.
   """
 
   rows: int = 10

@@ -1,4 +1,4 @@
-"""Empty Rooms: a goal that is never shown, and stays where it is for a lifetime; who has found it should go back."""
+"""Empty Rooms: an invisible goal that stays in its place for a lifetime of episodes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podrace.types import Array, TimeStep
 
 
 class RoomsState(NamedTuple):
-  """Where the agent is, and since when."""
+  """The agent's place, and the time in the episode."""
 
   agent: Array  # [2] i32
   time: Array  # [] i32
@@ -27,13 +27,14 @@ class RoomsState(NamedTuple):
 class EmptyRooms:
   """Find the goal, which gives 1 and ends the episode; all other rewards are 0. A `World`.
 
-  Zheng et al. 2020 (arXiv 1912.05500, section 4.1): the goal is invisible, fixed in a lifetime of 200 episodes, and
-  anywhere in the next one. Ours, as the paper's appendix was not at hand: the size, four rooms with a door in the
-  middle of each wall, the start in the top left corner, and the time limit.
+  Zheng et al. 2020 (arXiv 1912.05500, section 4.1): the goal is invisible, fixed in a lifetime of
+  200 episodes, and anywhere in the next one. The paper's appendix was not at hand, so these are
+  ours: the size, four rooms with a door in the middle of each wall, the start in the top left
+  corner, and the time limit.
   """
 
-  size: int = 9  # of a side, walls included
-  steps: int = 80  # after which an episode is truncated
+  size: int = 9  # side, walls included
+  steps: int = 80  # time limit of an episode, which truncates
 
   def __post_init__(self) -> None:
     if self.size < 5 or not self.size % 2 or self.steps < 1:
@@ -52,7 +53,7 @@ class EmptyRooms:
 
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
-    """The agent's place, as a row of a table: [size * size]."""
+    """The agent's place, one-hot: [size * size]."""
     return box(0, 1, (self.size**2,), np.float32)
 
   @cached_property
@@ -61,7 +62,7 @@ class EmptyRooms:
     return discrete(4)
 
   def task(self, key: Array) -> Array:
-    """The goal, [2] i32: anywhere but at the start and in walls."""
+    """Draw the goal, [2] i32: anywhere but at the start and in walls."""
     free = ~self.walls
     free[0, 0] = False
     return draw_places(jnp.asarray(free), 1, key)[0]
