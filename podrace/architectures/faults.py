@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.spaces import bounds
-from podrace.envs.timestep_rules import RULES
+from podrace.envs.timestep_rules import RULES, is_outside
 from podrace.errors import RunError
 from podrace.system.blame import label, out_of_space
 from podrace.types import Trajectory
@@ -50,8 +50,7 @@ def _outside(space: Any, action: Any) -> jax.Array:
   if limits is None:  # a Dict or Tuple: its parts have no common bounds
     return jnp.zeros(jax.tree.leaves(action)[0].shape[:2], bool)
   low, high = (jnp.broadcast_to(jnp.asarray(x), action.shape) for x in limits)
-  outside = ~((action >= low) & (action <= high))  # NaN is
-  return jnp.any(outside, axis=tuple(range(2, action.ndim)))
+  return jnp.any(is_outside(action, low, high), axis=tuple(range(2, action.ndim)))
 
 
 def count_faults(bits: jax.Array) -> jax.Array:

@@ -21,6 +21,20 @@ class Dynamics(Protocol):
   `step` returns MID or LAST (see `transition`). The result of a step from a finished state is
   never used. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`, as an
   `Environment` may.
+
+  Example:
+    class Wait:  # two actions, no choice: each step gives 1, and ten steps are an episode
+      observation_space = gymnasium.spaces.Box(0.0, 10.0, (1,), 'float32')
+      action_space = gymnasium.spaces.Discrete(2)
+
+      def reset(self, key):
+        return jnp.int32(0), restart(jnp.zeros(1))
+
+      def step(self, state, action, key):
+        time = state + 1
+        return time, transition(jnp.full(1, time, 'float32'), 1.0, time >= 10, False)
+
+    env = NextStepReset(Wait())
   """
 
   @property

@@ -15,7 +15,7 @@ from podrace.envs import contract
 from podrace.envs.host.infos import MOST
 from podrace.envs.spaces import bounds, map_leaves, values
 from podrace.envs.spaces import leaves as leaves_of
-from podrace.envs.timestep_rules import RESETS, RULES, broken_rules
+from podrace.envs.timestep_rules import DTYPES, RESETS, RULES, broken_rules, is_outside
 from podrace.errors import UsageError
 from podrace.system.blame import (
   calling,
@@ -144,7 +144,7 @@ def _check_pair(env: Any, name: str, result: Any, wrapped: bool) -> None:
       came = f"the state's {path.lstrip('.')}".removesuffix("'s ")
       came = f'{came} as a Python {type(x).__name__}'
       refuse(env, name, came, f'an array: write jnp.{jnp.result_type(x)}({x})')
-  for field, dtype in (('reward', 'float32'), ('discount', 'float32'), ('step_type', 'int8')):
+  for field, dtype in DTYPES.items():
     x = getattr(timestep, field)
     if (jnp.shape(x), str(jnp.result_type(x))) != ((), dtype):
       refuse(env, name, f'the {field} {describe(x)}', f'{dtype}[], of one environment')
@@ -211,7 +211,7 @@ def _check_numbers(env: Any, what: str, x: np.ndarray) -> None:
 def _check_bounds(env: Any, where: str, space: Any, x: np.ndarray) -> None:
   """Check that observations [T, B, ...] are in their space, up to rounding of floats."""
   low, high = (np.asarray(y, np.float64) for y in bounds(space) or (-np.inf, np.inf))
-  outside = (x < low - ROUNDING * (1 + abs(low))) | (x > high + ROUNDING * (1 + abs(high)))
+  outside = is_outside(x, low - ROUNDING * (1 + abs(low)), high + ROUNDING * (1 + abs(high)))
   if not np.any(outside):
     return
   axes = tuple(range(1, x.ndim))

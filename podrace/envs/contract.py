@@ -14,7 +14,7 @@ import numpy as np
 from podrace import distributions
 from podrace.envs.base import batch, select
 from podrace.envs.spaces import MASK, bounds, leaves, tree, values
-from podrace.envs.timestep_rules import RULES, broken_rules
+from podrace.envs.timestep_rules import DTYPES, RULES, broken_rules, is_outside
 from podrace.types import Array, Environment, TimeStep
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
@@ -160,7 +160,7 @@ def _inside(space: Any, x: Any, where: str) -> None:
     assert x.dtype == space.dtype, f'{where} is {x.dtype}, expected {space.dtype}'
   assert x.shape[2:] == space.shape, f'{where} is {x.shape[2:]}, expected {space.shape}'
   assert np.all(np.isfinite(x)), f'{where} is not finite'
-  assert np.all(x >= low) and np.all(x <= high), (
+  assert not np.any(is_outside(x, low, high)), (
     f'{where} is between {x.min()} and {x.max()}, out of {space}'
   )
 
@@ -171,10 +171,9 @@ def check_timesteps(stream: TimeStep) -> None:
   Raises:
     AssertionError: if a rule is broken; the message has the step.
   """
-  dtypes = {'reward': np.float32, 'discount': np.float32, 'step_type': np.int8}
-  for name, dtype in dtypes.items():
+  for name, dtype in DTYPES.items():
     x = getattr(stream, name)
-    assert x.dtype == dtype, f'{name} is {x.dtype}, expected {np.dtype(dtype)}'
+    assert x.dtype == dtype, f'{name} is {x.dtype}, expected {dtype}'
     assert x.shape == stream.step_type.shape, f'{name} has shape {x.shape}'
   for name, (t, _) in broken_rules(stream):
     raise AssertionError(f'{RULES[name].came} in step {t}, expected {RULES[name].expected}')

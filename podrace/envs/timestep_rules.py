@@ -40,6 +40,11 @@ def exceeds(x: Any, limit: float) -> Any:
   return ~(abs(x) <= limit)
 
 
+def is_outside(x: Any, low: Any, high: Any) -> Any:
+  """Return where numbers are NaN, or not between two bounds."""
+  return ~((x >= low) & (x <= high))
+
+
 def _allows_nothing(timestep: TimeStep, begins: Any) -> Any:
   """Return where an action mask allows nothing though an agent acts or bootstraps there.
 
@@ -57,9 +62,11 @@ RESETS = (
   'an environment that does not makes it one that does'
 )
 
+DTYPES = {'reward': 'float32', 'discount': 'float32', 'step_type': 'int8'}
+
 RULES = {
   'step_type': TimestepRule(
-    lambda t, begins: (t.step_type < FIRST) | (t.step_type > LAST),
+    lambda t, begins: is_outside(t.step_type, FIRST, LAST),
     'a step type that is none',
     'FIRST (0), MID (1) or LAST (2)',
   ),
@@ -79,7 +86,7 @@ RULES = {
     'a reward of 0',
   ),
   'discount_range': TimestepRule(
-    lambda t, begins: ~((t.discount >= 0) & (t.discount <= 1)),
+    lambda t, begins: is_outside(t.discount, 0, 1),
     'a discount that is not between 0 and 1',
     '0 or 1',
   ),

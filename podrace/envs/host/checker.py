@@ -10,7 +10,7 @@ from podrace.envs.host.base import HostSpec, log
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.host.timesteps import EVERY, rows_of
 from podrace.envs.spaces import leaves, values
-from podrace.envs.timestep_rules import RULES, exceeds
+from podrace.envs.timestep_rules import RULES, exceeds, is_outside
 from podrace.errors import HostError, RunError
 from podrace.types import LARGEST_REWARD, Arrival, TimeStep
 
@@ -88,7 +88,7 @@ class Checker:
 
   def _within(self, field: str, space: Any, x: np.ndarray, ids: np.ndarray) -> None:
     low, high = self._limits[field]
-    outside = (x < low) | (x > high)
+    outside = is_outside(x, low, high)
     if np.count_nonzero(outside) and field not in self._outside:
       self._outside.add(field)
       where = tuple(np.argwhere(outside)[0].tolist())
@@ -103,11 +103,11 @@ class Checker:
     Raises:
       RunError: if an action is not in the action space.
     """
-    fits = (x >= self._low) & (x <= self._high)  # False for NaN
-    if np.count_nonzero(fits) != x.size:
+    outside = is_outside(x, self._low, self._high)
+    if np.count_nonzero(outside):
       from podrace.system.blame import out_of_space
 
-      row = x[np.argwhere(~fits)[0, 0]]
+      row = x[np.argwhere(outside)[0, 0]]
       raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
 
 
