@@ -9,7 +9,7 @@ import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.unrolls import Shipping
-from podrace.envs.host.timesteps import EVERY, all_env_ids, rows_of
+from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.errors import HostError
 from podrace.types import TimeStep
 
@@ -27,7 +27,7 @@ class Lockstep:
     self._name, self._index, self._length = name, index, length
     self._inference, self._shipping = inference, shipping
     self._n = shipping.num_envs
-    self._ids = all_env_ids(self._n)
+    self._ids = everyone(self._n)
     self._row = np.zeros(self._n, np.int32)
     self._serial = np.full(self._n, shipping.number, np.int64)  # see `Unroll`
     self._versions = np.zeros(self._n, np.int64)  # of the parameters that the unroll began with

@@ -16,7 +16,7 @@ from podrace.architectures.sebulba.pipe import ActorFailed, Closed, Pipe, Snapsh
 from podrace.architectures.sebulba.unrolls import Shipping
 from podrace.envs.host.answer_timer import AnswerTimer
 from podrace.envs.host.checker import Checker
-from podrace.envs.host.timesteps import all_env_ids
+from podrace.envs.host.timesteps import everyone
 from podrace.errors import HostError, RunError, UsageError
 from podrace.system.threads import Worker
 from podrace.types import Array, Arrival, HostEnvironment
@@ -49,7 +49,7 @@ class ActorThread:
   ) -> None:
     self.index, self.device, self.pool, self._pipe = index, device, pool, pipe
     self._snapshot = snapshot
-    self._ids, self._length = all_env_ids(pool.num_envs), acting.unroll_length
+    self._ids, self._length = everyone(pool.num_envs), acting.unroll_length
     self._check = Checker(acting.spec, pool.num_envs, acting.agent)
     self._timer = AnswerTimer(pool.num_envs)
     self._inference = Inference(acting, index, device, unroll_key, number)

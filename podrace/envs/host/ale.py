@@ -19,7 +19,7 @@ from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.timesteps import Stepper, all_env_ids
+from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Arrival
@@ -101,7 +101,7 @@ class AtariPool:
     self._stepper = Stepper(args.num_envs)
     self._lost = np.zeros(args.num_envs, bool)  # a life was lost: the next action is a no-op
     self._ended = np.ones(args.num_envs, bool)
-    self._arrived = all_env_ids(args.num_envs)  # the order in which ale-py takes actions
+    self._arrived = everyone(args.num_envs)  # the order in which ale-py takes actions
     self._action = np.zeros(args.num_envs, np.int32)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None

@@ -11,11 +11,21 @@ import numpy as np
 
 from podrace.envs import env_names, libraries, registry
 from podrace.envs.host.spaces import i32
-from podrace.envs.spaces import (
-  convert,
-)
+from podrace.envs.host.timesteps import Stepper, everyone
+from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
 from podrace.types import HostEnvironment
+
+# Writers of pools import everything from here, see docs/own.md.
+__all__ = [
+  'HostSpec',
+  'PoolArgs',
+  'Stepper',
+  'batch_sizes',
+  'everyone',
+  'groups_at_once',
+  'make',
+]
 
 log = logging.getLogger('podrace.envs')
 

@@ -16,7 +16,7 @@ from podrace.envs.env_names import at_least, full_name, nearest, read_options
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import cast_exactly
 from podrace.envs.host.spaces import in_jax, narrow
-from podrace.envs.host.timesteps import EVERY, Stepper, all_env_ids, rows_of
+from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
 from podrace.envs.options import Value
 from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
@@ -142,7 +142,7 @@ class EnvPool:
       if rows_of(ids, self.num_envs) is not EVERY:
         order = np.argsort(ids)
         reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
-      ids = all_env_ids(self.num_envs)
+      ids = everyone(self.num_envs)
     observation = _as_declared(self._name, self._space, observation, order)
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)

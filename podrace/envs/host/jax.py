@@ -10,7 +10,7 @@ import numpy as np
 
 from podrace.envs.base import batch
 from podrace.envs.host.infos import InfoAdder, Infos, no_rows
-from podrace.envs.host.timesteps import all_env_ids
+from podrace.envs.host.timesteps import everyone
 from podrace.envs.timestep_rules import RULES
 from podrace.errors import HostError
 from podrace.system.blame import label
@@ -54,7 +54,7 @@ class JaxPool:
     self.num_envs = self.batch_size = steps.num_envs
     self._do, self._reset_key, self._unroll_key = steps, reset_key, unroll_key
     self._device = host_device()
-    self._ids = all_env_ids(steps.num_envs)
+    self._ids = everyone(steps.num_envs)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
     self.steps = 0  # since the run began

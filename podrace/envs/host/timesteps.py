@@ -13,7 +13,7 @@ EVERY = slice(None)  # of arrays [num_envs, ...]
 
 
 @functools.cache
-def all_env_ids(num_envs: int) -> np.ndarray:
+def everyone(num_envs: int) -> np.ndarray:
   """Return the ids of all environments in order, a read-only array.
 
   Each call returns the same array. So `rows_of` recognizes it without comparing elements.
@@ -28,7 +28,7 @@ def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
 
   If they are all in order, it is EVERY, which makes a view instead of a copy.
   """
-  ids = all_env_ids(num_envs)
+  ids = everyone(num_envs)
   whole = env_id is ids or (len(env_id) == num_envs and not np.count_nonzero(env_id != ids))
   return EVERY if whole else env_id
 
@@ -43,7 +43,7 @@ class Stepper:
 
   def reset(self) -> None:
     """Let every environment begin with FIRST."""
-    self.reopen(all_env_ids(len(self._opens)))
+    self.reopen(everyone(len(self._opens)))
 
   def reopen(self, env_id: np.ndarray) -> None:
     """Note that environments were restarted: their next arrival is FIRST."""

@@ -26,7 +26,7 @@ from podrace.envs.host import worker as w
 from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, AnswerClock
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import Infos
-from podrace.envs.host.timesteps import EVERY, Stepper, all_env_ids, rows_of
+from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
 from podrace.envs.spaces import leaves, tree
 from podrace.errors import HostError
 from podrace.system.process import python
@@ -296,7 +296,7 @@ class WorkerPool:
     batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
     whole = len(batch) == len(self._workers)
-    ids = all_env_ids(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
+    ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
     rows: Any = EVERY if whole else ids
     a = self._arrays
     arrays = [x.copy() if whole else x[rows] for x in self._leaves]  # workers overwrite them

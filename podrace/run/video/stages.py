@@ -17,7 +17,7 @@ from podrace.envs import env_names
 from podrace.envs.adapters.adapt import LimitedState
 from podrace.envs.base import PooledState, ResetState, batch
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.timesteps import Stepper, all_env_ids
+from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import map_leaves
 from podrace.errors import RunError, UsageError
 from podrace.run.video.pictures import Numbers, draw, enlarged, to_image
@@ -112,7 +112,7 @@ class PoolStage:
     return self._pool.recv().timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    self._pool.send(all_env_ids(1), action)
+    self._pool.send(everyone(1), action)
     arrival = self._pool.recv()
     return arrival.timestep, float(arrival.score[0]), bool(arrival.ended[0])
 
@@ -187,7 +187,7 @@ class GymnasiumStage:
 
     flags = (np.array([f]) for f in (terminated, truncated))
     return self._stepper.timestep(
-      all_env_ids(1), map_leaves(one, self._space, x), np.array([reward], np.float32), *flags
+      everyone(1), map_leaves(one, self._space, x), np.array([reward], np.float32), *flags
     )
 
   def frame(self) -> np.ndarray | Numbers:
