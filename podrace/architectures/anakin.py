@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.architectures.agreement import AllReduce
-from podrace.architectures.faults import check_faults, count_faults, faults, first_outside
+from podrace.architectures.faults import check_faults, count_faults, find_faults, first_outside
 from podrace.architectures.protocol import Part
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
@@ -137,7 +137,7 @@ class Anakin:
     act_key, learn_key = jax.random.split(key)
     unroll = self._actor[1]
     actor, trajectory = unroll(self.agree.source(state.train), state.actor, act_key)
-    actor = actor._replace(faults=faults(actor.faults, self.env.action_space, trajectory))
+    actor = actor._replace(faults=find_faults(actor.faults, self.env.action_space, trajectory))
     train, memory, metrics, count = self._learn(
       state.train, state.memory, trajectory, learn_key, state.update
     )

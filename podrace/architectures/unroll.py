@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.envs.base import Batch
+from podrace.envs.base import EnvironmentBatch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
 
@@ -49,7 +49,7 @@ def no_episodes(batch_size: int, infos: Iterable[str] = ()) -> Episodes:
   return Episodes(i, f, f, i, dict.fromkeys(infos, f))
 
 
-def begin(agent: Agent, env: Batch, env_id: Array, key: Array) -> ActorState:
+def begin(agent: Agent, env: EnvironmentBatch, env_id: Array, key: Array) -> ActorState:
   """Return the state before the first step of environments `env_id` [B]."""
   env_state, timestep = env.reset(key)
   n = env_id.shape[0]
@@ -118,7 +118,7 @@ def pooled(e: Episodes) -> dict[str, Any]:
 
 
 def unroll(
-  agent: Agent, env: Batch, params: Any, actor: ActorState, key: Array, length: int
+  agent: Agent, env: EnvironmentBatch, params: Any, actor: ActorState, key: Array, length: int
 ) -> tuple[ActorState, Trajectory]:
   """Act for `length` steps. Consecutive trajectories overlap in one timestep."""
 
@@ -140,7 +140,7 @@ def unroll(
 
 def actor_on_mesh(
   agent: Agent,
-  env: Batch,
+  env: EnvironmentBatch,
   mesh: Mesh,
   length: int,
   spec: P = SAME,

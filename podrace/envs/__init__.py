@@ -1,6 +1,6 @@
-"""Environments: our own, and those of other libraries through one adapter each.
+"""Environments: podrace's own, and adapters of other libraries.
 
-Importing this imports neither jax nor any of the libraries.
+Importing this module imports neither jax nor a library of environments.
 """
 
 from podrace.envs.registry import make, names

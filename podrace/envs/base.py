@@ -16,28 +16,49 @@ from podrace.types import FIRST, LAST, MID, Array, Environment, TimeStep
 
 
 class Dynamics(Protocol):
-  """What an adapter writes: an environment that never resets itself.
+  """An environment that does not reset itself, as adapters write it.
 
-  `step` returns MID or LAST (see `transition`) and is not called on a finished state whose
-  result anybody uses. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`,
-  as an `Environment` may.
+  `step` returns MID or LAST (see `transition`). The result of a step from a finished state is
+  never used. Wrap it in `NextStepReset` to make it an `Environment`. It may have `infos`, as an
+  `Environment` may.
+
+  Example:
+    class Wait:  # two actions, no choice: each step gives 1, and ten steps are an episode
+      observation_space = gymnasium.spaces.Box(0.0, 10.0, (1,), 'float32')
+      action_space = gymnasium.spaces.Discrete(2)
+
+      def reset(self, key):
+        return jnp.int32(0), restart(jnp.zeros(1))
+
+      def step(self, state, action, key):
+        time = state + 1
+        return time, transition(jnp.full(1, time, 'float32'), 1.0, time >= 10, False)
+
+    env = NextStepReset(Wait())
   """
 
   @property
-  def observation_space(self) -> Any: ...
+  def observation_space(self) -> Any:
+    """Space of the observations of one environment."""
+
   @property
-  def action_space(self) -> Any: ...
-  def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
-  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+  def action_space(self) -> Any:
+    """Space of the actions of one environment."""
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
+
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
 
 
 def restart(observation: Any) -> TimeStep:
-  """The TimeStep that opens an episode."""
+  """Return the TimeStep that opens an episode."""
   return TimeStep(observation, jnp.float32(0), jnp.float32(1), jnp.int8(FIRST))
 
 
 def transition(observation: Any, reward: Any, terminated: Any, truncated: Any) -> TimeStep:
-  """The TimeStep after an action. Where both flags are set, termination wins (discount 0).
+  """Return the TimeStep after an action. If both flags are set, termination wins (discount 0).
 
   Raises:
     TypeError: if a flag is not bool.
@@ -60,7 +81,10 @@ def _flag(name: str, x: Any) -> Array:
 
 
 def select(condition: Array, on_true: Any, on_false: Any) -> Any:
-  """`where` over pytrees; `condition` [] or [B] is matched to the leading axes; keys are allowed."""
+  """Choose between two pytrees by `condition` [] or [B], which matches the leading axes.
+
+  Leaves may be PRNG keys.
+  """
 
   def leaf(x: Array, y: Array) -> Array:
     c = condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim))
@@ -70,13 +94,13 @@ def select(condition: Array, on_true: Any, on_false: Any) -> Any:
 
 
 def infos(env: Any, state: Any) -> dict[str, Array]:
-  """What an Environment or Dynamics says of the episode that ends in `state`; {} if it says nothing."""
+  """Return the numbers that `env.infos` has for the episode that ends in `state`, or {}."""
   method = getattr(env, 'infos', None)
   return {name: jnp.asarray(x, jnp.float32) for name, x in method(state).items()} if method else {}
 
 
 class ResetState(NamedTuple):
-  """The state of a NextStepReset."""
+  """State of a NextStepReset."""
 
   inner: Any
   last: Array  # [] bool: the episode is over, the next step opens a new one
@@ -84,12 +108,12 @@ class ResetState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NextStepReset:
-  """Makes Dynamics an Environment: the step after LAST ignores the action and returns FIRST.
+  """An Environment made of Dynamics: the step after LAST ignores the action and returns FIRST.
 
-  `fresh_fraction` is what a *batch* of these pays for resets. 1 resets every environment on
-  each step on which any needs it, and throws away what isn't needed: exact, and right where a reset
-  is cheap. Less than 1 makes that share of the batch's resets per step, in turn, into a shared pool of fresh
-  states, from which environments that need one take the oldest (see `Batch`).
+  `fresh_fraction` is the share of a *batch* that is reset in each step. With 1, every step in
+  which an environment needs a reset resets all of them and drops the surplus. This is exact, and
+  fast if a reset is cheap. With less than 1, that share of the batch is reset in turn into a
+  shared pool of fresh states. An environment that needs a reset takes the oldest (see `batch`).
   """
 
   dynamics: Dynamics
@@ -106,17 +130,21 @@ class NextStepReset:
 
   @property
   def observation_space(self) -> Any:
+    """Space of the observations of one environment."""
     return self.dynamics.observation_space
 
   @property
   def action_space(self) -> Any:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[ResetState, TimeStep]:
+    """Begin an episode."""
     inner, timestep = self.dynamics.reset(key)
     return ResetState(inner, jnp.bool_(False)), timestep
 
   def step(self, state: ResetState, action: Any, key: Array) -> tuple[ResetState, TimeStep]:
+    """Take one action."""
     step_key, reset_key = jax.random.split(key)
     stepped = self.dynamics.step(state.inner, action, step_key)
     fresh = self.dynamics.reset(reset_key)
@@ -124,13 +152,14 @@ class NextStepReset:
     return ResetState(inner, timestep.last), timestep
 
   def infos(self, state: ResetState) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state.inner)
 
 
-REFILL = 0x5EED  # makes the key of a refill another than those that an environment splits off
+REFILL = 0x5EED  # folded into a refill's key, to keep it apart from the environments' keys
 
 
-class Batch(NamedTuple):
+class EnvironmentBatch(NamedTuple):
   """B environments on one device, as pure functions."""
 
   reset: Any  # key -> (state, TimeStep [B])
@@ -139,23 +168,23 @@ class Batch(NamedTuple):
 
 
 class PooledState(NamedTuple):
-  """The state of a batch with a pool of fresh states."""
+  """State of a batch with a pool of fresh states."""
 
   inner: Any  # [B, ...]
   last: Array  # [B] bool
-  pool: tuple[Any, TimeStep]  # [B, ...] what `reset` gave
+  pool: tuple[Any, TimeStep]  # [B, ...] results of `reset`
   oldest: Array  # [1] i32 the slot that the next environment to reset takes
-  used: Array  # [1] i32 how many slots, up to `oldest`, have been taken and not refilled
+  used: Array  # [1] i32 number of slots before `oldest` that are taken and not refilled
 
 
-def batch(env: Environment, num_envs: int) -> Batch:
-  """Steps `num_envs` copies of `env` together.
+def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
+  """Return functions that step `num_envs` copies of `env` together.
 
-  A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. Each
-  environment that must reset takes the oldest of them; whenever a chunk of
-  `fresh_fraction * num_envs` has been used up, that chunk is made anew. So a reset is computed
-  about once per episode instead of once per step, and no two environments get the same fresh
-  state unless more than `num_envs` episodes end before the ring can be refilled.
+  A NextStepReset with `fresh_fraction` < 1 keeps a ring of `num_envs` fresh states. An
+  environment that must reset takes the oldest. Once a chunk of `fresh_fraction * num_envs` is
+  used up, the chunk is refilled. So a reset is computed about once per episode instead of once
+  per step. No two environments get the same fresh state unless more than `num_envs` episodes end
+  before the ring can be refilled.
   """
   if isinstance(env, NextStepReset) and env.fresh_fraction < 1:
     return _pooled(env.dynamics, num_envs, math.ceil(env.fresh_fraction * num_envs))
@@ -165,16 +194,16 @@ def batch(env: Environment, num_envs: int) -> Batch:
 
   each_infos = jax.vmap(functools.partial(infos, env))
   if isinstance(env, NextStepReset):
-    return Batch(reset, _conditional(env.dynamics), each_infos)
-  return Batch(reset, jax.vmap(env.step), each_infos)
+    return EnvironmentBatch(reset, _conditional(env.dynamics), each_infos)
+  return EnvironmentBatch(reset, jax.vmap(env.step), each_infos)
 
 
 @jax.custom_batching.custom_vmap
 def _anywhere(flag: Array) -> Array:
-  """A flag []; of a batch of them, as of several seeds, whether any is set.
+  """Return a flag []. Under vmap it is the disjunction over the batch, for example of seeds.
 
-  Under vmap a `cond` whose predicate is batched computes both sides. With this it stays one, whose
-  branch must then do for each what its own flag says.
+  Under vmap a `cond` with a batched predicate computes both sides. With this function it stays a
+  `cond`. Its branch must then act by each element's own flag.
   """
   return flag
 
@@ -185,7 +214,7 @@ def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
 
 
 def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
-  """What `vmap(NextStepReset.step)` gives, at the price of a reset only where one is needed."""
+  """Return the batched `NextStepReset.step`, which computes resets only if one is needed."""
 
   def step(state: ResetState, action: Any, keys: Array) -> tuple[ResetState, TimeStep]:
     def each(i: int) -> Array:  # NextStepReset.step's keys; the split is only where it is needed
@@ -193,17 +222,17 @@ def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
 
     stepped = jax.vmap(dynamics.step)(state.inner, action, each(0))
 
-    def some(stepped: Any) -> Any:
+    def reset_ended(stepped: Any) -> Any:
       return select(state.last, jax.vmap(dynamics.reset)(each(1)), stepped)
 
     needed = _anywhere(jnp.any(state.last))
-    inner, timestep = jax.lax.cond(needed, some, lambda stepped: stepped, stepped)
+    inner, timestep = jax.lax.cond(needed, reset_ended, lambda stepped: stepped, stepped)
     return ResetState(inner, timestep.last), timestep
 
   return step
 
 
-def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
+def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> EnvironmentBatch:
   def resets(key: Array, n: int) -> tuple[Any, TimeStep]:
     return jax.vmap(dynamics.reset)(jax.random.split(key, n))
 
@@ -240,4 +269,4 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> Batch:
   def each_infos(state: PooledState) -> dict[str, Array]:
     return jax.vmap(lambda inner, _: infos(dynamics, inner))(state.inner, state.last)
 
-  return Batch(reset, step, each_infos)
+  return EnvironmentBatch(reset, step, each_infos)

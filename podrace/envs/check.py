@@ -1,4 +1,4 @@
-"""Environments in JAX of one's own, checked before anything is compiled: their types, and steps at random."""
+"""Checks of environments in JAX before anything is compiled: types, and steps at random."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, bounds, over, values, without_choice
+from podrace.envs.spaces import bounds, map_leaves, values
 from podrace.envs.spaces import leaves as leaves_of
+from podrace.envs.timestep_rules import DTYPES, RESETS, RULES, broken_rules, is_outside
 from podrace.errors import UsageError
 from podrace.system.blame import (
   calling,
@@ -34,26 +35,33 @@ from podrace.types import FIRST, LAST, MID, TimeStep
 log = logging.getLogger('podrace')
 
 STEPS, NUM_ENVS = 100, 8  # of an environment, at random
-ROUNDING = 1e-4  # by how much of a bound an observation may be beyond it
+ROUNDING = 1e-4  # relative tolerance of bounds
 NAMES = {FIRST: 'FIRST', MID: 'MID', LAST: 'LAST'}
 
 
 def key_type() -> Any:
+  """Return the type of a PRNG key."""
   return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def batch_type(n: int, space: Any) -> Any:
-  """What is in a space, [n, ...], in the types that JAX has."""
+  """Return the types of values of a space, [n, ...], as JAX has them."""
 
   def one(leaf: Any) -> Any:
     dtype = np.int32 if np.issubdtype(leaf.dtype, np.int64) else leaf.dtype
     return jax.ShapeDtypeStruct((n, *leaf.shape), dtype)
 
-  return over(one, space)
+  return map_leaves(one, space)
 
 
 def check_environment(env: Any) -> None:
-  """Checks an environment in JAX: its types, and some steps at random. Those of podrace are not."""
+  """Check the types of an environment in JAX, and some steps at random.
+
+  Environments of podrace itself are not checked.
+
+  Raises:
+    UsageError: if it breaks the contract; the message names the function and its line.
+  """
   if env is None or is_ours(env):  # None: it is on the host
     return
   for name in ('observation_space', 'action_space'):
@@ -66,18 +74,18 @@ def check_environment(env: Any) -> None:
 
 
 def _check_types(env: Any, wrapped: bool) -> None:
-  """Checks what `reset` and `step` return, and that they agree about the state; `wrapped`: in NextStepReset."""
+  """Check the results of `reset` and `step`; `wrapped` if `env` is inside a NextStepReset."""
 
   def reset(key: Any) -> Any:
-    found = _tracing(env, 'reset', 'a key', key)
-    _check_pair(env, 'reset', found, wrapped)
-    return found
+    result = _tracing(env, 'reset', 'a key', key)
+    _check_pair(env, 'reset', result, wrapped)
+    return result
 
   def step(state: Any, action: Any, key: Any) -> Any:
-    given = f'the state of one environment, the action {describe(action)}, a key'
-    found = _tracing(env, 'step', given, state, action, key)
-    _check_pair(env, 'step', found, wrapped)
-    return found
+    inputs = f'the state of one environment, the action {describe(action)}, a key'
+    result = _tracing(env, 'step', inputs, state, action, key)
+    _check_pair(env, 'step', result, wrapped)
+    return result
 
   with jax.debug_key_reuse(False):
     before, _ = jax.eval_shape(reset, key_type())
@@ -90,53 +98,53 @@ def _check_types(env: Any, wrapped: bool) -> None:
   _check_infos(env, before)
 
 
-def _tracing(env: Any, name: str, given: str, *args: Any) -> Any:
-  """As `calling`; warns of random numbers that are drawn once, when the function is traced."""
+def _tracing(env: Any, name: str, inputs: str, *args: Any) -> Any:
+  """Call a function as `calling` does, and warn of random numbers that are drawn while tracing."""
   before = _global_generators()
-  found = calling(env, name, given, *args)
+  result = calling(env, name, inputs, *args)
   if _global_generators() != before:
     log.warning(
-      '%s draws from np.random or random: that happens once, when it is traced, so all episodes get the '
-      'same number. Draw from its key, as jax.random.uniform(key)', label(env, name)
+      '%s draws from np.random or random: that happens once, when it is traced, so all episodes '
+      'get the same number. Draw from its key, as jax.random.uniform(key)', label(env, name)
     )  # fmt: skip
-  return found
+  return result
 
 
 def _global_generators() -> Any:
-  """The states of the generators that numpy and Python have for everybody."""
+  """Return the states of the global generators of NumPy and Python."""
   state: Any = np.random.get_state()
   return state[1].tobytes(), state[2:], random.getstate()
 
 
 def _check_infos(env: Any, state: Any) -> None:
-  """What an environment says of episodes that end: numbers by their names."""
+  """Check `infos`: a dict of numbers by name."""
   if not hasattr(env, 'infos'):
     return
   if not callable(env.infos):
     refuse(env, 'infos', f'{env.infos!r}', 'a function of the state')
-  found = jax.eval_shape(lambda s: calling(env, 'infos', 'the state of one environment', s), state)
-  if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-    refuse(env, 'infos', describe(found), 'a dict of numbers by their names')
-  for name, x in found.items():
+  result = jax.eval_shape(lambda s: calling(env, 'infos', 'the state of one environment', s), state)
+  if not isinstance(result, dict) or not all(isinstance(name, str) for name in result):
+    refuse(env, 'infos', describe(result), 'a dict of numbers by their names')
+  for name, x in result.items():
     if x.shape != ():
       refuse(env, 'infos', f'{name} of shape {x.shape}', 'one number, of shape ()')
-  if len(found) > MOST:
-    refuse(env, 'infos', f'{len(found)} numbers', f'at most {MOST}')
+  if len(result) > MOST:
+    refuse(env, 'infos', f'{len(result)} numbers', f'at most {MOST}')
 
 
-def _check_pair(env: Any, name: str, found: Any, wrapped: bool) -> None:
-  """Checks (state, TimeStep) of one environment."""
-  if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], TimeStep)):
-    many = f'a tuple of {len(found)}: ' if isinstance(found, tuple) else ''
-    refuse(env, name, many + describe(found), 'a pair (state, TimeStep)')
-  state, timestep = found
+def _check_pair(env: Any, name: str, result: Any, wrapped: bool) -> None:
+  """Check the (state, TimeStep) of one environment."""
+  if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], TimeStep)):
+    many = f'a tuple of {len(result)}: ' if isinstance(result, tuple) else ''
+    refuse(env, name, many + describe(result), 'a pair (state, TimeStep)')
+  state, timestep = result
   check_arrays(env, name, state, 'a state of arrays')
   for path, x in leaves(state) if wrapped else ():
     if isinstance(x, bool | int | float):
       came = f"the state's {path.lstrip('.')}".removesuffix("'s ")
       came = f'{came} as a Python {type(x).__name__}'
       refuse(env, name, came, f'an array: write jnp.{jnp.result_type(x)}({x})')
-  for field, dtype in (('reward', 'float32'), ('discount', 'float32'), ('step_type', 'int8')):
+  for field, dtype in DTYPES.items():
     x = getattr(timestep, field)
     if (jnp.shape(x), str(jnp.result_type(x))) != ((), dtype):
       refuse(env, name, f'the {field} {describe(x)}', f'{dtype}[], of one environment')
@@ -154,28 +162,15 @@ def _check_pair(env: Any, name: str, found: Any, wrapped: bool) -> None:
 
 
 def _check_steps(env: Any) -> None:
-  """Steps some copies at random."""
-  given = f'the states of {NUM_ENVS} environments under vmap, in a scan, random actions, keys'
+  """Step some copies at random."""
+  inputs = f'the states of {NUM_ENVS} environments under vmap, in a scan, random actions, keys'
   try:
     with jax.debug_key_reuse(False):
       run = contract.rollout(env, STEPS, NUM_ENVS)
       stream = contract.as_numpy(run(jax.random.key(0), False))
   except Exception as e:
-    raise failed(env, 'step', given, e) from e
-  kind = stream.step_type
-  if wrong := sorted({int(x) for x in kind.flat} - NAMES.keys()):
-    refuse(env, 'step', f'step_type {wrong[0]}', 'FIRST (0), MID (1) or LAST (2)')
-  if np.any(kind[0] != FIRST):
-    refuse(env, 'reset', f'step_type {NAMES[int(kind[0][kind[0] != FIRST][0])]}', 'FIRST')
-  for t, i in np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))[:1]:
-    before, after = (NAMES[int(kind[t + d, i])] for d in (0, 1))
-    expected = (
-      f'FIRST: {contract.RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
-    )
-    refuse(env, 'step', f'{after} after {before} in step {t + 1}', expected)
-  stuck = without_choice(stream)
-  for t, _ in np.argwhere(stuck)[:1] if stuck is not None else ():
-    refuse(env, 'step' if t else 'reset', f'{ALLOWS_NOTHING} in step {t}', ALLOWS_SOME)
+    raise failed(env, 'step', inputs, e) from e
+  _check_order(env, stream)
   _check_numbers(env, 'reward', stream.reward)
   _check_numbers(env, 'discount', stream.discount)
   for (where, leaf), x in zip(
@@ -187,6 +182,24 @@ def _check_steps(env: Any) -> None:
     _check_bounds(env, where, leaf, x)
 
 
+def _check_order(env: Any, stream: TimeStep) -> None:
+  """Check the step types and the action masks of a stream [T, B]."""
+  broken, kind = dict(broken_rules(stream)), stream.step_type
+  if 'step_type' in broken:
+    refuse(env, 'step', f'step_type {kind[broken["step_type"]]}', RULES['step_type'].expected)
+  if 'order' in broken:
+    t, b = broken['order']
+    came = NAMES[int(kind[t, b])]
+    if t == 0:
+      refuse(env, 'reset', f'step_type {came}', 'FIRST')
+    before = NAMES[int(kind[t - 1, b])]
+    expected = f'FIRST: {RESETS}' if before == 'LAST' else 'LAST first, as the end of an episode'
+    refuse(env, 'step', f'{came} after {before} in step {t}', expected)
+  if 'mask' in broken:
+    t, rule = broken['mask'][0], RULES['mask']
+    refuse(env, 'step' if t else 'reset', f'{rule.came} in step {t}', rule.expected)
+
+
 def _check_numbers(env: Any, what: str, x: np.ndarray) -> None:
   if x.dtype.kind != 'f':
     return
@@ -196,9 +209,9 @@ def _check_numbers(env: Any, what: str, x: np.ndarray) -> None:
 
 
 def _check_bounds(env: Any, where: str, space: Any, x: np.ndarray) -> None:
-  """Checks that observations [T, B, ...] are in their space, but for what floats are rounded by."""
+  """Check that observations [T, B, ...] are in their space, up to rounding of floats."""
   low, high = (np.asarray(y, np.float64) for y in bounds(space) or (-np.inf, np.inf))
-  outside = (x < low - ROUNDING * (1 + abs(low))) | (x > high + ROUNDING * (1 + abs(high)))
+  outside = is_outside(x, low - ROUNDING * (1 + abs(low)), high + ROUNDING * (1 + abs(high)))
   if not np.any(outside):
     return
   axes = tuple(range(1, x.ndim))

@@ -1,4 +1,4 @@
-"""The contract of an Environment, as a check that anybody can call on their own."""
+"""The contract of an Environment, as a check that users can call on their own environments."""
 
 from __future__ import annotations
 
@@ -13,23 +13,9 @@ import numpy as np
 
 from podrace import distributions
 from podrace.envs.base import batch, select
-from podrace.envs.spaces import (
-  ALLOWS_NOTHING,
-  ALLOWS_SOME,
-  MASK,
-  bounds,
-  leaves,
-  tree,
-  values,
-  without_choice,
-)
-from podrace.system.blame import label
-from podrace.types import FIRST, LARGEST_REWARD, LAST, MID, Array, Environment, TimeStep
-
-RESETS = (
-  'the step after LAST begins a new episode by itself; podrace.envs.base.NextStepReset(...) around '
-  'an environment that does not makes it one that does'
-)
+from podrace.envs.spaces import MASK, bounds, leaves, tree, values
+from podrace.envs.timestep_rules import DTYPES, RULES, broken_rules, is_outside
+from podrace.types import Array, Environment, TimeStep
 
 quick_jit = functools.partial(  # these programs run once: compiling them is all the cost
   jax.jit,
@@ -41,26 +27,27 @@ quick_jit = functools.partial(  # these programs run once: compiling them is all
 
 
 def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> None:
-  """Runs `num_envs` copies of `env` at random and raises AssertionError at what is wrong.
+  """Step `num_envs` copies of `env` with random actions.
 
-  Spaces are declared; observations are in them; FIRST, MID and LAST come in order; rewards and
-  discounts are what they may be; the state keeps its types; the action after LAST is ignored; the
-  same key gives the same stream.
+  The checks: spaces are declared, and observations are in them. FIRST, MID and LAST come in order.
+  Rewards and discounts have the right values. The state keeps its types. The action after LAST is
+  ignored. The same key gives the same stream.
+
+  Raises:
+    AssertionError: if a check fails.
   """
   check_spaces(env)
   check_types(env)
   run = rollout(env, steps, num_envs)
   stream = as_numpy(run(key, False))
   check_observations(env, stream)
-  check_episodes(stream)
-  check_rewards(stream)
-  check_masks(stream)
+  check_timesteps(stream)
   check_equal(stream, as_numpy(run(key, False)), 'the same key gives another stream')
   check_equal(stream, as_numpy(run(key, True)), 'the action after LAST is not ignored')
 
 
 def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
-  """[n, ...] actions, uniform over the space."""
+  """Draw actions [n, ...], uniform over the space."""
   shape = (n, *(space.shape or ()))
   if isinstance(space, gymnasium.spaces.Discrete):
     return jax.random.randint(key, shape, 0, int(space.n))
@@ -82,7 +69,7 @@ def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
 
 
 def allowed_action(space: gymnasium.Space, key: Array, timestep: TimeStep) -> Array:
-  """Return [n, ...] actions, uniform over those that the mask of timesteps [n] allows, if there is one."""
+  """Draw actions [n, ...], uniform over the choices that the timesteps' mask allows, if any."""
   observation, n = timestep.observation, timestep.reward.shape[0]
   if not isinstance(observation, dict) or MASK not in observation:
     return random_action(space, key, n)
@@ -97,9 +84,9 @@ def allowed_action(space: gymnasium.Space, key: Array, timestep: TimeStep) -> Ar
 
 
 def rollout(env: Environment, steps: int, num_envs: int) -> Any:
-  """A compiled function from a key to a stream of timesteps [steps + 1, num_envs].
+  """Return a compiled function (key, contrary) -> stream of timesteps [steps + 1, num_envs].
 
-  With its second argument, the actions after LAST, and only those, are others.
+  If `contrary`, the actions after LAST, and only these, are different ones.
   """
   many = batch(env, num_envs)
 
@@ -123,12 +110,12 @@ def rollout(env: Environment, steps: int, num_envs: int) -> Any:
 
 
 def as_numpy(tree: Any) -> Any:
-  """A tree of arrays on the host."""
+  """Copy a tree of arrays to the host."""
   return jax.tree.map(np.asarray, tree)
 
 
 def check_spaces(env: Environment) -> None:
-  """Spaces are gymnasium's; actions are i32 or f32, and discrete ones start at 0."""
+  """Check the spaces: gymnasium's, actions i32 or f32, and discrete actions from 0."""
   assert isinstance(env.observation_space, gymnasium.Space)
   action = env.action_space
   if isinstance(action, gymnasium.spaces.Discrete):
@@ -138,7 +125,7 @@ def check_spaces(env: Environment) -> None:
 
 
 def check_types(env: Environment) -> None:
-  """One environment, without vmap: a scan refuses a state that changes, also in weak types."""
+  """Check one environment without vmap: a scan refuses a state that changes its (weak) types."""
 
   def run(key: Array) -> Any:
     reset_key, step_key = jax.random.split(key)
@@ -154,10 +141,10 @@ def check_types(env: Environment) -> None:
 
 
 def check_observations(env: Environment, stream: TimeStep) -> None:
-  """Every observation [T, B, ...] is in the declared space."""
+  """Check that every observation [T, B, ...] is in the declared space."""
   space, x = env.observation_space, stream.observation
-  found, declared = (str(jax.tree.structure(t)) for t in (x, tree(space, itertools.repeat(0))))
-  assert found == declared, f'observations are {found}, expected {declared}'
+  came, declared = (str(jax.tree.structure(t)) for t in (x, tree(space, itertools.repeat(0))))
+  assert came == declared, f'observations are {came}, expected {declared}'
   for (where, leaf), array in zip(leaves(space), values(space, x), strict=True):
     _inside(leaf, array, where)
 
@@ -173,55 +160,26 @@ def _inside(space: Any, x: Any, where: str) -> None:
     assert x.dtype == space.dtype, f'{where} is {x.dtype}, expected {space.dtype}'
   assert x.shape[2:] == space.shape, f'{where} is {x.shape[2:]}, expected {space.shape}'
   assert np.all(np.isfinite(x)), f'{where} is not finite'
-  assert np.all(x >= low) and np.all(x <= high), (
+  assert not np.any(is_outside(x, low, high)), (
     f'{where} is between {x.min()} and {x.max()}, out of {space}'
   )
 
 
-def check_episodes(stream: TimeStep) -> None:
-  """FIRST, then MID, then LAST, then FIRST again; everything else is out of order."""
-  kind = stream.step_type
-  assert kind.dtype == np.int8, f'step_type is {kind.dtype}, expected int8'
-  assert np.all(np.isin(kind, (FIRST, MID, LAST)))
-  assert np.all(kind[0] == FIRST), 'reset did not return FIRST'
-  wrong = np.argwhere((kind[1:] == FIRST) != (kind[:-1] == LAST))
-  assert not len(wrong), (
-    f'FIRST without LAST before it, or LAST without FIRST, at {wrong[:3].tolist()}'
-  )
+def check_timesteps(stream: TimeStep) -> None:
+  """Check the types of a stream [T, B], and every rule of the contract.
 
-
-def check_rewards(stream: TimeStep) -> None:
-  """Finite f32 rewards of at most LARGEST_REWARD in size, 0 on FIRST; f32 discounts of 0 or 1, and 1 unless LAST."""
-  for name in ('reward', 'discount'):
+  Raises:
+    AssertionError: if a rule is broken; the message has the step.
+  """
+  for name, dtype in DTYPES.items():
     x = getattr(stream, name)
-    assert x.dtype == np.float32, f'{name} is {x.dtype}, expected float32'
+    assert x.dtype == dtype, f'{name} is {x.dtype}, expected {dtype}'
     assert x.shape == stream.step_type.shape, f'{name} has shape {x.shape}'
-  assert np.all(np.isfinite(stream.reward)), 'a reward is not finite'
-  assert np.all(np.abs(stream.reward) <= LARGEST_REWARD), (
-    f'a reward is more than {LARGEST_REWARD:g} in size'
-  )
-  assert np.all(stream.reward[stream.step_type == FIRST] == 0), 'a reward on FIRST is not 0'
-  assert np.all(np.isin(stream.discount, (0, 1))), 'a discount is neither 0 nor 1'
-  assert np.all(stream.discount[stream.step_type != LAST] == 1), 'discount 0 before LAST'
-
-
-def check_masks(stream: TimeStep) -> None:
-  """Check that an action mask allows something wherever an agent acts or bootstraps."""
-  stuck = without_choice(stream)
-  assert stuck is None or not stuck.any(), (
-    f'{ALLOWS_NOTHING} in step {int(np.argwhere(stuck)[0, 0])}, expected {ALLOWS_SOME}'
-  )
+  for name, (t, _) in broken_rules(stream):
+    raise AssertionError(f'{RULES[name].came} in step {t}, expected {RULES[name].expected}')
 
 
 def check_equal(stream: Any, other: Any, message: str) -> None:
-  """Two streams are the same to the bit."""
+  """Check that two streams are equal to the bit."""
   for x, y in zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True):
     np.testing.assert_array_equal(x, y, err_msg=message)
-
-
-def out_of_order(env: Any) -> str:
-  """What to say of an environment whose episodes do not begin and end as they should."""
-  return (
-    f'{label(env, "step")} returned something else than FIRST after LAST, or FIRST without LAST '
-    f'before it, expected FIRST after LAST and only there: {RESETS}'
-  )

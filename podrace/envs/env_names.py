@@ -19,7 +19,7 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   """Split `LIB:NAME,key=value,...` into library, name and options, which are Python literals.
 
   Raises:
-    UnknownName: if it is not so, or if the text of a value is ambiguous.
+    UnknownName: if the name has another form, or the text of a value is ambiguous.
   """
   try:
     head, *pairs = values.split(name)
@@ -28,7 +28,7 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   key, colon, env = head.partition(':')
   if not (key and colon and env):
     raise UnknownName(
-      f'an environment is named LIB:NAME[,key=value...], not {name!r}{in_libraries(head)}'
+      f'an environment is named LIB:NAME[,key=value...], not {name!r}{suggest_names(head)}'
     )
   options: dict[str, Value] = {}
   for pair in pairs:
@@ -47,14 +47,14 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
 VERSIONED = re.compile(r'(?P<ale>ALE/)?(?P<name>[A-Za-z]\w*)-v\d+')  # as Gymnasium names its own
 
 
-def in_libraries(name: str) -> str:
-  """What to say of a name without its library: where there is one like it."""
-  found = [f'{key}:{n}' for key, lib in LIBRARIES.items() for n in lib.names if _alike(name, n)]
+def suggest_names(name: str) -> str:
+  """Return a hint for a name without its library: similar names with one, or ''."""
+  hints = [f'{key}:{n}' for key, lib in LIBRARIES.items() for n in lib.names if _alike(name, n)]
   if VERSIONED.fullmatch(name):
-    found += [atari(name) or f'gymnasium:{name}']
-  elif not found and name.islower() and name.isidentifier():
-    found = [f'ale:{name} if it is a game of Atari']
-  return f'; did you mean {" or ".join(found)}?' if found else ''
+    hints += [atari(name) or f'gymnasium:{name}']
+  elif not hints and name.islower() and name.isidentifier():
+    hints = [f'ale:{name} if it is a game of Atari']
+  return f'; did you mean {" or ".join(hints)}?' if hints else ''
 
 
 def _alike(came: str, known: str) -> bool:
@@ -62,7 +62,7 @@ def _alike(came: str, known: str) -> bool:
 
 
 def atari(name: str) -> str | None:
-  """`ale:pong` for the names that Gymnasium has for it, such as ALE/Pong-v5 and PongNoFrameskip-v4."""
+  """Return `ale:pong` for Gymnasium's names of it, such as ALE/Pong-v5 and PongNoFrameskip-v4."""
   versioned = VERSIONED.fullmatch(name)
   if not versioned or not (versioned['ale'] or 'NoFrameskip' in name):
     return None
@@ -73,26 +73,26 @@ def atari(name: str) -> str | None:
 def full_name(
   key: str, env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> str:
-  """The same name for the same environment, of which `parse` makes it; without options that are defaults."""
-  given = [
+  """Return the canonical name of an environment, without options that have their defaults."""
+  texts = [
     f'{k}={values.text_of(v)}'
     for k, v in sorted(options.items())
     if k not in defaults or defaults[k] != v
   ]
-  return ','.join([f'{key}:{env}', *given])
+  return ','.join([f'{key}:{env}', *texts])
 
 
 def at_least(name: str, values: Mapping[str, Any], **least: int) -> None:
-  """Raises UnknownName for an option that is less than its least value."""
+  """Raise UnknownName for an option that is less than its least value."""
   for key, bound in least.items():
     if not values[key] >= bound:
       raise UnknownName(f'{name}: {key} must be at least {bound}, not {values[key]}')
 
 
-def refused(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
-  """The error for options that a library's maker fails with."""
-  given = ','.join(f'{k}={values.text_of(v)}' for k, v in options.items())
-  return UnknownName(f'{name} cannot be made with {given}: {type(error).__name__}: {error}')
+def options_error(name: str, options: Mapping[str, Value], error: Exception) -> UnknownName:
+  """Return the error for options that a library refuses."""
+  texts = ','.join(f'{k}={values.text_of(v)}' for k, v in options.items())
+  return UnknownName(f'{name} cannot be made with {texts}: {type(error).__name__}: {error}')
 
 
 def check_options(env: str, function: Callable[..., Any], options: Mapping[str, Value]) -> None:
@@ -100,10 +100,10 @@ def check_options(env: str, function: Callable[..., Any], options: Mapping[str, 
   if (signature := values.parameters(function)) is None:
     return
   named, others = signature
-  takes = ', '.join(map(values.described, named.values())) or 'no options'
+  takes = ', '.join(map(values.describe_parameter, named.values())) or 'no options'
   for option, value in options.items():
     if option in named and not values.takes(named[option], value):
-      expected = values.described(named[option])
+      expected = values.describe_parameter(named[option])
       raise _not_of_type(env, option, value, expected, values.takes(named[option], 'x'))
     if option not in named and not others:
       raise UnknownName(f'{env} has no option {option!r}{nearest(option, named)}; it takes {takes}')
@@ -120,7 +120,7 @@ def _not_of_type(env: str, option: str, value: Value, expected: str, is_text: bo
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> dict[str, Any]:
-  """`defaults` with `options` of the same types put over them; an int may stand for a float."""
+  """Return `defaults` updated with `options` of the same types; an int may stand for a float."""
   takes = ', '.join(f'{k}={values.text_of(v)}' for k, v in sorted(defaults.items())) or 'no options'
   result: dict[str, Any] = dict(defaults)
   for option, value in options.items():
@@ -138,7 +138,7 @@ def read_options(
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-  """What to say of the known names nearest to one that isn't."""
+  """Return a hint with the known names nearest to `name`, or ''."""
   by_lower = {k.lower(): k for k in known}
   near = difflib.get_close_matches(name.lower(), by_lower, n=3, cutoff=0.5)
   return f' (nearest: {", ".join(by_lower[n] for n in near)})' if near else ''

@@ -10,18 +10,18 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-  """One source of environments: the module that adapts it, and what it offers.
+  """One library of environments: its adapter module, and its names.
 
   The module has `make(name: str, options: Mapping[str, Value]) -> Environment`. The names are
-  written down here because importing a library takes seconds; a test compares them with it.
+  written down here because importing a library takes seconds. A test compares them with it.
   """
 
   module: str
-  extra: str  # of podrace, that installs it; '' if it is always there
+  extra: str  # podrace's extra that installs the library; '' if it is always installed
   description: str
   names: tuple[str, ...]
   unsupported: Mapping[str, str] = dataclasses.field(default_factory=dict)  # name -> the reason
-  module_of: Callable[[str], str] | None = None
+  module_of: Callable[[str], str] | None = None  # name -> the user's module, '' if none
 
 
 HIDDEN = 'it has hidden cards, which an opponent that searches by the rules would see'
@@ -246,6 +246,6 @@ HOST_LIBRARIES: Mapping[str, Library] = {
   ),
 }
 
-# Loads a trained opponent: the directory of its run and the game -> its move. Filled by podrace/run/__init__.py,
-# since a run is above environments in the order of imports.
+# Loads a trained opponent: (directory of its run, game) -> its move. Set by podrace/run/__init__.py,
+# because runs are above environments in the order of imports.
 OPPONENT_LOADERS: list[Callable[[Path, str], Any]] = []

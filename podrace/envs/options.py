@@ -1,8 +1,8 @@
-"""Options of environments: the text of a value, the value of a text, and the types a function takes.
+"""Options of environments: from text to value and back, and the types that a function takes.
 
-A value is a Python literal: `True`, `None`, `3`, `0.5`, `'text'`, `(1, 2)`, `[1, 2]`, `{'a': 1}`. JSON's `true` and
-`false` are accepted too. Any other bare word is a text. A word that is nearly a literal is refused.
-Importing this imports neither jax nor a library.
+A value is a Python literal: `True`, `None`, `3`, `0.5`, `'text'`, `(1, 2)`, `[1, 2]`, `{'a': 1}`.
+JSON's `true` and `false` are accepted too. Any other bare word is a text. A word that is nearly a
+literal is refused. Importing this module imports neither jax nor a library.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def split(text: str) -> list[str]:
     ValueError: if a quote or a bracket is not closed.
   """
   parts: list[str] = []
-  open_: list[str] = []  # the brackets that close what is open
+  open_: list[str] = []  # closing brackets of the open ones
   start, quote, escaped = 0, '', False
   for i, c in enumerate(text):
     opens = open_ or text[start:i].rstrip().endswith('=')  # within a bare word they are letters
@@ -95,7 +95,7 @@ def _ambiguous(text: str, meant: str) -> str:
 
 
 def _is_nearly_a_number(text: str) -> bool:
-  """Return whether Python's `int`, `float` or `complex` reads a text, though it is no decimal literal."""
+  """Return whether `int`, `float` or `complex` reads a text that is no decimal literal."""
   for kind in (float, lambda x: int(x, 0), complex):
     try:
       kind(text)
@@ -116,8 +116,8 @@ def _literal(text: str) -> Value:
     raise ValueError(f'the key {key!r} comes twice in {text[:40]!r}')
   if not _is_value(value):
     raise ValueError(
-      f'{text[:40]!r} is a {type(value).__name__}; an option is made of None, True, False, numbers, '
-      'texts, tuples, lists and dicts with texts as keys'
+      f'{text[:40]!r} is a {type(value).__name__}; an option is made of None, True, False, '
+      'numbers, texts, tuples, lists and dicts with texts as keys'
     )
   return value
 
@@ -207,12 +207,12 @@ def _resolve(function: Any, annotation: Any) -> Any:
   holder = types.SimpleNamespace(__annotations__={'x': annotation})
   try:
     return typing.get_type_hints(holder, _globals(code) or _globals(function))['x']
-  except Exception:  # of the user's module, as a name that only type checkers import
+  except Exception:  # for example a name that only type checkers import
     return inspect.Parameter.empty
 
 
 def _globals(x: Any) -> dict[str, Any]:
-  """Return the names that a function sees, else those of the module of `x`."""
+  """Return the names that a function sees, or else the names in the module of `x`."""
   module = sys.modules.get(getattr(x, '__module__', None) or '')
   return getattr(x, '__globals__', None) or vars(module or types.SimpleNamespace())
 
@@ -272,7 +272,7 @@ def _elements_fit(value: Value, arguments: tuple[Any, ...]) -> Iterator[bool]:
     yield from (_fits(x, arguments[0]) for x in value)
 
 
-def described(parameter: inspect.Parameter) -> str:
+def describe_parameter(parameter: inspect.Parameter) -> str:
   """Return a parameter as `name: type = default`, with long defaults left out."""
   text = str(parameter)
   return text if len(text) <= 80 else f'{text[:76]} ...'

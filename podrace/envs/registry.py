@@ -1,4 +1,4 @@
-"""What environments there are, and how a name becomes one; without importing jax or a library.
+"""Environments by name, without importing jax or a library.
 
 A name is `LIB:NAME`, optionally followed by options: `LIB:NAME,key=value,key=value`.
 """
@@ -16,16 +16,19 @@ from podrace.system.importing import why_not
 if TYPE_CHECKING:
   from podrace.types import Environment
 
-  # ^ of libraries whose names have a module imported: from NAME to the module, '' for none
-
 
 def names() -> dict[str, tuple[str, ...]]:
-  """Every environment's name, by library, for listing them."""
+  """Return the names of all environments, by library."""
   return {key: library.names for key, library in LIBRARIES.items()}
 
 
 def make(name: str) -> Environment:
-  """The environment that `LIB:NAME,key=value,...` names; raises UnknownName or MissingExtra."""
+  """Make the environment that `LIB:NAME,key=value,...` names.
+
+  Raises:
+    UnknownName: if there is none of this name, or an option is wrong.
+    MissingExtra: if its library is not installed.
+  """
   key, env, options = parse(name)
   if key not in LIBRARIES:
     raise UnknownName(
@@ -41,7 +44,7 @@ def make(name: str) -> Environment:
       f"'podrace list' names its {len(library.names)}"
     )
   shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
-  adapter = adapter_of(library, f"environment '{key}:{env}'")
+  adapter = load_adapter(library, f"environment '{key}:{env}'")
   try:
     made = adapter.make(env, options)
   except ImportError as error:
@@ -54,8 +57,8 @@ def make(name: str) -> Environment:
   return made
 
 
-def adapter_of(library: Library, what: str) -> Any:
-  """Returns the module that adapts a library.
+def load_adapter(library: Library, what: str) -> Any:
+  """Return the module that adapts a library.
 
   Raises:
     MissingExtra: if the library is not installed, or cannot be imported.

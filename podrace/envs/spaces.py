@@ -1,7 +1,7 @@
-"""The structure of gymnasium's spaces, walked in one place: Dicts and Tuples of whatever holds arrays.
+"""The structure of gymnasium's spaces: Dicts and Tuples of spaces that hold arrays.
 
-`box_bounds` and `number_encoding` say what is computed with in the place of a space's values: actions in units of a
-box, and observations as floats of about 1. A space tells what it is by itself, so this imports neither gymnasium nor jax.
+`box_bounds` and `number_encoding` normalize values: actions to units of a box, observations to
+floats of about 1. Spaces are read by their attributes, so this imports neither gymnasium nor jax.
 """
 
 from __future__ import annotations
@@ -14,54 +14,35 @@ import numpy as np
 
 MASK = 'action_mask'  # an entry of observations: which choices are allowed
 STATE = 'podrace_state'  # likewise: the environment's state
-UNSEEN = (MASK, STATE)  # by networks' layers
+UNSEEN = (MASK, STATE)  # entries that are no input of a network's layers
 PIXELS = 36  # a side; smaller images are grids
-UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
+UNBOUNDED = 1e18  # bounds beyond it do not count: their squares overflow float32
 LOG_OF_BYTES = math.log(256)  # divides the logarithms of a grid's bytes
 
 
 def seen(x: Any) -> Any:
-  """Return the part of a space, or of an observation, that networks' layers take: all but UNSEEN."""
+  """Return the entries of a space, or of an observation, that layers take: all but UNSEEN."""
   return {k: v for k, v in x.items() if k not in UNSEEN} if isinstance(x, Mapping) else x
 
 
-def without_choice(timestep: Any) -> Any:
-  """Return where a mask allows nothing though it has to, [...] bool as the rewards; None without a mask.
-
-  An agent acts in each timestep but a LAST one, and bootstraps from each but that of a termination. So the mask may
-  allow nothing only at LAST with discount 0.
-  """
-  observation = timestep.observation
-  if not isinstance(observation, dict) or MASK not in observation:
-    return None
-  allowed = (observation[MASK].reshape(*timestep.reward.shape, -1) != 0).any(-1)
-  return ~allowed & (~timestep.last | (timestep.discount > 0))
-
-
-ALLOWS_NOTHING = 'an action_mask that allows nothing'  # and what is expected instead
-ALLOWS_SOME = (
-  'at least one action, but with the LAST timestep of an episode that terminated, of discount 0'
-)
-
-
 def _parts(space: Any) -> list[Any] | None:
-  """Keys of a Dict, or of a dict of spaces; indices of a Tuple; None of what holds arrays."""
+  """Return the keys of a Dict, the indices of a Tuple, or None for a space that holds an array."""
   if isinstance(space, Mapping):
     return list(space)
   return list(range(len(space))) if isinstance(space, Sequence) else None
 
 
 def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
-  """(path, space) of everything in a space that holds arrays, as `observation/key/0`."""
+  """Yield (path, space) for each space that holds an array; a path is `observation/key/0`."""
   parts = _parts(space)
   if parts is None:
     yield path, space
-  for part in parts or ():  # a `/` in a key is ~1, as JSON pointers have it: no two paths are alike
+  for part in parts or ():  # a `/` in a key is ~1, as in JSON pointers: paths are unique
     yield from leaves(space[part], f'{path}/{str(part).replace("~", "~0").replace("/", "~1")}')
 
 
 def values(space: Any, x: Any) -> Iterator[Any]:
-  """The arrays of what is in a space, in the order of `leaves`; dicts go by the keys that it declares."""
+  """Yield the arrays of a value of a space, in the order of `leaves`."""
   parts = _parts(space)
   if parts is None:
     yield x
@@ -72,16 +53,16 @@ def values(space: Any, x: Any) -> Iterator[Any]:
 
 
 def tree(space: Any, arrays: Iterator[Any]) -> Any:
-  """What has these arrays, in the order of `leaves`: dicts and tuples as the space has them."""
+  """Build a value of a space from its arrays, in the order of `leaves`."""
   parts = _parts(space)
   if parts is None:
     return next(arrays)
-  found = [tree(space[part], arrays) for part in parts]
-  return dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else tuple(found)
+  subtrees = [tree(space[part], arrays) for part in parts]
+  return dict(zip(parts, subtrees, strict=True)) if isinstance(space, Mapping) else tuple(subtrees)
 
 
 def bounds(space: Any) -> tuple[Any, Any] | None:
-  """The lowest and the highest values of what holds arrays; None of a space of several."""
+  """Return the lowest and the highest values of a space, or None for Dicts and Tuples."""
   if hasattr(space, 'low'):  # a Box
     return space.low, space.high
   if hasattr(space, 'nvec'):  # a MultiDiscrete
@@ -93,30 +74,31 @@ def bounds(space: Any) -> tuple[Any, Any] | None:
   return int(space.start), int(space.start) + int(space.n) - 1  # a Discrete
 
 
-def over(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
-  """f(space, *arrays) of everything that holds arrays, as a tree."""
+def map_leaves(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
+  """Return the tree of f(space, *arrays) over the spaces that hold arrays."""
   spaces = (leaf for _, leaf in leaves(space))
   return tree(space, map(f, spaces, *(values(space, x) for x in trees)))
 
 
 def convert(f: Callable[[Any], Any], space: Any) -> Any:
-  """The space with f(space) in the place of everything that holds arrays."""
+  """Replace each space that holds an array by f(space)."""
   parts = _parts(space)
   if parts is None:
     return f(space)
-  found: Any = [convert(f, space[part]) for part in parts]
+  converted: Any = [convert(f, space[part]) for part in parts]
   kind: Any = type(space)
-  return kind(dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else found)
+  return kind(dict(zip(parts, converted, strict=True)) if isinstance(space, Mapping) else converted)
 
 
 # --- boxes ----------------------------------------------------------------------------------------
 
 
 class BoxBounds(NamedTuple):
-  """A box of actions in float32, [n] each; a policy's raw sample x is the action `centre + scale * x`, clipped.
+  """Bounds [n] f32 of actions, and their units: a raw sample x is the action `centre + scale * x`.
 
-  Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is the bound. Without
-  bounds, and where `low == high`, `scale` is 1.
+  The action is clipped to `low` and `high`. Between two bounds, `centre` is the middle and `scale`
+  half the range. With one bound, `centre` is the bound. Without bounds, and if `low == high`,
+  `scale` is 1.
   """
 
   low: np.ndarray  # within the space's own, however they are rounded
@@ -128,7 +110,10 @@ class BoxBounds(NamedTuple):
 
 
 def inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Bounds in a narrower float type, rounded towards each other; to the nearest where none lies between."""
+  """Round bounds to a narrower float type, towards each other.
+
+  If no number lies between, they are rounded to the nearest.
+  """
   with np.errstate(over='ignore'):
     near_low, near_high = low.astype(dtype), high.astype(dtype)
   inf = np.array(np.inf, dtype)
@@ -139,10 +124,10 @@ def inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, n
 
 
 def box_bounds(space: Any) -> BoxBounds:
-  """Return what is computed with in the place of a Box of float actions.
+  """Return the bounds and units of a Box of float actions.
 
   Raises:
-    ValueError: if a bound is NaN, a low bound is above the high one, or float32 has no number between them.
+    ValueError: if a bound is NaN, low is above high, or float32 has no number between them.
   """
   low, high = (np.reshape(b, -1) for b in (space.low, space.high))
   if wrong := np.flatnonzero(~(low <= high)).tolist():
@@ -153,8 +138,8 @@ def box_bounds(space: Any) -> BoxBounds:
   low, high = inward(low, high, np.float32)
   if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
     raise ValueError(
-      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller bounds in a wrapper, as '
-      'gymnasium.wrappers.RescaleAction'
+      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller '
+      'bounds in a wrapper, as gymnasium.wrappers.RescaleAction'
     )
   half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
   both, free = below & above, low < high
@@ -168,9 +153,9 @@ def box_bounds(space: Any) -> BoxBounds:
 
 
 class NumberEncoding(NamedTuple):
-  """How numbers become floats of about 1: x / scale, or sign(x) * log(1 + |x|) / scale where `log`.
+  """Map of numbers to floats of about 1: x / scale, or sign(x) * log(1 + |x|) / scale if `log`.
 
-  Both are one number, or arrays in the shape of the space.
+  Both fields are scalars, or arrays in the shape of the space.
   """
 
   scale: Any
@@ -183,7 +168,7 @@ def is_bytes_of_image(space: Any) -> bool:
 
 
 def is_grid_of_bytes(space: Any) -> bool:
-  """Return whether a Box is of bytes that are no picture but, as MiniGrid's, numbers of kinds of things."""
+  """Return whether a Box of bytes is a grid of categories, as MiniGrid's, and not a picture."""
   if not is_bytes_of_image(space):
     return False
   channels_first = space.shape[0] < min(space.shape[1:])
@@ -191,10 +176,11 @@ def is_grid_of_bytes(space: Any) -> bool:
 
 
 def number_encoding(space: Any, plain: bool = False) -> NumberEncoding:
-  """Return how the numbers of a Box or MultiBinary become floats.
+  """Return the map from numbers of a Box or MultiBinary to floats.
 
-  Floats stay as they are. Integers are divided by the largest magnitude of their bounds; without bounds, their
-  logarithms are taken. `plain` is the older way: one divisor for the whole box, and 1 without bounds.
+  Floats stay as they are. Integers are divided by the largest magnitude of their bounds. Without
+  bounds, their logarithms are taken. `plain` is the older map: one divisor for the whole box, and 1
+  without bounds.
   """
   if not (hasattr(space, 'low') and np.issubdtype(space.dtype, np.integer)):
     return NumberEncoding(1.0, False)

@@ -19,7 +19,7 @@ from podrace.types import Array, Environment, TimeStep
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WithState:
-  """Dynamics whose observations have the state as well, as a tuple of arrays.
+  """Dynamics that put the state into observations, as a tuple of arrays.
 
   An observation that is no dict becomes the entry `observation` of one.
   """
@@ -28,6 +28,7 @@ class WithState:
 
   @functools.cached_property
   def observation_space(self) -> gymnasium.spaces.Dict:
+    """Space of the observations of one environment."""
     inner = self.dynamics.observation_space
     parts = dict(inner) if isinstance(inner, gymnasium.spaces.Dict) else {'observation': inner}
     state = gymnasium.spaces.Tuple([_any_value(x) for x in jax.tree.leaves(self._shapes)])
@@ -35,6 +36,7 @@ class WithState:
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   @functools.cached_property
@@ -42,13 +44,15 @@ class WithState:
     return jax.eval_shape(lambda key: self.dynamics.reset(key)[0], jax.random.key(0))
 
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode, with the state in the observation."""
     return self._shown(*self.dynamics.reset(key))
 
   def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action, with the state in the observation."""
     return self._shown(*self.dynamics.step(state, action, key))
 
   def state_of(self, observation: Any) -> Any:
-    """The state that an observation shows."""
+    """Return the state in an observation."""
     shapes, treedef = jax.tree.flatten(self._shapes)
     arrays = map(_from_plain, shapes, observation[STATE])
     return jax.tree.unflatten(treedef, arrays)
@@ -60,14 +64,15 @@ class WithState:
     return state, timestep._replace(observation={**parts, STATE: shown})
 
   def infos(self, state: Any) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state)
 
 
 def with_state(name: str, env: Environment) -> Environment:
-  """The environment called `name`, with its state in its observations.
+  """Return the environment called `name`, with its state in its observations.
 
   Raises:
-    UnknownName: if it makes its resets itself, so that nothing is known of its rules.
+    UnknownName: if it is not wrapped in NextStepReset, so that its rules are unknown.
   """
   if not isinstance(env, NextStepReset):
     raise UnknownName(f'{name}: state=true needs an environment that is wrapped in NextStepReset')
@@ -75,13 +80,13 @@ def with_state(name: str, env: Environment) -> Environment:
 
 
 def rules(env: Any) -> WithState | None:
-  """The rules of an environment that shows its state; None if it does not."""
+  """Return the rules of an environment that shows its state, or None."""
   dynamics = getattr(env, 'dynamics', None)
   return dynamics if isinstance(dynamics, WithState) else None
 
 
 def takes_turns(env: Any) -> bool:
-  """Whether two players take turns in it, so that a reward is of whoever moved."""
+  """Return whether two players take turns, so that a reward belongs to the moving player."""
   while env is not None:
     if getattr(env, 'takes_turns', False):
       return True
@@ -102,7 +107,7 @@ def _from_plain(shape: Any, x: Array) -> Array:
 
 
 def _any_value(shape: Any) -> gymnasium.Space:
-  """A Box of everything that an array of that shape and dtype can hold."""
+  """Return a Box of all values of a shape and dtype."""
   plain = jax.eval_shape(_plain, shape)
   if plain.dtype == np.bool_:
     return box(False, True, plain.shape, plain.dtype)

@@ -15,7 +15,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, PIXELS, leaves, over, seen
+from podrace.envs.spaces import MASK, PIXELS, leaves, map_leaves, seen
 from podrace.fields import PlainText, check_fields
 from podrace.networks import torsos, transformer
 from podrace.networks.initializers import INITIALIZERS
@@ -144,11 +144,11 @@ class Body:
         )
       mask = distributions.allowed(mask)
     encode = functools.partial(as_floats, plain=self.scaling == 'plain')
-    return over(encode, seen(self.observation_space), observation), mask
+    return map_leaves(encode, seen(self.observation_space), observation), mask
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros."""
-    observation = over(zeros_of, self.observation_space)
+    observation = map_leaves(zeros_of, self.observation_space)
     return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
 
   def init(self, key: Array) -> Any:

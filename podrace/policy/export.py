@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, number_encoding, over, seen
+from podrace.envs.spaces import MASK, map_leaves, number_encoding, seen
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
@@ -146,7 +146,7 @@ def _acts_like_numpy(
   ids, state, agent_state = jnp.arange(SAMPLES, dtype=jnp.int32), None, None
   for step_type in (FIRST, MID):
     observation = jax.tree.map(
-      lambda *x: np.stack(x), *[over(_sample_part, space, space.sample()) for _ in ids]
+      lambda *x: np.stack(x), *[map_leaves(_sample_part, space, space.sample()) for _ in ids]
     )
     agent_state = agent.initial_state(ids) if agent_state is None else agent_state
     reward = jnp.zeros(SAMPLES)
@@ -306,7 +306,7 @@ def _leaf_paths(space: Any) -> list[tuple[str, Any]]:
     leaf_paths += [
       (key, leaf)
       for leaf in jax.tree.leaves(
-        over(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
+        map_leaves(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
       )
     ]
   return leaf_paths
@@ -346,7 +346,7 @@ def _export_program(agent: Any, env: Any, params: Any, state: Any) -> bytes:
   program = jax.export.export(jax.jit(act), platforms=PLATFORMS)(
     specs,
     [batched(x) for x in jax.tree.leaves(state)],
-    over(batched_space, env.observation_space),
+    map_leaves(batched_space, env.observation_space),
     jax.ShapeDtypeStruct((b,), jnp.bool_),
   )
   return bytes(program.serialize())

@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace.architectures.sebulba.actors import CLOSE_SECONDS
 from podrace.architectures.sebulba.pipe import POLL
-from podrace.envs.host.answer_timer import AnswerTimer, Deadline
+from podrace.envs.host.answer_timer import AnswerDeadline, AnswerTimer
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.errors import HostError, RunError
@@ -90,7 +90,7 @@ class _WatchedPool:
 
   def __init__(self, name: str, pool: HostEnvironment, deadline: float) -> None:
     self.num_envs = pool.num_envs
-    self._name, self._pool, self._deadline = name, pool, Deadline(deadline)
+    self._name, self._pool, self._deadline = name, pool, AnswerDeadline(deadline)
     self._timer, self._over = AnswerTimer(pool.num_envs), threading.Event()
 
   def reset(self) -> None:

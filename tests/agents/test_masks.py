@@ -23,7 +23,7 @@ from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
 from podrace.envs.host.checker import Checker
-from podrace.envs.spaces import without_choice
+from podrace.envs.timestep_rules import RULES
 from podrace.errors import HostError, RunError, UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.run.loop import train
@@ -173,7 +173,7 @@ def test_on_the_host_and_from_remote_environments(
     {'action_mask': mask, 'x': np.zeros((3, 3), np.float32)},
     reward, np.full(3, discount, np.float32), np.full(3, kind, np.int8),
   )  # fmt: skip
-  assert np.asarray(without_choice(t)).tolist() == [False, False, refused]
+  assert np.asarray(RULES['mask'].is_broken(t, None)).tolist() == [False, False, refused]
   spec = HostSpec('mine', SPACE, spaces.Discrete(3), make=lambda args: None)  # type: ignore[arg-type, return-value]
   check = Checker(spec, 3)
   arrival = Arrival(np.arange(3, dtype=np.int32), t, reward, reward > 0, np.zeros(3, np.int32))

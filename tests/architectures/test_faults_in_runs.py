@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace.architectures.faults import FAULTS, faults, first_outside
+from podrace.architectures.faults import FAULTS, find_faults, first_outside
 from podrace.types import FIRST, MID, ActorOutput, TimeStep, Trajectory
 
 BOX = spaces.Box(-1.0, 1.0, (2,), 'float32')
@@ -44,10 +44,10 @@ def trajectory(reward: int | None = None, action: int | None = None) -> Trajecto
 def test_the_first_fault_counts(
   reward: int | None, action: int | None, expected: list[str]
 ) -> None:
-  bits = int(faults(NONE, BOX, trajectory(reward, action))[0])
+  bits = int(find_faults(NONE, BOX, trajectory(reward, action))[0])
   assert [name for i, name in enumerate(FAULTS) if bits >> i & 1] == expected
   before = jnp.array([4], jnp.int32)
-  assert int(faults(before, BOX, trajectory(reward, action))[0]) == 4
+  assert int(find_faults(before, BOX, trajectory(reward, action))[0]) == 4
 
 
 def test_an_example_of_an_action_outside() -> None:

@@ -118,14 +118,10 @@ def test_observations_are_in_the_space(name: str, stream: TimeStep) -> None:
   contract.check_observations(make(name), stream)
 
 
-def test_episodes_are_first_mid_last(name: str, stream: TimeStep) -> None:
-  contract.check_episodes(stream)
+def test_timesteps_keep_the_rules(name: str, stream: TimeStep) -> None:
+  contract.check_timesteps(stream)
   if not name.startswith(ENDLESS):
     assert np.any(stream.step_type == LAST)
-
-
-def test_rewards_and_discounts(stream: TimeStep) -> None:
-  contract.check_rewards(stream)
 
 
 def test_the_key_is_all_there_is(name: str, fraction: float, stream: TimeStep) -> None:

@@ -20,7 +20,7 @@ import podrace.envs
 from podrace.envs import MissingExtra, UnknownName, base, env_names
 from podrace.envs.base import NextStepReset, batch, restart, transition
 from podrace.envs.own.catch import Catch
-from podrace.envs.own.memory import Memory
+from podrace.envs.own.memory import MemoryTask
 from podrace.types import FIRST, LAST, TimeStep
 
 
@@ -97,7 +97,7 @@ def test_catch_best_policy_always_wins() -> None:
 def test_memory_by_hand() -> None:
   cues = set()
   for seed in range(6):
-    timesteps = play(NextStepReset(Memory(length=2)), [0, 0, 1, 0], seed)
+    timesteps = play(NextStepReset(MemoryTask(length=2)), [0, 0, 1, 0], seed)
     seen = np.stack([t.observation for t in timesteps])
     cue = seen[0, 0]
     cues.add(float(cue))
@@ -110,7 +110,7 @@ def test_memory_by_hand() -> None:
 
 @pytest.mark.slow
 def test_memory_best_policy_always_wins_and_blind_ones_are_even() -> None:
-  env = NextStepReset(Memory(length=5))
+  env = NextStepReset(MemoryTask(length=5))
 
   def remember(memory: jax.Array, timestep: TimeStep) -> Any:
     memory = jnp.where(timestep.first, timestep.observation[:, 0], memory)

@@ -421,7 +421,7 @@ def test_integers_that_do_not_fit_are_told() -> None:
   space = host.make('gymnasium:host_envs:Counts-v0').observation_space
   assert (int(space.low), int(space.high)) == (0, 2**31 - 1)
   with pytest.raises(HostError, match=r'x: observation has \[1099511627776\], which int32 has not'):
-    checker.narrowed('x', np.array([3, 2**40]), np.int32)
+    checker.cast_exactly('x', np.array([3, 2**40]), np.int32)
 
 
 def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:
@@ -515,7 +515,7 @@ def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatc
   """Who was stopped and goes on looks twice at who seems to be late."""
   now = 0.0
   monkeypatch.setattr(time, 'monotonic', lambda: now)
-  asked, deadline = 0.0, answer_timer.Deadline(60.0)
+  asked, deadline = 0.0, answer_timer.AnswerDeadline(60.0)
   for now in range(50):
     assert not deadline.passed(0, now - asked)
   now = 1000.0  # it was stopped
@@ -531,7 +531,7 @@ def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatc
 
 def test_workers_are_not_late_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
   envs = pool('gymnasium:host_envs:Sequence-v0,slow=0.2', n=2, deadline=60.0)
-  monotonic, stopped = host.time.monotonic, 0.0
+  monotonic, stopped = time.monotonic, 0.0
   monkeypatch.setattr(time, 'monotonic', lambda: monotonic() + stopped)
   try:
     envs.reset()

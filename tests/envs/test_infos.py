@@ -22,7 +22,7 @@ from podrace.envs.base import NextStepReset, batch, restart, transition
 from podrace.envs.check import check_environment
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
-from podrace.envs.host.infos import BYTES, FIELDS, MOST, Adder, Infos, numbers
+from podrace.envs.host.infos import BYTES, FIELDS, MOST, InfoAdder, Infos, numbers
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic
 from podrace.run import loop
@@ -46,7 +46,7 @@ def test_means_are_since_the_last_time_and_over_all_workers_and_pools() -> None:
   infos, one, other = Infos(), rows(), rows()
   infos.open(one)
   infos.open(other)
-  adders = [Adder(one, 0), Adder(one, 2), Adder(other, 0)]
+  adders = [InfoAdder(one, 0), InfoAdder(one, 2), InfoAdder(other, 0)]
   for value, adder in enumerate(adders):
     adder.add({'a': value})
   adders[1].add({'b': 7, 'a': 5})
@@ -55,14 +55,14 @@ def test_means_are_since_the_last_time_and_over_all_workers_and_pools() -> None:
   adders[2].add({'a': 10})
   infos.close(other)
   infos.close(other)
-  Adder(one, 2).add({'a': 20})  # of a worker in place of another
+  InfoAdder(one, 2).add({'a': 20})  # of a worker in place of another
   assert infos.means() == {'info_a': 15.0}
 
 
 def test_there_is_room_for_so_many_names() -> None:
   infos, memory = Infos(), rows(1)
   infos.open(memory)
-  adder = Adder(memory, 0)
+  adder = InfoAdder(memory, 0)
   for _ in range(2):
     adder.add({'x' * BYTES: 1.0, **{f'n{i}': i for i in range(2 * MOST)}})
   assert infos.means() == {f'info_n{i}': i for i in range(MOST)}

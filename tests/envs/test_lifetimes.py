@@ -15,7 +15,7 @@ from podrace.envs import contract, make
 from podrace.envs.own import lifetimes
 from podrace.envs.own.empty_rooms import EmptyRooms
 from podrace.envs.own.grid_worlds import GridState, GridTask, GridWorlds
-from podrace.envs.own.lifetimes import Life, Lifetimes
+from podrace.envs.own.lifetimes import Lifetimes, LifetimeState
 from podrace.envs.own.objects import HIGH, LOW, Objects
 from podrace.types import FIRST, LAST
 
@@ -30,7 +30,7 @@ def tasks(world: Any, count: int) -> Any:
   return jax.tree.map(np.asarray, run(jax.random.split(jax.random.key(0), count)))
 
 
-def states(env: Any, steps: int, num_envs: int = 4, seed: int = 0) -> tuple[Life, Any]:
+def states(env: Any, steps: int, num_envs: int = 4, seed: int = 0) -> tuple[LifetimeState, Any]:
   """States and timesteps [steps, num_envs] at random."""
 
   @contract.quick_jit
@@ -47,7 +47,7 @@ def states(env: Any, steps: int, num_envs: int = 4, seed: int = 0) -> tuple[Life
     state, _ = many.reset(first_key)
     return jax.lax.scan(step, state, jax.random.split(steps_key, steps))[1]
 
-  found: tuple[Life, Any] = jax.tree.map(np.asarray, run(jax.random.key(seed)))
+  found: tuple[LifetimeState, Any] = jax.tree.map(np.asarray, run(jax.random.key(seed)))
   return found
 
 

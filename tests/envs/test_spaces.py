@@ -18,7 +18,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
 from podrace.envs.host import gymnasium as gymnasium_
 from podrace.envs.host.worker import actions_for
-from podrace.envs.spaces import convert, leaves, over, tree, values
+from podrace.envs.spaces import convert, leaves, map_leaves, tree, values
 from podrace.errors import HostError, UsageError
 
 SPACE = Dict(b=Tuple([Discrete(3), Dict(x=Box(0, 1, (2,)))]), a=Discrete(2))
@@ -31,11 +31,11 @@ def test_every_walk_has_the_same_order() -> None:
   found = dict(zip(paths, values(SPACE, VALUE), strict=True))
   assert found == {'observation/a': 1, 'observation/b/0': 2, 'observation/b/1/x': 3}
   assert tree(SPACE, values(SPACE, VALUE)) == {'a': 1, 'b': (2, {'x': 3})}
-  assert over(lambda space, x: (space, x), SPACE['b'], VALUE['b']) == (
+  assert map_leaves(lambda space, x: (space, x), SPACE['b'], VALUE['b']) == (
     (Discrete(3), 2), {'x': (Box(0, 1, (2,)), 3)}
   )  # fmt: skip
-  assert over(lambda space: space.shape, Discrete(3)) == ()
-  assert over(lambda space, x: x, dict(SPACE.spaces), VALUE)['b'] == (2, {'x': 3})
+  assert map_leaves(lambda space: space.shape, Discrete(3)) == ()
+  assert map_leaves(lambda space, x: x, dict(SPACE.spaces), VALUE)['b'] == (2, {'x': 3})
   converted = convert(lambda s: Discrete(9) if isinstance(s, Discrete) else s, SPACE)
   expected = Dict(b=Tuple([Discrete(9), Dict(x=Box(0, 1, (2,)))]), a=Discrete(9))
   assert converted == expected and type(converted['b']) is Tuple

@@ -26,7 +26,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
-from podrace.envs.spaces import over
+from podrace.envs.spaces import map_leaves
 from podrace.errors import PolicyError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, load_policy
@@ -149,7 +149,7 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   ours = agent.initial_state(jnp.zeros(BATCH, jnp.int32))
   state, seen = None, []
   for t, observation in enumerate(observations(env.observation_space, STEPS, BATCH)):
-    typed = over(lambda s, x: jnp.asarray(x), env.observation_space, observation)
+    typed = map_leaves(lambda s, x: jnp.asarray(x), env.observation_space, observation)
     kind = jnp.full(BATCH, MID if t else FIRST, jnp.int8)
     timestep = TimeStep(typed, jnp.zeros(BATCH), jnp.ones(BATCH), kind)
     output, ours = act(params, ours, timestep, jax.random.key(t))

@@ -18,7 +18,7 @@ from jax import lax
 from podrace.agents.rules.layers import Params, entropy
 from podrace.architectures import unroll as acting
 from podrace.architectures.discovery.objective import ValueFunction, ValueState
-from podrace.architectures.faults import faults
+from podrace.architectures.faults import find_faults
 from podrace.architectures.unroll import ActorState
 from podrace.envs.base import select
 from podrace.envs.own.lifetimes import batch
@@ -152,7 +152,7 @@ class Kind:
   def _act(self, member: Member, key: Array) -> tuple[Member, Trajectory]:
     """Act, without a gradient."""
     actor, unrolled = self._unroll(lax.stop_gradient(member.train.params), member.actor, key)
-    bits = faults(actor.faults, self.env.action_space, unrolled)
+    bits = find_faults(actor.faults, self.env.action_space, unrolled)
     return member._replace(actor=actor._replace(faults=bits)), unrolled
 
   def _remember(self, memory: Any, unrolled: Trajectory, key: Array) -> tuple[Any, Trajectory]:

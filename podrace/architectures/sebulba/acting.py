@@ -18,7 +18,7 @@ from podrace.architectures.sebulba.pipe import Lag, Snapshot
 from podrace.envs.base import batch
 from podrace.envs.host.base import HostSpec, batch_sizes
 from podrace.envs.host.episodes import EpisodeCounter
-from podrace.envs.spaces import over
+from podrace.envs.spaces import map_leaves
 from podrace.types import Agent, Array, TimeStep, Trajectory
 
 COLUMNS = 2  # of an environment in any order: an open unroll and a finished one
@@ -229,7 +229,9 @@ class ActingProgram:
 def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:
   """Return a timestep [num_envs] of zeros, as NumPy arrays."""
   n = num_envs
-  observation = over(lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), spec.observation_space)
+  observation = map_leaves(
+    lambda leaf: np.zeros((n, *leaf.shape), leaf.dtype), spec.observation_space
+  )
   zeros: Any = np.zeros(n, np.float32)
   return TimeStep(observation, zeros, zeros + 1, zeros.astype(np.int8))
 

@@ -14,7 +14,7 @@ from podrace import topology as topology_
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
 from podrace.architectures.sebulba.thread import ActorThread
-from podrace.envs.host.answer_timer import Deadline
+from podrace.envs.host.answer_timer import AnswerDeadline
 from podrace.envs.host.base import PoolArgs
 from podrace.system.scheduling import cores
 from podrace.types import Array, HostEnvironment
@@ -49,7 +49,7 @@ class Actors:
   ) -> None:
     a = self._acting = acting
     self.pipe = Pipe(a.local_threads, a.lag, a.max_lag, a.ordered, a.in_turn)
-    self._deadline = Deadline(a.deadline)
+    self._deadline = AnswerDeadline(a.deadline)
     for version in sorted(versions):
       self.publish(version, versions[version])
     update = max(versions)

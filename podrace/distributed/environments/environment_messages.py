@@ -13,7 +13,8 @@ import numpy as np
 
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, MASK, leaves, without_choice
+from podrace.envs.spaces import MASK, leaves
+from podrace.envs.timestep_rules import RULES
 from podrace.types import LARGEST_OBSERVATION, TimeStep
 
 SERVICE = 'podrace'
@@ -244,8 +245,9 @@ class Layout:
     discount: Any = records.numbers[:, 1]
     kind: Any = records.kind
     timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, kind)
-    if np.count_nonzero(without_choice(timestep)):
-      raise WireError(f'{ALLOWS_NOTHING}, expected {ALLOWS_SOME}')
+    rule = RULES['mask']
+    if np.count_nonzero(rule.is_broken(timestep, None)):
+      raise WireError(f'{rule.came}, expected {rule.expected}')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

@@ -13,7 +13,8 @@ from podrace.distributed.environments.environment_messages import Records, WireE
 from podrace.distributed.environments.shared_listener import Waits
 from podrace.distributed.net.listener import Peer
 from podrace.distributed.net.safe_text import label
-from podrace.types import FIRST, LAST, MID
+from podrace.envs.timestep_rules import RULES
+from podrace.types import FIRST, LAST, MID, TimeStep
 
 MAX_RESTARTS = 1000  # of an environment between two timesteps; a larger difference counts as one
 LATENCY_SAMPLES = 1024  # kept for each client
@@ -134,7 +135,7 @@ class EnvironmentGroup:
       WireError: if the records are invalid.
     """
     kind, life = records.kind, records.life
-    _check_values(records)
+    timestep = _check_values(records)
     changed = bool(self.seq) and not np.array_equal(life, self.life)
     restarts: np.ndarray | None = None
     if changed:
@@ -144,24 +145,26 @@ class EnvironmentGroup:
       opens = self.kind == LAST
       if restarts is not None:
         opens |= restarts > 0
-      if (kind[opens] != FIRST).any() or ((kind == FIRST) & (self.kind > FIRST) & ~opens).any():
-        raise WireError('an episode that begins without its first timestep, or within another')
+      opens |= (self.kind == FIRST) & (kind == FIRST)  # an episode that was over at once
+      if np.count_nonzero(RULES['order'].is_broken(timestep, opens)):
+        raise WireError(RULES['order'].came)
     self.life, self.kind, self.has_last = life.copy(), kind, bool(kind.max() == LAST)
     self.within[:, 0] = life
     return restarts
 
 
-def _check_values(records: Records) -> None:
-  kind = records.kind
-  if kind.max() > LAST or (records.flags & ~np.uint32(0xFF | ENDED)).any():
-    raise WireError('a step type, an end or a zero that is none')
-  discount = records.numbers[:, 1]
-  if discount.min() < 0 or discount.max() > 1:
-    raise WireError('a discount that is not between 0 and 1')
-  if records.numbers[kind == FIRST, 0].any():
-    raise WireError('a reward with the first timestep of an episode')
+def _check_values(records: Records) -> TimeStep:
+  numbers: Any = records.numbers
+  kind: Any = records.kind
+  timestep = TimeStep(None, numbers[:, 0], numbers[:, 1], kind)
+  for name in ('step_type', 'discount_range', 'first_reward'):
+    if np.count_nonzero(RULES[name].is_broken(timestep, None)):
+      raise WireError(RULES[name].came)
+  if (records.flags & ~np.uint32(0xFF | ENDED)).any():
+    raise WireError('an end or a zero that is none')
   if (records.flags == MID | ENDED).any():
     raise WireError('a game that is over within an episode')
+  return timestep
 
 
 def within_episodes(groups: Sequence[EnvironmentGroup], records: Records) -> list[bool]:

@@ -1,4 +1,4 @@
-"""What the adapters share: arrays of exactly the declared types, spaces, a time limit."""
+"""Helpers of the adapters: arrays of the declared types, spaces, a time limit."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import Dynamics, infos
-from podrace.envs.spaces import over
+from podrace.envs.spaces import map_leaves
 from podrace.errors import UnknownName
 from podrace.types import LAST, Array, TimeStep
 
 
-def raw(key: Array) -> Array:
-  """The key as plain numbers, for libraries that keep one in their state or use one twice."""
+def raw_key(key: Array) -> Array:
+  """Return a key as plain numbers, for libraries that store a key or use one twice."""
   return jax.random.key_data(key)
 
 
-def strong(tree: Any) -> Any:
-  """The same values as strongly typed arrays, so that a scan's carry keeps its type.
+def as_strong_types(tree: Any) -> Any:
+  """Return a tree with strongly typed arrays, so that a scan's carry keeps its type.
 
-  Libraries start their states from Python literals (weakly typed) and return strong ones.
+  Libraries start their states from Python literals (weakly typed) and return strongly typed ones.
   """
 
   def leaf(x: Any) -> Array:
@@ -37,8 +37,8 @@ def strong(tree: Any) -> Any:
   return jax.tree.map(leaf, tree)
 
 
-def foreign(method: Callable[..., Any]) -> Callable[..., Any]:
-  """For methods that run a library's code: ours may be under stricter checks than it can bear."""
+def allow_rank_promotion(method: Callable[..., Any]) -> Callable[..., Any]:
+  """Decorate a method that runs a library's code, which may not pass our stricter checks."""
 
   @functools.wraps(method)
   def lenient(*args: Any) -> Any:
@@ -49,18 +49,22 @@ def foreign(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def to_space(space: gymnasium.Space, observation: Any) -> Any:
-  """`observation` in the types that `space` declares; dicts go by key, other shapes are refused."""
+  """Cast `observation` to the types of `space`.
+
+  Raises:
+    ValueError: if a shape is not as declared.
+  """
 
   def typed(space: gymnasium.Space, x: Any) -> Array:
     if jnp.shape(x) != space.shape:
       raise ValueError(f'observation of shape {jnp.shape(x)}, declared {space.shape}')
     return jnp.asarray(x, space.dtype)
 
-  return over(typed, space, observation)
+  return map_leaves(typed, space, observation)
 
 
 def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.spaces.Box:
-  """A Box from bounds that broadcast; what a float's largest number bounds is unbounded."""
+  """Return a Box from bounds that broadcast. The largest floats of a type mean no bound."""
   dtype = np.dtype(dtype)
   if dtype == np.bool_:
     low, high = False, True
@@ -79,12 +83,12 @@ def box(low: Any, high: Any, shape: tuple[int, ...], dtype: Any) -> gymnasium.sp
 
 
 def discrete(n: int) -> gymnasium.spaces.Discrete:
-  """The integers below n, as int32 (jax has no int64 by default)."""
+  """Return a Discrete of n choices in int32, since jax has no int64 by default."""
   return gymnasium.spaces.Discrete(int(n), dtype=np.int32)
 
 
 class LimitedState(NamedTuple):
-  """The state of a TimeLimit."""
+  """State of a TimeLimit."""
 
   inner: Any
   time: Array  # [] i32 steps since the episode began
@@ -92,7 +96,7 @@ class LimitedState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TimeLimit:
-  """Truncates the episodes of Dynamics after `steps` steps, whatever the library does."""
+  """Dynamics that truncate an episode after `steps` steps."""
 
   dynamics: Dynamics
   steps: int
@@ -103,21 +107,26 @@ class TimeLimit:
 
   @property
   def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
     return self.dynamics.observation_space
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[LimitedState, TimeStep]:
+    """Begin an episode."""
     inner, timestep = self.dynamics.reset(key)
     return LimitedState(inner, jnp.int32(0)), timestep
 
   def step(self, state: LimitedState, action: Any, key: Array) -> tuple[LimitedState, TimeStep]:
+    """Take one action."""
     inner, timestep = self.dynamics.step(state.inner, action, key)
     time = state.time + 1
     step_type = jnp.where(time >= self.steps, jnp.int8(LAST), timestep.step_type)
     return LimitedState(inner, time), timestep._replace(step_type=step_type)
 
   def infos(self, state: LimitedState) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state.inner)

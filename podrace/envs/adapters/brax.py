@@ -1,7 +1,7 @@
 """Brax: physics (github.com/google/brax).
 
-Brax knows time only in its EpisodeWrapper, which is not used here: `state.done` of the bare
-environment is termination, and the limit, brax's usual 1000 steps, is ours and truncates.
+Brax knows time only in its EpisodeWrapper, which is not used here. `state.done` of the bare
+environment is termination. The limit, brax's usual 1000 steps, truncates.
 
 Left out: swimmer, which brax 0.14 writes with a form of `jnp.clip` that JAX no longer has.
 """
@@ -18,7 +18,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.adapters.adapt import TimeLimit, box, foreign, strong, to_space
+from podrace.envs.adapters.adapt import (
+  TimeLimit,
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
@@ -31,9 +37,9 @@ _SOME_BACKENDS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A brax environment by its name; options are the backend and the time limit."""
+  """Make a brax environment by its name; options are the backend and the time limit."""
   defaults: dict[str, Value] = {'episode_length': 1000, 'fresh_fraction': 1.0}
   backends = _SOME_BACKENDS.get(name, BACKENDS)
   if backends:
@@ -61,17 +67,21 @@ class Brax:
   observation_space: gymnasium.spaces.Box
   action_space: gymnasium.spaces.Box
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
     state = self.env.reset(key)
-    return strong(state.pipeline_state), restart(to_space(self.observation_space, state.obs))
+    return as_strong_types(state.pipeline_state), restart(
+      to_space(self.observation_space, state.obs)
+    )
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     del key  # brax is deterministic
     zero = jnp.float32(0)
     before = brax.envs.State(state, jnp.zeros(self.observation_space.shape), zero, zero)
     after = self.env.step(before, jnp.asarray(action, jnp.float32))
     observation = to_space(self.observation_space, after.obs)
     timestep = transition(observation, after.reward, after.done > 0.5, False)
-    return strong(after.pipeline_state), timestep
+    return as_strong_types(after.pipeline_state), timestep

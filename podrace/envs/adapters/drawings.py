@@ -11,7 +11,7 @@ Point = tuple[float, float]
 
 
 def cart_pole(state: Any, params: Any) -> np.ndarray:
-  """The cart on its track, and the pole, which is drawn in its length; positive angles lean to the right."""
+  """Draw the cart on its track and the pole in its length. Positive angles lean to the right."""
   picture = np.full((200, 360, 3), PAPER, np.uint8)
   threshold = float(params.x_threshold)
   scale = 340 / (2 * threshold + 0.6)  # pixels of a unit; the cart is 0.6 wide
@@ -29,7 +29,7 @@ def cart_pole(state: Any, params: Any) -> np.ndarray:
 
 
 def pendulum(state: Any, params: Any) -> np.ndarray:
-  """The rod, upright at the angle 0; positive ones are to the left, as Gymnasium draws it."""
+  """Draw the rod, upright at angle 0. Positive angles are to the left, as in Gymnasium."""
   picture = np.full((256, 256, 3), PAPER, np.uint8)
   theta, middle, length = float(state.theta), 128.0, 100.0
   rod(picture, (middle, middle - length - 12), (middle, middle - length - 20), 0.75, LINE)
@@ -42,7 +42,7 @@ def pendulum(state: Any, params: Any) -> np.ndarray:
 def rod(
   picture: np.ndarray, a: Point, b: Point, radius: float, colour: tuple[int, int, int]
 ) -> None:
-  """Draws a thick line with round ends from a to b, which are (x, y) in pixels, into a picture."""
+  """Draw a thick line with round ends from a to b, (x, y) in pixels, into a picture."""
   rows, columns = np.mgrid[: picture.shape[0], : picture.shape[1]]
   dx, dy = b[0] - a[0], b[1] - a[1]
   along = ((columns - a[0]) * dx + (rows - a[1]) * dy) / max(dx * dx + dy * dy, 1e-9)

@@ -21,9 +21,15 @@ import numpy as np
 from gymnax.environments.spaces import Discrete
 
 from podrace.envs.adapters import drawings
-from podrace.envs.adapters.adapt import box, discrete, foreign, strong, to_space
+from podrace.envs.adapters.adapt import (
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.envs.env_names import at_least, read_options, refused
+from podrace.envs.env_names import at_least, options_error, read_options
 from podrace.envs.options import Value
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
@@ -45,19 +51,19 @@ _BOUNDS_TOO_NARROW = (
 DRAWINGS = {'CartPole-v1': drawings.cart_pole, 'Pendulum-v1': drawings.pendulum}
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A gymnax environment by its id; options are its constructor's and its params' scalars."""
+  """Make a gymnax environment by its id; options are scalars of its constructor and its params."""
   factory = type(gymnax.make(name)[0])
   built = _scalars({k: p.default for k, p in inspect.signature(factory).parameters.items()})
   params = gymnax.make(name)[1]
-  given = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
-  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **given})
+  scalars = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
+  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **scalars})
   if 'max_steps_in_episode' in options:
     at_least(f'gymnax:{name}', values, max_steps_in_episode=1)
   try:
     env, params = gymnax.make(name, **{k: values[k] for k in built})
-    changed = {k: values[k] for k in given if k in options}
+    changed = {k: values[k] for k in scalars if k in options}
     params = params.replace(**changed)
     dynamics = Gymnax(
       name, env, params, _observation_space(name, env, params), _action_space(env, params)
@@ -67,7 +73,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   except Exception as error:
     if not options:
       raise
-    raise refused(f'gymnax:{name}', options, error) from error
+    raise options_error(f'gymnax:{name}', options, error) from error
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 
@@ -76,7 +82,7 @@ def _scalars(values: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def _observation_space(name: str, env: Any, params: Any) -> gymnasium.Space:
-  """What gymnax declares, in the shape and type of what it returns (they differ at times)."""
+  """Return the declared space in the shape and type of actual observations, which may differ."""
   declared = env.observation_space(params)
   if isinstance(declared, Discrete):
     return discrete(declared.n)
@@ -104,23 +110,25 @@ class Gymnax:
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
     observation, state = self.env.reset_env(key, self.params)
-    return strong(state), restart(to_space(self.observation_space, observation))
+    return as_strong_types(state), restart(to_space(self.observation_space, observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     action = jnp.asarray(action, self.action_space.dtype)
     observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
     truncated = self.env.is_truncated(state, self.params)
     if self.name in _LIMIT_IS_TASK:
       terminated, truncated = terminated | truncated, False
     observation = to_space(self.observation_space, observation)
-    return strong(state), transition(observation, reward, terminated, truncated)
+    return as_strong_types(state), transition(observation, reward, terminated, truncated)
 
   @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:
-    """A picture of a state, of those that have one."""
+    """Function from a state to its picture, or None if there is none for this environment."""
     drawing = DRAWINGS.get(self.name)
     return None if drawing is None else lambda state: drawing(state, self.params)

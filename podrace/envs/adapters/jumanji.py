@@ -1,8 +1,8 @@
 """Jumanji: combinatorial problems, puzzles and games (github.com/instadeepai/jumanji).
 
-Jumanji ends an episode at its `time_limit` with discount 0, as if it had terminated. So the
-library is given a limit one step further away than ours, which truncates. One step is enough, and
-it keeps what the library derives from the limit (bounds, arrays) as it should be.
+Jumanji ends an episode at its `time_limit` with discount 0, like a termination. So the library is
+given a limit that is one step longer than ours, which truncates. One step is enough, and keeps
+the bounds and arrays that the library derives from the limit.
 
 Left out: environments with one reward per agent (Connector, LevelBasedForaging,
 SearchAndRescue), and Sokoban, which downloads its levels when it is made.
@@ -20,7 +20,15 @@ import jumanji
 import numpy as np
 from jumanji import specs
 
-from podrace.envs.adapters.adapt import TimeLimit, box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  TimeLimit,
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import Dynamics, NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
@@ -31,9 +39,9 @@ from podrace.types import Array, Environment, TimeStep
 _ENDS_AT_ONCE = ('Cleaner-v0',)
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A jumanji environment by its id; the option is its time limit, where it has one."""
+  """Make a jumanji environment by its id; the option is its time limit, if it has one."""
   env = jumanji.make(name)
   defaults: dict[str, Value] = {'fresh_fraction': 1.0}
   if hasattr(env, 'time_limit'):
@@ -60,7 +68,7 @@ def _dynamics(name: str, env: jumanji.Environment) -> Jumanji:
 
 
 def observation_space(spec: Any) -> Any:
-  """The space of what a spec describes; one of several fields is a Dict, by field."""
+  """Return the space of a spec; a spec with fields becomes a Dict."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
   if isinstance(spec, specs.BoundedArray):
@@ -75,7 +83,7 @@ def observation_space(spec: Any) -> Any:
 
 
 def action_space(spec: Any) -> gymnasium.Space:
-  """Discrete, MultiDiscrete (also for bounded integers from 0) or Box."""
+  """Return a Discrete, a MultiDiscrete (also for bounded integers from 0) or a Box."""
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
   if isinstance(spec, specs.MultiDiscreteArray):
@@ -94,7 +102,7 @@ def _unbounded(spec: specs.Array) -> gymnasium.spaces.Box:
 
 
 def _as_dict(space: gymnasium.Space, observation: Any) -> Any:
-  """Named tuples and dataclasses as dicts, all the way down; arrays as they are."""
+  """Convert nested named tuples and dataclasses to dicts."""
   if not isinstance(space, gymnasium.spaces.Dict):
     return observation
   return {k: _as_dict(sub, getattr(observation, k)) for k, sub in space.spaces.items()}
@@ -108,18 +116,20 @@ class Jumanji:
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
-    state, timestep = self.env.reset(raw(key))
-    return strong(state), restart(self._observe(timestep.observation))
+    """Begin an episode."""
+    state, timestep = self.env.reset(raw_key(key))
+    return as_strong_types(state), restart(self._observe(timestep.observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     del key  # jumanji keeps one in its state
     state, timestep = self.env.step(state, jnp.asarray(action, self.env.action_spec.dtype))
     terminated = timestep.last() & (timestep.discount == 0)
     observation = self._observe(timestep.observation)
-    return strong(state), transition(
+    return as_strong_types(state), transition(
       observation, timestep.reward, terminated, timestep.last() & ~terminated
     )
 

@@ -15,7 +15,14 @@ from navix.entities import EntityIds
 from navix.environments.environment import StepType, Timestep
 from navix.rendering.cache import RenderingCache
 
-from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
@@ -30,15 +37,15 @@ OBSERVATIONS = (
   'rgb',
   'rgb_first_person',
 )
-HIGHEST = int(EntityIds.PLAYER)  # of entities; colours and states are fewer
+HIGHEST = int(EntityIds.PLAYER)  # largest entity; colours and states have fewer values
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A room by its id.
+  """Make a room by its id.
 
-  Options: `observation`, one of OBSERVATIONS (first person sees what MiniGrid's agent sees, the
-  others the whole grid), and `max_steps`, by default MiniGrid's 4 * height * width.
+  Options: `observation`, one of OBSERVATIONS (first person is the view of MiniGrid's agent, all
+  others show the whole grid), and `max_steps`, by default MiniGrid's 4 * height * width.
   """
   steps = navix.make(name, max_steps=None).max_steps
   defaults: dict[str, Value] = {
@@ -53,7 +60,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   if values['max_steps'] < 1:
     raise UnknownName(f'an episode has at least 1 step, not {values["max_steps"]}')
   env = navix.make(name, max_steps=values['max_steps'], observation_fn=getattr(observations, kind))
-  seen = jax.eval_shape(env.reset, raw(jax.random.key(0))).observation
+  seen = jax.eval_shape(env.reset, raw_key(jax.random.key(0))).observation
   drawn = kind.startswith('rgb')
   lowest = -1 if kind.startswith('categorical') else 0  # a wall
   space = box(lowest, 255 if drawn else HIGHEST, seen.shape, seen.dtype)
@@ -63,20 +70,22 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Navix:
-  """A room as Dynamics; its state is navix's time and state, without pictures unless drawn."""
+  """A room as Dynamics. Its state is navix's time and state, without pictures unless drawn."""
 
   env: navix.environments.Environment
   observation_space: gymnasium.spaces.Box
   action_space: gymnasium.spaces.Discrete
   draws: bool
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
-    start = self.env.reset(raw(key))
+    """Begin an episode."""
+    start = self.env.reset(raw_key(key))
     return self._state(start), restart(to_space(self.observation_space, start.observation))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     time, inner = state
     before = Timestep(
       t=time,
@@ -84,7 +93,7 @@ class Navix:
       action=jnp.int32(0),
       reward=jnp.float32(0),
       step_type=StepType.TRANSITION,
-      state=inner.replace(key=raw(key)),
+      state=inner.replace(key=raw_key(key)),
     )
     # `env.step` would reset by itself, and compute that on every step under vmap.
     after = self.env._step(before, jnp.asarray(action, jnp.int32))
@@ -94,10 +103,10 @@ class Navix:
     )
 
   def draw(self, state: Any) -> Array:
-    """The whole room, [H, W, 3] u8."""
+    """Draw the whole room, [H, W, 3] u8."""
     _, inner = state
     return observations.rgb(inner.replace(cache=RenderingCache.init(inner.grid)))
 
   def _state(self, timestep: Timestep) -> Any:
     state = timestep.state if self.draws else timestep.state.replace(cache=None)
-    return strong((timestep.t, state))
+    return as_strong_types((timestep.t, state))

@@ -1,10 +1,12 @@
-"""Board games of pgx (Koyama et al. 2023, arXiv 2303.17503): against an opponent by name, or both sides in turn.
+"""Board games of pgx (Koyama et al. 2023, arXiv 2303.17503), against an opponent or in self-play.
 
-With an opponent, a step is the agent's move and the opponent's answer, and pgx draws at random who begins. The
-reward is 1 for a game won, -1 for one lost; a move against the rules loses. Observations are from the agent's side.
+With an opponent, a step is the agent's move and the opponent's answer, and pgx draws at random
+which player begins. The reward is 1 for a won game and -1 for a lost one. A move against the rules
+loses. Observations are from the agent's side.
 
-With `opponent=self` a step is one move, of both players in turn. Observation and reward are of whoever moves, so
-what comes after a move is worth as much less as it is worth to the other player: learn with a discount of -1.
+With `opponent=self` a step is one move, by both players in turn. Observation and reward belong to
+the moving player. The value of the next state is the opponent's, with the sign reversed: learn
+with a discount of -1.
 """
 
 from __future__ import annotations
@@ -23,7 +25,14 @@ from jax import lax
 from pgx.core import Env
 
 from podrace.distributions import MASKED
-from podrace.envs.adapters.adapt import box, discrete, foreign, raw, strong, to_space
+from podrace.envs.adapters.adapt import (
+  allow_rank_promotion,
+  as_strong_types,
+  box,
+  discrete,
+  raw_key,
+  to_space,
+)
 from podrace.envs.base import NextStepReset, restart, select, transition
 from podrace.envs.env_names import at_least, nearest, read_options
 from podrace.envs.libraries import OPPONENT_LOADERS
@@ -33,13 +42,13 @@ from podrace.types import Array, Environment, TimeStep
 
 AGENT = 0  # pgx's number of the player that learns
 OPPONENTS = ('random', 'mcts', 'self')
-EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can end a move's chances
-Move = Callable[[Any, Any, Array], Array]  # from a state, what its player sees, and a key
+EXPLORATION = 4.0  # of mcts: with the paper's 1.25 one unlucky rollout can rule out a move
+Move = Callable[[Any, Any, Array], Array]  # (state, its player's observation, key) -> action
 
 
-@foreign
+@allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """A game by its pgx id; the options are the opponent, and how many rollouts `mcts` has for a move."""
+  """Make a game by its pgx id; options are the opponent, and the rollouts of `mcts` per move."""
   values = read_options(f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100})
   at_least(f'pgx:{name}', values, rollouts=1)
   env = pgx.make(name)
@@ -53,7 +62,7 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
 
 
 def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
-  """How an opponent moves; None if there is none but the agent itself."""
+  """Return the move function of an opponent, or None for self-play."""
   if opponent in OPPONENTS:
     return {'random': random_move, 'mcts': mcts(env, rollouts), 'self': None}[opponent]
   if not Path(opponent).is_dir():
@@ -69,22 +78,25 @@ def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
 
 
 def random_move(state: Any, observation: Any, key: Array) -> Array:
-  """Uniform over what the rules allow."""
+  """Draw a legal move, uniformly."""
   return jax.random.categorical(key, jnp.where(state.legal_action_mask, 0.0, MASKED))
 
 
 def mcts(env: Env, rollouts: int) -> Move:
-  """Monte-Carlo tree search by the rules, with a uniform prior, a random rollout of each new node."""
+  """Return a move function by Monte-Carlo tree search with the rules of the game.
+
+  The prior is uniform, and each new node is evaluated by a random rollout.
+  """
   import mctx
 
   def worth(state: Any, key: Array) -> Array:
-    """What a random end of the game from a state is worth to its player."""
+    """Return the result of a random continuation for the player to move."""
     player = state.current_player
 
     def move(carry: Any) -> Any:
       state, total, key = carry
       own, rest = jax.random.split(key)
-      state = strong(env.step(state, random_move(state, (), own)))
+      state = as_strong_types(env.step(state, random_move(state, (), own)))
       return state, total + state.rewards[player], rest
 
     start = state, jnp.float32(0), key
@@ -92,9 +104,9 @@ def mcts(env: Env, rollouts: int) -> Move:
 
   def expand(params: Any, key: Array, action: Array, state: Any) -> Any:
     mover = state.current_player
-    after = jax.vmap(lambda s, a: strong(env.step(s, a)))(state, action)
+    after = jax.vmap(lambda s, a: as_strong_types(env.step(s, a)))(state, action)
     over = after.terminated | after.truncated
-    # A finished node is visited again: what it is worth then counts 0, by the discount.
+    # A finished node may be visited again: discount 0 cancels its value.
     value = jax.vmap(worth)(after, jax.random.split(key, action.shape[0]))
     output = mctx.RecurrentFnOutput(
       reward=jnp.take_along_axis(after.rewards, mover[:, None], axis=1)[:, 0],
@@ -108,19 +120,19 @@ def mcts(env: Env, rollouts: int) -> Move:
     one = jax.tree.map(lambda x: x[None], state)
     logits = jnp.where(one.legal_action_mask, 0.0, MASKED)
     root = mctx.RootFnOutput(prior_logits=logits, value=jnp.zeros(1), embedding=one)
-    found = mctx.muzero_policy(
-      (), raw(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
+    output = mctx.muzero_policy(
+      (), raw_key(key), root, expand, rollouts, invalid_actions=~one.legal_action_mask,
       qtransform=functools.partial(mctx.qtransform_by_min_max, min_value=-1.0, max_value=1.0),
       dirichlet_fraction=0.0, temperature=0.0, pb_c_init=EXPLORATION,
     )  # fmt: skip
-    return found.action[0]
+    return output.action[0]
 
   return move
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Game:
-  """A game of two as Dynamics of one; without an opponent, it is each player in turn."""
+  """A game of two players as Dynamics of one; without an opponent, of both in turn."""
 
   env: Env
   observation_space: gymnasium.Space
@@ -129,21 +141,24 @@ class Game:
 
   @property
   def takes_turns(self) -> bool:
+    """Whether two players take turns, so that a reward belongs to the moving player."""
     return self.opponent is None
 
-  @foreign
+  @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
     init_key, answer_key = jax.random.split(key)
-    state = strong(self.env.init(raw(init_key)))
+    state = as_strong_types(self.env.init(raw_key(init_key)))
     if self.opponent:
       answered = self._answer(state, answer_key)
       state = select(state.current_player == AGENT, state, answered)
     return state, restart(self._observe(state))
 
-  @foreign
+  @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    """Take one action."""
     own_key, answer_key = jax.random.split(key)
-    moved = strong(self.env.step(state, action, raw(own_key)))
+    moved = as_strong_types(self.env.step(state, action, raw_key(own_key)))
     if not self.opponent:
       reward = moved.rewards[state.current_player]
       return moved, transition(self._observe(moved), reward, moved.terminated, moved.truncated)
@@ -153,14 +168,14 @@ class Game:
     return after, transition(self._observe(after), reward, after.terminated, after.truncated)
 
   def _answer(self, state: Any, key: Array) -> Any:
-    """The state after a move of the opponent."""
+    """Return the state after a move of the opponent."""
     assert self.opponent is not None
     move_key, step_key = jax.random.split(key)
     move = self.opponent(state, self._seen(state, state.current_player), move_key)
-    return strong(self.env.step(state, move, raw(step_key)))
+    return as_strong_types(self.env.step(state, move, raw_key(step_key)))
 
   def _observe(self, state: Any) -> Any:
-    """The board as the agent sees it, and where it may move."""
+    """Return the board from the agent's side, and the legal moves."""
     return self._seen(state, state.current_player if self.takes_turns else jnp.int32(AGENT))
 
   def _seen(self, state: Any, player: Array) -> Any:

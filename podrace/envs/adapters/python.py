@@ -1,4 +1,4 @@
-"""Anybody's environments: `python:module.function`, called with the options."""
+"""Users' own environments: `python:module.function`, called with the options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ from podrace.types import Environment
 
 
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """What `module.function(**options)` returns, which must be an Environment."""
+  """Return the Environment that `module.function(**options)` makes.
+
+  Raises:
+    UnknownName: if there is no such function, or it does not make an Environment.
+  """
   module, _, function = name.rpartition('.')
   if not module:
     hint = f'; write python:{name.replace(":", ".")}' if ':' in name else ''
@@ -39,8 +43,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     raise UnknownName(f'python:{name} failed: {explain(error)}') from error
   if isinstance(env, gymnasium.Env):
     raise UnknownName(
-      f'python:{name} is an environment of Gymnasium, and python: takes those written in JAX; register it in your '
-      f'module and name it gymnasium:{module}:ID'
+      f'python:{name} is an environment of Gymnasium, and python: takes environments written in '
+      f'JAX; register it in your module and name it gymnasium:{module}:ID'
     )
   if isinstance(env, type):
     raise UnknownName(f'python:{name} returned the class {env.__name__}; write {env.__name__}()')

@@ -1,10 +1,10 @@
-"""Atari through ale-py's vector environment, in C++ threads; its ROMs come with it.
+"""Atari through ale-py's vector environment, in C++ threads. The ROMs are part of ale-py.
 
-As in Mnih et al. 2015 and Machado et al. 2018 (arXiv 1709.06009): 84 x 84 grey frames, 4 stacked,
-4 repeats of an action with the maximum over the last two, up to 30 no-ops at the start. Rewards
-are clipped to -1, 0, 1 for learning and reported as they are. Options: `sticky` (the probability
-that an action is repeated; 0.25 is Machado's protocol), `full_actions` (all 18), `episodic_life`
-(losing a life ends what is learned as an episode; the game, and what is reported, goes on).
+The protocol is that of Mnih et al. 2015 and Machado et al. 2018 (arXiv 1709.06009): 84 x 84 grey
+frames, 4 stacked, 4 repeats of an action with the maximum over the last two, up to 30 no-ops at
+the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped. Options: `sticky`
+(the probability that an action is repeated; 0.25 is Machado's protocol), `full_actions` (all 18),
+`episodic_life` (the loss of a life ends an episode for learning, but not the reported game).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DEFAULTS: dict[str, Value] = dict(
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
-  """A game by its ROM's name: pong, breakout, ms_pacman."""
+  """Return a game by its ROM's name: pong, breakout, ms_pacman."""
   games = roms.get_all_rom_ids()
   if name not in games:
     raise UnknownName(f'ale has no game {name!r}{nearest(name, games)}')
@@ -66,7 +66,10 @@ def vector(
   threads: int,
   **pictures: Any,
 ) -> AtariVectorEnv:
-  """ale-py's environment with our options; rewards unclipped. `pictures` are ale-py's, of what is seen."""
+  """Return ale-py's environment with our options and unclipped rewards.
+
+  `pictures` are ale-py's options for observations.
+  """
   pictures = {'stack_num': values['stack'], **pictures}
   return AtariVectorEnv(
     name,
@@ -86,7 +89,7 @@ def vector(
 
 
 class AtariPool:
-  """Games of one kind. Those that arrived last are answered together, as ale-py wants it."""
+  """Games of one kind. Each `send` answers the games of the last arrival, as ale-py requires."""
 
   watches_itself = False
 
@@ -96,14 +99,15 @@ class AtariPool:
     self._clip, self._lives = values['clip_rewards'], values['episodic_life']
     self._env = vector(name, values, args.num_envs, args.batch_size, args.threads)
     self._stepper = Stepper(args.num_envs)
-    self._lost = np.zeros(args.num_envs, bool)  # a life, so that the next action is a no-op
+    self._lost = np.zeros(args.num_envs, bool)  # a life was lost: the next action is a no-op
     self._ended = np.ones(args.num_envs, bool)
-    self._arrived = everyone(args.num_envs)  # in the order in which ale-py takes their actions
+    self._arrived = everyone(args.num_envs)  # the order in which ale-py takes actions
     self._action = np.zeros(args.num_envs, np.int32)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     self._stepper.reset()
     self._ended[:] = True
     n = self.batch_size
@@ -113,13 +117,15 @@ class AtariPool:
     self._first = self._arrival(observation, np.zeros(n, np.float32), none, none, info)
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     self._action[env_id] = action
     if self._lives:
       self._action[self._lost] = 0
-    self.sent = self._action[self._arrived]  # as ale-py had them
+    self.sent = self._action[self._arrived]
     self._env.send(self.sent)
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     if self._first is not None:
       first, self._first = self._first, None
       return first
@@ -144,7 +150,8 @@ class AtariPool:
     return Arrival(ids, timestep, score, ended, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Close the environments."""
     self._env.close()

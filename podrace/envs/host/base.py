@@ -1,4 +1,4 @@
-"""What pools share: their specification, next-step timesteps, checks, and exact episode counts."""
+"""Specifications of environments on the host, and the sizes of their batches."""
 
 from __future__ import annotations
 
@@ -11,23 +11,33 @@ import numpy as np
 
 from podrace.envs import env_names, libraries, registry
 from podrace.envs.host.spaces import i32
-from podrace.envs.spaces import (
-  convert,
-)
+from podrace.envs.host.timesteps import Stepper, everyone
+from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
 from podrace.types import HostEnvironment
+
+# Writers of pools import everything from here, see docs/own.md.
+__all__ = [
+  'HostSpec',
+  'PoolArgs',
+  'Stepper',
+  'batch_sizes',
+  'everyone',
+  'groups_at_once',
+  'make',
+]
 
 log = logging.getLogger('podrace.envs')
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolArgs:
-  """What one actor thread's pool is made of."""
+  """Arguments of one actor thread's pool."""
 
   num_envs: int
-  batch_size: int  # how many come back together; num_envs: all of them, in order
+  batch_size: int  # environments in an arrival; if num_envs, all of them in order
   seeds: np.ndarray  # [num_envs] u32
-  threads: int  # or worker processes, that step them
+  threads: int  # threads or worker processes that step the environments
   deadline: float  # seconds that a step may take
 
 
@@ -35,26 +45,28 @@ class PoolArgs:
 class HostSpec:
   """A kind of environment on the host, before any is made."""
 
-  name: str  # with its options, unless they are the defaults: what `make` makes the same from
+  name: str  # canonical, with the options that are not the defaults; `make` takes it
   observation_space: Any  # gymnasium's, of one environment
   action_space: Any
   make: Callable[[PoolArgs], HostEnvironment]
   ordered_only: bool = False  # the pool can't return less than all
-  frame_stack: int = 0  # observations are so many frames along their first axis; 0: they are not
-  jax: Any = None  # the podrace Environment, if it is one in JAX, which then runs on the host CPU
-  comes_and_goes: bool = False  # any number of a pool's environments may be there, in any order
+  frame_stack: int = 0  # number of frames along the first axis of observations; 0: no stack
+  jax: Any = None  # the Environment, if it is written in JAX; it runs on the host CPU
+  comes_and_goes: bool = False  # environments may connect and disconnect at any time
   metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
-  finished: Callable[[], None] | None = None  # tells whoever has them that the run is complete
-  # Resets and steps one of them, within so many seconds; raises UsageError if that goes wrong.
+  finished: Callable[[], None] | None = None  # tells remote environments that the run is complete
+  # Resets and steps one environment, with a deadline in seconds; raises UsageError on failure.
   try_out: Callable[[float], None] | None = None
-  outside: set[str] = dataclasses.field(default_factory=set, compare=False)  # see Checker
+  # Parts of observations outside of their Box of which a Checker has warned.
+  outside: set[str] = dataclasses.field(default_factory=set, compare=False)
 
 
 def make(name: str) -> HostSpec:
-  """The host environment that `LIB:NAME,key=value,...` names; those in JAX are among them.
+  """Return the host environment that `LIB:NAME,key=value,...` names; it may be one in JAX.
 
   Raises:
-    UnknownName, MissingExtra: as `envs.make`.
+    UnknownName: if there is none of this name, or an option is wrong.
+    MissingExtra: if its library is not installed.
   """
   key, env, options = env_names.parse(name)
   library = libraries.HOST_LIBRARIES.get(key)
@@ -73,7 +85,7 @@ def make(name: str) -> HostSpec:
 
     observation, action = (convert(i32, s) for s in (pure.observation_space, pure.action_space))
     return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
-  module = registry.adapter_of(library, f"environment '{key}:{env}'")
+  module = registry.load_adapter(library, f"environment '{key}:{env}'")
   try:
     return module.make(env, options)
   except ImportError as error:
@@ -82,37 +94,33 @@ def make(name: str) -> HostSpec:
     ) from error
 
 
-SIZES = 4  # of batches of environments that come and go: all of a thread's, half of them, ...
+SIZES = 4  # padded sizes of batches: all environments of a thread, half of them, ...
 
 
-def batch_sizes(most: int) -> tuple[int, ...]:
-  """What batches of at most `most` environments are padded to where these come and go; the least first."""
-  return tuple(sorted({-(-most // 2**i) for i in range(SIZES)}))
+def batch_sizes(limit: int) -> tuple[int, ...]:
+  """Return the padded batch sizes, ascending, for environments that may disconnect.
 
-
-def groups_at_once(groups: Iterable[int], most: int) -> int:
-  """How many of the groups that wait, of so many environments each and in their order, to act for at once.
-
-  As many as fit a batch and leave no more than a quarter of it for padding; all that fit if it can't be had.
+  The last one is `limit`.
   """
-  sizes, total, fit, good = batch_sizes(most), 0, 0, 0
+  return tuple(sorted({-(-limit // 2**i) for i in range(SIZES)}))
+
+
+def groups_at_once(groups: Iterable[int], limit: int) -> int:
+  """Return how many of the waiting groups, in their order, to act for at once.
+
+  As many as fit a batch of `limit` environments and leave at most a quarter of it for padding. If
+  no number of groups does, all that fit.
+
+  Args:
+    groups: Number of environments of each group.
+    limit: Environments in the largest batch.
+  """
+  sizes, total, fit, good = batch_sizes(limit), 0, 0, 0
   for group in groups:
     total += group
-    if total > most:
+    if total > limit:
       break
     fit += 1
     if 4 * total >= 3 * min(s for s in sizes if s >= total):
       good = fit
   return good or fit
-
-
-# --- deadlines -----------------------------------------------------------------------------------
-
-
-# --- timesteps ----------------------------------------------------------------------------------
-
-
-# --- checks -------------------------------------------------------------------------------------
-
-
-# --- episodes -----------------------------------------------------------------------------------

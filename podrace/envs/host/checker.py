@@ -1,4 +1,4 @@
-"""Checks of what host environments return."""
+"""Checks of arrivals from host environments, and of the actions sent to them."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import numpy as np
 from podrace.envs.host.base import HostSpec, log
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.host.timesteps import EVERY, rows_of
-from podrace.envs.spaces import ALLOWS_NOTHING, ALLOWS_SOME, leaves, values, without_choice
+from podrace.envs.spaces import leaves, values
+from podrace.envs.timestep_rules import RULES, exceeds, is_outside
 from podrace.errors import HostError, RunError
-from podrace.types import LARGEST_REWARD, Arrival
+from podrace.types import LARGEST_REWARD, Arrival, TimeStep
 
-BOUNDED = 1000  # arrivals, of which is looked whether they are within their Boxes
+BOUNDED = 1000  # number of first arrivals that are compared with the bounds of their Boxes
 
 
 class Checker:
-  """Compares what arrives, and is sent, with what was declared; says what of which is wrong.
+  """Compares arrivals and actions with the declared spaces.
 
-  Observations outside of their Box are learned from as they are. It is said once of each part, of
-  all pools of a HostSpec together.
+  An observation outside of its Box is learned from unchanged. The log has one warning for each part
+  of an observation, for all pools of a HostSpec together.
   """
 
   def __init__(self, spec: HostSpec, num_envs: int, agent: Any = None) -> None:
@@ -32,6 +33,11 @@ class Checker:
     self._outside, self._count = spec.outside, 0
 
   def __call__(self, arrival: Arrival) -> None:
+    """Check an arrival.
+
+    Raises:
+      HostError: if it is not as declared.
+    """
     ids = arrival.env_id
     n = len(ids)
     known = not n or rows_of(ids, self._num_envs) is EVERY
@@ -48,22 +54,27 @@ class Checker:
       if self._count < BOUNDED and field in self._limits:
         self._within(field, space, x, ids)
     self._count += 1
-    if (stuck := without_choice(arrival.timestep)) is not None and np.count_nonzero(stuck):
-      kind = ('FIRST', 'MID', 'LAST')[arrival.timestep.step_type[stuck][0]]
-      raise HostError(
-        f'{self._name}: environment {ids[stuck].tolist()} has {ALLOWS_NOTHING} with a {kind} timestep, '
-        f'expected {ALLOWS_SOME}'
-      )
-    self._bounded('reward', arrival.timestep.reward, ids)
-    if arrival.score is not arrival.timestep.reward:  # as where rewards are clipped for learning
-      self._bounded('reward', arrival.score, ids)
+    self._check_mask(arrival.timestep, ids)
+    self._check_reward(arrival.timestep.reward, ids)
+    if arrival.score is not arrival.timestep.reward:  # rewards may be clipped for learning
+      self._check_reward(arrival.score, ids)
 
-  def _bounded(self, field: str, x: Any, ids: np.ndarray) -> None:
-    bounded = np.abs(x) <= LARGEST_REWARD  # NaN isn't
-    if np.count_nonzero(bounded) != len(x):
-      self._finite(field, x, ids)
+  def _check_mask(self, timestep: TimeStep, ids: np.ndarray) -> None:
+    rule = RULES['mask']
+    stuck = rule.is_broken(timestep, None)
+    if stuck is not None and np.count_nonzero(stuck):
+      kind = ('FIRST', 'MID', 'LAST')[timestep.step_type[stuck][0]]
       raise HostError(
-        f'{self._name}: {field} of environment {ids[~bounded].tolist()} is {x[~bounded][0]:g}, '
+        f'{self._name}: environment {ids[stuck].tolist()} has {rule.came} with a {kind} timestep, '
+        f'expected {rule.expected}'
+      )
+
+  def _check_reward(self, x: Any, ids: np.ndarray) -> None:
+    too_large = exceeds(x, LARGEST_REWARD)
+    if np.count_nonzero(too_large):
+      self._finite('reward', x, ids)
+      raise HostError(
+        f'{self._name}: reward of environment {ids[too_large].tolist()} is {x[too_large][0]:g}, '
         f'expected at most {LARGEST_REWARD:g} in size'
       )
 
@@ -77,7 +88,7 @@ class Checker:
 
   def _within(self, field: str, space: Any, x: np.ndarray, ids: np.ndarray) -> None:
     low, high = self._limits[field]
-    outside = (x < low) | (x > high)
+    outside = is_outside(x, low, high)
     if np.count_nonzero(outside) and field not in self._outside:
       self._outside.add(field)
       where = tuple(np.argwhere(outside)[0].tolist())
@@ -87,17 +98,25 @@ class Checker:
       )  # fmt: skip
 
   def action(self, x: np.ndarray) -> None:
-    """Raises RunError where an agent's actions [b, ...] are not in the action space."""
-    fits = (x >= self._low) & (x <= self._high)  # NaN doesn't
-    if np.count_nonzero(fits) != x.size:
+    """Check an agent's actions [b, ...].
+
+    Raises:
+      RunError: if an action is not in the action space.
+    """
+    outside = is_outside(x, self._low, self._high)
+    if np.count_nonzero(outside):
       from podrace.system.blame import out_of_space
 
-      row = x[np.argwhere(~fits)[0, 0]]
+      row = x[np.argwhere(outside)[0, 0]]
       raise RunError(out_of_space(self._agent, self._action_space, row.tolist()))
 
 
-def narrowed(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
-  """An array in the type that was declared for it; raises HostError if integers don't fit."""
+def cast_exactly(name: str, x: np.ndarray, dtype: Any) -> np.ndarray:
+  """Cast an array to its declared type.
+
+  Raises:
+    HostError: if the type cannot hold an integer.
+  """
   y = x.astype(dtype, copy=False)
   if x.dtype.kind in 'iu' and x.dtype.itemsize > y.dtype.itemsize and np.count_nonzero(x != y):
     raise HostError(f'{name}: observation has {x[x != y][:3].tolist()}, which {y.dtype} has not')

@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.checker import narrowed
+from podrace.envs.host.checker import cast_exactly
 from podrace.envs.host.spaces import in_jax, narrow
 from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
 from podrace.envs.options import Value
@@ -27,16 +27,16 @@ _OURS = (
   'batch_size',
   'num_threads',
   'seed',
-  'reward_clip',  # as clip_rewards, for learning only
+  'reward_clip',  # replaced by clip_rewards, which is for learning only
   'base_path',
   'task',
-  'episodic_life',  # it would be reported per life; ale: has it right
+  'episodic_life',  # would report each life as an episode; ale: reports games
   'zero_discount_on_life_loss',
 )
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
-  """An environment by EnvPool's id; options are those scalars of its own configuration."""
+  """Return an environment by EnvPool's id; options are the scalars of EnvPool's configuration."""
   known = envpool.list_all_envs()
   if name not in known:
     raise UnknownName(f'envpool has no environment {name!r}{nearest(name, known)}')
@@ -59,31 +59,31 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
   with _without_warnings():
     space = convert(_space, spec.gymnasium_observation_space)
-  given = {k: v for k, v in values.items() if k in options}
+  chosen = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=full,
     observation_space=space,
     action_space=convert(_space, spec.gymnasium_action_space),
-    make=lambda args: EnvPool(name, given, clip, space, args),
+    make=lambda args: EnvPool(name, chosen, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
 
 
-_WARNINGS = threading.Lock()  # which are of the whole process
+_WARNINGS = threading.Lock()  # warning filters are global
 
 
 @contextlib.contextmanager
 def _without_warnings() -> Iterator[None]:
-  """That Gymnasium's Box has the bounds in float32."""
+  """Suppress the warning that Gymnasium's Box casts bounds to float32."""
   with _WARNINGS, warnings.catch_warnings():
     warnings.simplefilter('ignore', UserWarning)
     yield
 
 
 def _space(space: Any) -> Any:
-  """In the types that JAX has."""
+  """Return a space in the types that JAX has."""
   if isinstance(space, spaces.Box) and space.dtype == np.float64:
-    # What has no bounds says that they are the smallest double above 0 and the largest.
+    # EnvPool marks missing bounds by the smallest double above 0 and the largest double.
     limits = np.finfo(np.float64)
     low = np.where(space.low == limits.tiny, -np.inf, space.low)
     high = np.where(space.high == limits.max, np.inf, space.high)
@@ -92,14 +92,14 @@ def _space(space: Any) -> Any:
 
 
 def _as_declared(name: str, space: Any, x: Any, order: Any) -> Any:
-  """An observation [n, ...] in the types of `space`, with its rows in another order."""
+  """Return an observation [n, ...] in the types of `space`, with its rows reordered."""
   if isinstance(x, dict):
     return {k: _as_declared(name, s, x[k], order) for k, s in space.spaces.items()}
-  return narrowed(name, x if order is EVERY else x[order], space.dtype)
+  return cast_exactly(name, x if order is EVERY else x[order], space.dtype)
 
 
 class EnvPool:
-  """A pool of EnvPool's."""
+  """A pool of EnvPool's environments."""
 
   watches_itself = False
 
@@ -123,15 +123,18 @@ class EnvPool:
     self._zeros = np.zeros(args.batch_size, np.int32)
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     self._stepper.reset()
     self._env.async_reset()
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
-    # A dict with all that there is: to find what is missing, EnvPool makes its config anew.
+    # A dict with all entries: EnvPool would rebuild its configuration to fill in missing ones.
+    """Send actions [b] to environments `env_id` [b]."""
     action, ids = np.array(action, self._action_type), np.array(env_id, np.int32)
     self._env.send({self._action: action, 'env_id': ids, 'players.env_id': ids})
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     observation, reward, terminated, truncated, info = self._env.recv()
     ids = info['env_id'].astype(np.int32)
     order: Any = EVERY
@@ -149,7 +152,8 @@ class EnvPool:
     return Arrival(ids, timestep, score, timestep.last, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Close the environments."""
     self._env.close()

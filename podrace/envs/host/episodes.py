@@ -23,7 +23,7 @@ class Totals:
 
   @property
   def return_deviation(self) -> float:
-    """The sum of squared differences from the mean; doubles are exact enough for the difference."""
+    """Sum of squared differences from the mean, in float64."""
     return self.return_square - self.return_sum * (self.return_sum / max(self.count, 1))
 
   def __add__(self, other: Totals) -> Totals:
@@ -36,7 +36,7 @@ class Totals:
 
 
 class EpisodeCounter:
-  """Every finished episode of a pool, once, with unclipped returns."""
+  """Counts every finished episode of a pool once, with unclipped returns."""
 
   def __init__(self, num_envs: int) -> None:
     self.episode_return = np.zeros(num_envs, np.float64)
@@ -46,14 +46,14 @@ class EpisodeCounter:
     self._finished = Totals()
 
   def add(self, arrival: Arrival) -> np.ndarray:
-    """Accounts for what arrived; how often each was restarted since it last did, [b]."""
+    """Count an arrival. Return how often each of its environments was restarted before it, [b]."""
     rows = rows_of(arrival.env_id, len(self._over))
     restarts: np.ndarray = arrival.run_id - self.run_id[rows]
     opens = self._over[rows]
     if np.count_nonzero(restarts):
       opens = np.logical_or(opens, restarts)
       self.run_id[rows] = arrival.run_id
-    returns, lengths = self.episode_return[rows], self.episode_length[rows]  # views, if it is all
+    returns, lengths = self.episode_return[rows], self.episode_length[rows]  # views if EVERY
     returns += arrival.score
     lengths += arrival.timestep.step_type != FIRST  # of a life or of a game
     if np.count_nonzero(opens):
@@ -69,12 +69,12 @@ class EpisodeCounter:
     return restarts
 
   def take(self) -> Totals:
-    """What finished since the last time."""
+    """Return the sums over episodes that finished since the last call."""
     finished, self._finished = self._finished, Totals()
     return finished
 
   def state(self) -> dict[str, np.ndarray]:
-    """Of the episodes under way; the f64 returns as two f32, since JAX has no more."""
+    """Return the episodes under way. Returns of f64 are split into two f32, as JAX has no f64."""
     high = self.episode_return.astype(np.float32)
     return dict(
       return_high=high,
@@ -84,7 +84,7 @@ class EpisodeCounter:
     )
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Undoes `state`."""
+    """Restore a state that `state` returned."""
     high, low = (np.asarray(state[k], np.float64) for k in ('return_high', 'return_low'))
     self.episode_return = high + low
     self.episode_length = np.array(state['length'], np.int64)

@@ -1,8 +1,8 @@
 """Any Gymnasium environment, stepped in worker processes through shared memory.
 
-A worker that dies, or takes longer than the deadline, is ended and replaced; its environments
-begin again under new run ids. An exception of an environment is the user's to see, and ends the run.
-Before a run one of the environments is reset and stepped once, unless it is Gymnasium's own.
+A worker that dies, or takes longer than the deadline, is ended and replaced. Its environments
+begin again under new run ids. An exception in an environment ends the run and is shown to the
+user. Before a run, one environment is reset and stepped once, unless it is Gymnasium's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from podrace.envs.host.checker import Checker
 from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds
 from podrace.envs.host.spaces import in_jax as _space
-from podrace.envs.host.worker_pool import EnvironmentFailed, Workers
+from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
 from podrace.envs.spaces import convert, leaves
 from podrace.errors import HostError, UnknownName, UsageError
@@ -36,7 +36,10 @@ log = logging.getLogger('podrace.envs')
 
 
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
-  """An environment by Gymnasium's id, `MODULE:ID` to import one's own; options go to its maker."""
+  """Return an environment by Gymnasium's id, or by `MODULE:ID`, which imports MODULE first.
+
+  Options are arguments of its maker.
+  """
   probe = registered.make(name, options)
   observation_space, action_space = (
     convert(_space, x) for x in (probe.observation_space, probe.action_space)
@@ -49,24 +52,28 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: Workers(label, fields, observation_space, args, infos),
+    make=lambda args: WorkerPool(label, fields, observation_space, args, infos),
     metrics=infos.means,
   )
-  whose = trial.owner(probe)
-  if trial.is_gymnasiums(whose):
+  owner = trial.owner(probe)
+  if trial.is_gymnasiums(owner):
     return spec
-  methods = {m: label_of(whose, m) for m in ('reset', 'step')}
+  methods = {m: label_of(owner, m) for m in ('reset', 'step')}
 
   def try_out(deadline: float) -> None:
     args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, deadline)
-    pool = Workers(label, fields, observation_space, args, trial=True)
+    pool = WorkerPool(label, fields, observation_space, args, trial=True)
     _try_out(spec, pool, methods)
 
   return dataclasses.replace(spec, try_out=try_out)
 
 
-def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
-  """Resets and steps a pool of one environment; raises UsageError if that goes wrong."""
+def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> None:
+  """Reset and step a pool of one environment.
+
+  Raises:
+    UsageError: if that fails.
+  """
   name = 'reset'
   try:
     check = Checker(spec, 1)
@@ -85,7 +92,7 @@ def _try_out(spec: HostSpec, pool: Workers, methods: Mapping[str, str]) -> None:
 
 
 def _some_action(space: Any, observation: Any) -> np.ndarray:
-  """An action for one environment, [1, ...]: 0 or what is nearest; one that a mask allows."""
+  """Return an action [1, ...] for one environment: allowed by the mask, or the one nearest to 0."""
   mask = observation.get('action_mask') if isinstance(observation, dict) else None
   if mask is not None and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
     counts = np.ravel(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n)
@@ -98,12 +105,12 @@ def _some_action(space: Any, observation: Any) -> np.ndarray:
 
 
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
-  found = [*leaves(observation_space), (w.ACTION, action_space)]
-  for where, space in found:
+  parts = [*leaves(observation_space), (w.ACTION, action_space)]
+  for where, space in parts:
     if space.dtype is None or space.shape is None or np.dtype(space.dtype).kind not in 'biuf':
       advice = f'{WRAPPER} make it of numbers' if where == w.ACTION else LEAVE_OUT
       raise UnknownName(f'{name}: no arrays of numbers for {where}, which is {space}; {advice}')
-  fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in found]
+  fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in parts]
   return [
     *fields,
     (w.REWARD, '<f8', []),

@@ -1,7 +1,8 @@
-"""Numbers that environments say in `info`: summed where they step, read for the log. Imports no JAX.
+"""Numbers in the `info` of environments: summed by the workers, read for the log. Imports no JAX.
 
-A worker adds to sums in the memory that it shares with the run; the run reads them when it writes a line, without
-a word to the worker. A line has the mean of each number over the steps since the line before.
+A worker adds to sums in the memory that it shares with the run. The run reads the sums when it
+writes a line, without a message to the worker. A line has the mean of each number over the steps
+since the line before.
 """
 
 from __future__ import annotations
@@ -15,29 +16,28 @@ from typing import Any
 import numpy as np
 
 NAMES, SUMS, COUNTS = 'info_names', 'info_sums', 'info_counts'
-MOST = 128  # names of a worker; those that come later are left out
-BYTES = 8192  # of its names
+MOST = 128  # names of a worker; later names are left out
+BYTES = 8192  # size of a worker's names as JSON
 FIELDS: list[tuple[str, str, list[int]]] = [
   (NAMES, '|u1', [BYTES]),
   (SUMS, '<f8', [MOST]),
   (COUNTS, '<f8', [MOST]),
 ]
 
-Rows = Mapping[
-  str, np.ndarray
-]  # the arrays [num_envs, ...] of FIELDS, of which a worker uses one row
+# Arrays [num_envs, ...] of FIELDS. A worker uses one row.
+Rows = Mapping[str, np.ndarray]
 
 
 def no_rows(num_rows: int) -> dict[str, np.ndarray]:
-  """Rows in which there is nothing yet."""
+  """Return empty rows."""
   return {name: np.zeros((num_rows, *shape), dtype) for name, dtype, shape in FIELDS}
 
 
-Totals = dict[str, tuple[float, float]]  # by name: sum, count
+InfoTotals = dict[str, tuple[float, float]]  # by name: sum, count
 
 
 def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, float]]:
-  """The finite numbers of an info, those within dicts as OUTER/INNER."""
+  """Yield the finite numbers of an info. Numbers in nested dicts are named OUTER/INNER."""
   for name, x in info.items():
     if isinstance(x, Mapping):
       yield from numbers(x, f'{prefix}{name}/')
@@ -49,8 +49,8 @@ def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, fl
         yield f'{prefix}{name}', value
 
 
-class Adder:
-  """A worker's end: adds to a row, and to what an earlier process left there."""
+class InfoAdder:
+  """A worker's end: adds to a row, and to the sums that an earlier process left in it."""
 
   def __init__(self, rows: Rows, row: int) -> None:
     self._names, self._sums, self._counts = (rows[k][row] for k in (NAMES, SUMS, COUNTS))
@@ -58,7 +58,7 @@ class Adder:
     self._left_out: set[str] = set()
 
   def add(self, info: Mapping[Any, Any]) -> None:
-    """Accounts for one step's."""
+    """Add the numbers of one step."""
     for name, value in numbers(info):
       place = self._place.get(name)
       if place is None and (place := self._new(name)) is None:
@@ -83,48 +83,48 @@ def _names(row: np.ndarray) -> list[str]:
   text = row.tobytes().rstrip(b'\0')
   try:
     return json.loads(text) if text else []
-  except ValueError:  # it is just being written; its numbers are there the next time
+  except ValueError:  # the worker is writing it; the numbers are read the next time
     return []
 
 
 class Infos:
-  """The run's end: the means of all pools of a kind of environment, since they were last asked for."""
+  """The run's end: means over all pools of a kind of environment since the last read."""
 
   def __init__(self) -> None:
     self._lock = threading.Lock()
     self._open: list[Rows] = []
-    self._closed: Totals = {}
-    self._before: Totals = {}
+    self._closed: InfoTotals = {}
+    self._before: InfoTotals = {}
 
   def open(self, rows: Rows) -> None:
-    """A pool's, from now on."""
+    """Add a pool."""
     with self._lock:
       self._open.append(rows)
 
   def close(self, rows: Rows) -> None:
-    """Keeps what there is of a pool whose memory goes."""
+    """Remove a pool, and keep its sums."""
     with self._lock:
       if any(x is rows for x in self._open):
         self._open = [x for x in self._open if x is not rows]
         _add(self._closed, rows)
 
   def means(self) -> dict[str, float]:
-    """By name, as metrics.jsonl has it; since the last time."""
+    """Return the means since the last call, by their names in metrics.jsonl."""
     with self._lock:
       totals = dict(self._closed)
       for rows in self._open:
         _add(totals, rows)
       before, self._before = self._before, totals
-    found = {}
+    means = {}
     for name, (total, count) in totals.items():
       sum_before, count_before = before.get(name, (0.0, 0.0))
       if count > count_before:
-        found[f'info_{name}'] = (total - sum_before) / (count - count_before)
-    return found
+        means[f'info_{name}'] = (total - sum_before) / (count - count_before)
+    return means
 
 
-def _add(totals: Totals, rows: Rows) -> None:
-  for row in np.flatnonzero(rows[COUNTS][:, 0]):  # the first name's is that of a row that is used
+def _add(totals: InfoTotals, rows: Rows) -> None:
+  for row in np.flatnonzero(rows[COUNTS][:, 0]):  # a row in use has a count for its first name
     for i, name in enumerate(_names(rows[NAMES][row])):
       total, count = totals.get(name, (0.0, 0.0))
       totals[name] = total + float(rows[SUMS][row, i]), count + float(rows[COUNTS][row, i])

@@ -1,4 +1,4 @@
-"""Environments in JAX, stepped on the host's CPU as if they were any other."""
+"""Environments in JAX, stepped on the host's CPU like other host environments."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import jax
 import numpy as np
 
 from podrace.envs.base import batch
-from podrace.envs.contract import out_of_order
-from podrace.envs.host.infos import Adder, Infos, no_rows
+from podrace.envs.host.infos import InfoAdder, Infos, no_rows
 from podrace.envs.host.timesteps import everyone
+from podrace.envs.timestep_rules import RULES
 from podrace.errors import HostError
+from podrace.system.blame import label
 from podrace.topology import host_device
-from podrace.types import FIRST, LAST, Array, Arrival, Environment, TimeStep
+from podrace.types import LAST, Array, Arrival, Environment, TimeStep
 
 
 class JaxSteps:
@@ -24,7 +25,7 @@ class JaxSteps:
     self.env, self.num_envs, self.length = env, num_envs, length
     many = batch(env, num_envs)
     self.reset = jax.jit(many.reset)
-    self.split = jax.jit(  # as numbers, of which some can be taken again and again
+    self.split = jax.jit(  # as numbers, which can be indexed without key-reuse errors
       lambda key: jax.random.key_data(jax.random.split(key, (length, num_envs)))
     )
 
@@ -36,14 +37,15 @@ class JaxSteps:
     self.infos = Infos()
 
   def forget_infos(self) -> None:
+    """Drop the numbers of all pools so far."""
     self.infos = Infos()
 
 
 class JaxPool:
-  """A pool of copies of a pure environment, in lockstep; its state can be saved.
+  """A pool of copies of a pure environment, in lockstep. Its state can be saved.
 
-  Its keys are those that Anakin would use: `reset_key`, and for the steps of the k-th unroll
-  `unroll_key(k)`. So the two architectures see the same environments.
+  It uses the keys that Anakin would use: `reset_key`, and `unroll_key(k)` for the steps of the k-th
+  unroll. So both architectures see the same environments.
   """
 
   watches_itself = False
@@ -55,50 +57,55 @@ class JaxPool:
     self._ids = everyone(steps.num_envs)
     self._zeros = np.zeros(steps.num_envs, np.int32)
     self.state: Any = None
-    self.steps = 0  # made since the run began
+    self.steps = 0  # since the run began
     self._waiting: TimeStep | None = None
-    self._last: np.ndarray | None = None  # [num_envs] bool: the step before was LAST; None: unknown
+    self._last: np.ndarray | None = None  # [num_envs] bool: the last step was LAST; None: unknown
     self._keys: Any = None
-    self._said: dict[str, Array] = {}  # by environments, of the episodes that end
+    self._infos: dict[str, Array] = {}  # [num_envs] each, valid where an episode ends
     self._rows = no_rows(1)
-    self._adder = Adder(self._rows, 0)
+    self._adder = InfoAdder(self._rows, 0)
     steps.infos.open(self._rows)
 
   def reset(self) -> None:
+    """Start the first episode of every environment."""
     key = jax.device_put(self._reset_key, self._device)
     self.state, self._waiting = self._do.reset(key)
     self._last = None
 
   def restore(self, state: Any, steps: int) -> None:
-    """Goes on from a saved state, of which the timestep has been seen."""
+    """Continue from a saved state, of which the timestep has been received."""
     self.state, self.steps = jax.device_put(state, self._device), steps
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     unroll, t = divmod(self.steps, self._do.length)
     if self._keys is None or t == 0:
       self._keys = self._do.split(jax.device_put(self._unroll_key(unroll), self._device))
-    # The state is on the host's device, so what follows it there needs no transfer of its own.
-    self.state, self._waiting, self._said = self._do.step(
+    # The state is on the host's device, so the other arguments need no explicit transfer.
+    self.state, self._waiting, self._infos = self._do.step(
       self.state, action, self._keys, np.int32(t)
     )
     self.steps += 1
 
   def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
     assert self._waiting is not None, 'recv before reset or send'
     timestep = jax.tree.map(np.asarray, self._waiting)
     self._waiting = None
     ended: np.ndarray = timestep.step_type == LAST
-    if self._last is not None and np.count_nonzero(self._last != (timestep.step_type == FIRST)):
-      raise HostError(out_of_order(self._do.env))
+    order = RULES['order']
+    if self._last is not None and np.count_nonzero(order.is_broken(timestep, self._last)):
+      raise HostError(order.message(label(self._do.env, 'step')))
     self._last = ended
-    if self._said and ended.any():
-      said = {name: np.asarray(x) for name, x in self._said.items()}
+    if self._infos and ended.any():
+      infos = {name: np.asarray(x) for name, x in self._infos.items()}
       for i in np.flatnonzero(ended):
-        self._adder.add({name: x[i] for name, x in said.items()})
+        self._adder.add({name: x[i] for name, x in infos.items()})
     return Arrival(self._ids, timestep, timestep.reward, ended, self._zeros)
 
   def kill(self) -> None:
-    pass
+    """Do nothing: there are no processes."""
 
   def close(self) -> None:
+    """Keep the numbers for the log."""
     self._do.infos.close(self._rows)

@@ -1,4 +1,4 @@
-"""Gymnasium's environments by their ids: made, or what is wrong with the name, the module or the maker."""
+"""Gymnasium's environments by id, and errors for a wrong name, module or maker."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium
 from gymnasium.envs import registration
 
-from podrace.envs.env_names import atari, check_options, nearest, refused
+from podrace.envs.env_names import atari, check_options, nearest, options_error
 from podrace.envs.options import Value
 from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
@@ -17,10 +17,13 @@ from podrace.system.importing import import_user_module
 
 
 def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
-  """One environment by Gymnasium's id, `MODULE:ID` to import one's own; options go to its maker.
+  """Make one environment by Gymnasium's id, or by `MODULE:ID`, which imports MODULE first.
+
+  Options are arguments of its maker.
 
   Raises:
-    UsageError, UnknownName: if there is none of that name, or it can't be made.
+    UsageError: if it cannot be made.
+    UnknownName: if there is none of this name, or an option is wrong.
   """
   module, _, env_id = name.rpartition(':')
   before = set(gymnasium.registry)
@@ -48,7 +51,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
     raise UnknownName(f'gymnasium:{name}: {error}') from error
   except Exception as error:
     if options and isinstance(error, ValueError | AssertionError | LookupError | ArithmeticError):
-      raise refused(f'gymnasium:{name}', options, error) from error
+      raise options_error(f'gymnasium:{name}', options, error) from error
     raise not_made(f'gymnasium:{name}', error) from error
 
 
@@ -68,7 +71,7 @@ def _check(name: str, options: Mapping[str, Value]) -> None:
 
 
 def _spec(env_id: str) -> Any:
-  """The entry of Gymnasium's registry that `make` takes: of the newest version if none is named."""
+  """Return the registry's entry for an id; of the newest version if the id names none."""
   if env_id in gymnasium.registry:
     return gymnasium.registry[env_id]
   namespace, name, _ = registration.parse_env_id(env_id)
@@ -77,13 +80,13 @@ def _spec(env_id: str) -> Any:
 
 
 def _of_module(module: str, env_id: str, before: Iterable[str]) -> str:
-  """What to say of an id that is not registered though its module can be imported."""
+  """Return the error message for an id that an imported module has not registered."""
   known = set(gymnasium.registry) - set(before)
   known |= {k for k, spec in gymnasium.registry.items() if _is_of(spec.entry_point, module)}
   if not known:
     return (
-      f'gymnasium has no environment {env_id!r}, and module {module!r} registers none: it is to call '
-      f'gymnasium.register({env_id!r}, entry_point=...) when it is imported'
+      f'gymnasium has no environment {env_id!r}, and module {module!r} registers none: it is to '
+      f'call gymnasium.register({env_id!r}, entry_point=...) when it is imported'
     )
   ids = [f'{module}:{x}' for x in sorted(known)]
   hint = nearest(f'{module}:{env_id}', ids) or f'; the module registers {", ".join(ids[:5])}'
@@ -91,7 +94,7 @@ def _of_module(module: str, env_id: str, before: Iterable[str]) -> str:
 
 
 def _is_of(entry_point: Any, module: str) -> bool:
-  """Whether what makes an environment is of a module, or of one below it."""
+  """Return whether an entry point is in a module, or in one below it."""
   place = entry_point.partition(':')[0] if isinstance(entry_point, str) else entry_point
   place = place if isinstance(place, str) else getattr(place, '__module__', '') or ''
   return f'{place}.'.startswith(f'{module}.')

@@ -1,4 +1,4 @@
-"""Spaces of environments on the host, in the types that JAX has, and what lies within them."""
+"""Spaces of environments on the host: types that JAX has, and bounds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ WRAPPER = 'a wrapper such as gymnasium.wrappers.TransformAction can'
 
 
 def wide_bounds(space: Any) -> tuple[Any, Any] | None:
-  """What is clearly outside of a Box is below the first or above the second; None if nothing can be.
+  """Return bounds beyond which a value is clearly outside of a Box; None if the Box has no bounds.
 
-  A hundredth of the range is left for what is rounded; where one side has no bound, a thousandth of the other.
+  Beyond the Box's own bounds there is a margin for rounding: a hundredth of the range, or of one
+  bound a thousandth.
   """
   if not hasattr(space, 'low'):
     return None
@@ -34,17 +35,18 @@ def wide_bounds(space: Any) -> tuple[Any, Any] | None:
 
 
 def action_bounds(space: Any) -> tuple[Any, Any]:
-  """The lowest and the highest action, or numbers in one."""
-  found = bounds(space)
-  if found is None:
+  """Return the lowest and the highest action, as arrays or scalars."""
+  limits = bounds(space)
+  if limits is None:
     raise UnknownName(
-      f'actions are Discrete, MultiDiscrete, MultiBinary or Box here, not {space}; {WRAPPER} make them of one of these'
+      f'actions are Discrete, MultiDiscrete, MultiBinary or Box here, not {space}; {WRAPPER} make '
+      'them of one of these'
     )
-  return found
+  return limits
 
 
 def i32(space: Any) -> Any:
-  """Choices that are declared as i64, which is Gymnasium's default and JAX does not have, as i32."""
+  """Return a space of int64 choices, Gymnasium's default, with int32 choices, which JAX has."""
   from gymnasium import spaces
 
   if space.dtype != np.int64 or not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
@@ -55,12 +57,12 @@ def i32(space: Any) -> Any:
 
 
 def in_jax(space: Any) -> Any:
-  """Return a space that holds arrays in the types that JAX has: numbers of 64 bits in 32.
+  """Return a space with the types that JAX has: numbers of 64 bits become numbers of 32.
 
-  Bounds of floats are rounded towards each other, so what is within them is within the space's own.
+  Bounds of floats are rounded towards each other, so that values stay within the original space.
 
   Raises:
-    UnknownName: if there is no such space; the message says what to do.
+    UnknownName: if there is no such space; the message says how to wrap the environment.
   """
   from gymnasium import spaces
 
@@ -78,7 +80,7 @@ def in_jax(space: Any) -> Any:
 
 
 def choices(space: Any) -> Any:
-  """A Discrete or MultiDiscrete in a type that JAX has.
+  """Return a Discrete or MultiDiscrete in int32.
 
   Raises:
     UnknownName: if it does not start at 0, or has more choices than int32 counts.
@@ -91,16 +93,16 @@ def choices(space: Any) -> Any:
       'gymnasium.wrappers.TransformObservation take it from observations'
     )
   is_one = isinstance(space, spaces.Discrete)
-  most = int(space.n if is_one else np.max(space.nvec))
-  if most > np.iinfo(np.int32).max:
-    raise UnknownName(f'{space} has {most:,} choices, expected at most {np.iinfo(np.int32).max:,}')
+  count = int(space.n if is_one else np.max(space.nvec))
+  if count > np.iinfo(np.int32).max:
+    raise UnknownName(f'{space} has {count:,} choices, expected at most {np.iinfo(np.int32).max:,}')
   if is_one:
-    return spaces.Discrete(most, dtype=np.int32)
+    return spaces.Discrete(count, dtype=np.int32)
   return spaces.MultiDiscrete(space.nvec, dtype=np.int32)
 
 
 def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
-  """A Box in a type that JAX has; bounds that it has not are its own."""
+  """Return a Box in a narrower type. Bounds that the type cannot hold become the type's own."""
   from gymnasium import spaces
 
   if np.issubdtype(dtype, np.integer):

@@ -14,9 +14,9 @@ EVERY = slice(None)  # of arrays [num_envs, ...]
 
 @functools.cache
 def everyone(num_envs: int) -> np.ndarray:
-  """The ids of all environments in order, to be read only.
+  """Return the ids of all environments in order, a read-only array.
 
-  It is always the same array: pools that hand it out save who is given it a comparison.
+  Each call returns the same array. So `rows_of` recognizes it without comparing elements.
   """
   ids = np.arange(num_envs, dtype=np.int32)
   ids.flags.writeable = False
@@ -24,26 +24,29 @@ def everyone(num_envs: int) -> np.ndarray:
 
 
 def rows_of(env_id: np.ndarray, num_envs: int) -> Any:
-  """What picks environments env_id of arrays [num_envs, ...]: EVERY, which copies nothing, where
-  it is all of them, in order."""
+  """Return the index of environments `env_id` in arrays [num_envs, ...].
+
+  If they are all in order, it is EVERY, which makes a view instead of a copy.
+  """
   ids = everyone(num_envs)
   whole = env_id is ids or (len(env_id) == num_envs and not np.count_nonzero(env_id != ids))
   return EVERY if whole else env_id
 
 
 class Stepper:
-  """Makes timesteps of what a library with next-step resets returns: flags, not step types."""
+  """Makes timesteps of flags from a library with next-step resets."""
 
   def __init__(self, num_envs: int) -> None:
     self._opens = np.ones(num_envs, bool)  # the next arrival is FIRST
-    self._over = np.zeros(num_envs, bool)  # the last one was FIRST and over at once
-    self._any_over = False  # of these
+    self._over = np.zeros(num_envs, bool)  # the last arrival was FIRST and the end at once
+    self._any_over = False  # some element of `_over` is set
 
   def reset(self) -> None:
+    """Let every environment begin with FIRST."""
     self.reopen(everyone(len(self._opens)))
 
   def reopen(self, env_id: np.ndarray) -> None:
-    """These were restarted: their next arrival is FIRST."""
+    """Note that environments were restarted: their next arrival is FIRST."""
     self._opens[env_id] = True
     self._over[env_id] = False
 
@@ -55,15 +58,15 @@ class Stepper:
     terminated: np.ndarray,
     truncated: np.ndarray,
   ) -> TimeStep:
-    """Where both flags are set, termination wins (discount 0).
+    """Return the timestep of a step's results. Termination wins over truncation (discount 0).
 
-    What is over with its first timestep (a life that is lost while it begins) is followed by
-    another FIRST, whose discount is 0: nothing is bootstrapped from it.
+    An episode may be over with its first timestep, for example by a life lost at once. Then
+    another FIRST follows, with discount 0, so that nothing is bootstrapped from it.
     """
     rows = rows_of(env_id, len(self._opens))
     over = terminated | truncated
     first: Any
-    if rows is EVERY:  # a few operations on small arrays are most of what a pool in C++ costs here
+    if rows is EVERY:  # saves operations on small arrays, the main cost of a pool in C++
       first, self._opens = self._opens, over
     else:
       first = self._opens[rows]

@@ -1,7 +1,7 @@
-"""What is looked at in an environment of Gymnasium, and who is named if it is wrong. Imports no JAX.
+"""Checks of one environment of Gymnasium, and the layer to blame. Imports no JAX.
 
-Wrappers unpack what an environment returns, so that it is not seen around them: in the trial before a run
-each layer is watched.
+Wrappers unpack the results of an environment, so that checks around them see too little. In the
+trial before a run each layer is checked.
 """
 
 from __future__ import annotations
@@ -22,37 +22,37 @@ RETURNS = {
 
 
 def is_gymnasiums(env: Any) -> bool:
-  """Whether Gymnasium brought it."""
+  """Return whether an environment is part of Gymnasium."""
   return type(env).__module__.partition('.')[0] == 'gymnasium'
 
 
 def owner(env: Any) -> Any:
-  """Whose `reset` and `step` are to be named: the outermost layer that is not Gymnasium's own."""
+  """Return the outermost layer that is not Gymnasium's own; errors name its `reset` and `step`."""
   while isinstance(env, gymnasium.Wrapper) and is_gymnasiums(env):
     env = env.env
   return env
 
 
-def fault(of: Any, name: str, given: str, error: BaseException) -> UsageError | RunError:
-  """The error for an exception in a function of an environment, or in the wrappers around it."""
+def blame_exception(of: Any, name: str, inputs: str, error: BaseException) -> UsageError | RunError:
+  """Return the error for an exception in a function of an environment, or in its wrappers."""
   if isinstance(error, UsageError):
     return error
   unpacks = isinstance(error, ValueError | TypeError) and 'unpack' in str(error)
   if unpacks and not of_the_user(of, error):
     return UsageError(f'{label(of, name)} returned what is not {RETURNS[name]}: {error}')
-  return failed(of, name, given, error)
+  return failed(of, name, inputs, error)
 
 
-def tried(env: Any) -> Any:
-  """The environment, made so that what each of its layers returns is looked at; not Gymnasium's wrappers."""
+def watch_layers(env: Any) -> Any:
+  """Return the environment with checks of each layer's results, except Gymnasium's wrappers."""
   if not isinstance(env, gymnasium.Wrapper):
-    return Tried(env)
-  env.env = tried(env.env)
-  return env if is_gymnasiums(env) else Tried(env)
+    return WatchedEnvironment(env)
+  env.env = watch_layers(env.env)
+  return env if is_gymnasiums(env) else WatchedEnvironment(env)
 
 
-class Tried:
-  """An environment, of which is looked at whether it returns what Gymnasium asks for."""
+class WatchedEnvironment:
+  """An environment that checks the form of its own results."""
 
   _env: Any
 
@@ -65,20 +65,22 @@ class Tried:
   def __setattr__(self, name: str, value: Any) -> None:
     setattr(self._env, name, value)
 
-  def reset(self, **given: Any) -> Any:
-    self._check_takes(given)
-    return self._checked('reset', self._env.reset(**given))
+  def reset(self, **arguments: Any) -> Any:
+    """Call `reset`, and check its arguments and its result."""
+    self._check_takes(arguments)
+    return self._checked('reset', self._env.reset(**arguments))
 
   def step(self, action: Any) -> Any:
+    """Call `step`, and check its result."""
     return self._checked('step', self._env.step(action))
 
-  def _check_takes(self, given: Mapping[str, Any]) -> None:
+  def _check_takes(self, arguments: Mapping[str, Any]) -> None:
     try:
       signature = inspect.signature(self._env.reset)
-    except (TypeError, ValueError):  # it is not of Python
+    except (TypeError, ValueError):  # not written in Python
       return
     try:
-      signature.bind(**given)
+      signature.bind(**arguments)
     except TypeError as error:
       raise UsageError(
         f'{label(self._env, "reset")} takes {signature}, expected (self, *, seed=None, '

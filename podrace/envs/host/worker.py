@@ -1,8 +1,8 @@
-"""A process that steps Gymnasium environments in memory it shares with the run. Imports no JAX.
+"""A process that steps Gymnasium environments in memory shared with the run. Imports no JAX.
 
-One byte on a pipe has it step (or, at first, reset) all its environments, and answers
-with one byte when the results are in the memory; an exception is answered by a length in 8 bytes,
-and as much JSON: a message for the user, or none, and the traceback.
+One byte on a pipe makes it step (at first, reset) all its environments. It answers with one byte
+when the results are in the memory. An exception is answered by FAILED, a length of 8 bytes, and
+JSON: a message for the user or null, and the traceback.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs import env_names
-from podrace.envs.host.infos import Adder
-from podrace.envs.host.trial import fault, owner, tried
+from podrace.envs.host.infos import InfoAdder
+from podrace.envs.host.trial import blame_exception, owner, watch_layers
 from podrace.envs.spaces import leaves, values
-from podrace.errors import RunError, UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.system.blame import describe, refuse
 from podrace.system.process import tell_of_faults
 
@@ -37,66 +37,70 @@ Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
 
 
 def arrays(memory: mmap.mmap, fields: list[Field], n: int) -> dict[str, np.ndarray]:
-  """Arrays [n, ...] in shared memory, one for each field, each on a cache line of its own."""
-  found, offset = {}, 0
+  """Return arrays [n, ...] in shared memory, one for each field, aligned to cache lines."""
+  result, offset = {}, 0
   for name, dtype, shape in fields:
     count = n * int(np.prod(shape, dtype=np.int64))
     flat = np.frombuffer(memory, np.dtype(dtype), count, offset)
-    found[name] = flat.reshape(n, *shape)
+    result[name] = flat.reshape(n, *shape)
     offset += -(-flat.nbytes // 64) * 64
-  return found
+  return result
 
 
 def size(fields: list[Field], n: int) -> int:
-  """Bytes that `arrays` needs."""
+  """Return the number of bytes that `arrays` needs."""
   each = (n * int(np.prod(s, dtype=np.int64)) * np.dtype(d).itemsize for _, d, s in fields)
   return sum(-(-b // 64) * 64 for b in each)
 
 
-class Unfit(ValueError):
-  """What came, and what was expected, of a part of an observation."""
+class UnfitObservation(HostError):
+  """A part of an observation is not as declared. Arguments: description, expectation."""
 
 
-class Leaf:
-  """One array of the observations [n, ...] of a worker's environments, in shared memory."""
+class ObservationWriter:
+  """Writes one array of the observations [n, ...] of a worker's environments to shared memory."""
 
   def __init__(self, name: str, space: Any, target: np.ndarray) -> None:
     self._name, self._space = name, space
     self._shape, self._target = space.shape, target.dtype
     self._rows = [target[i, ...] for i in range(len(target))]
-    self._fits: Any = None  # the last type that was seen to fit
-    self._wide = False  # it has integers that the memory's has not
+    self._fits: Any = None  # the last type that fitted
+    self._wide = False  # `_fits` has integers that the memory's type has not
 
   def write(self, i: int, came: Any) -> None:
-    """Writes what environment i observes; raises Unfit if it is not as declared."""
+    """Write the observation of environment i.
+
+    Raises:
+      UnfitObservation: if it is not as declared.
+    """
     try:
       x = np.asarray(came)
-    except (TypeError, ValueError) as error:  # lists of several lengths
+    except (TypeError, ValueError) as error:  # a ragged list
       raise self._unfit(describe(came)) from error
     if x.shape != self._shape:
       raise self._unfit(describe(came if x.dtype.kind == 'O' else x))
     if x.dtype is not self._fits:
-      rounds = x.dtype.kind in 'biu' and self._target.kind == 'f'  # though NumPy finds it alike
+      rounds = x.dtype.kind in 'biu' and self._target.kind == 'f'  # 'same_kind' for NumPy
       if rounds or not np.can_cast(x.dtype, self._target, 'same_kind'):
         raise self._unfit(describe(came if x.dtype.kind == 'O' else x))
       self._fits = x.dtype
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
     self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
-      raise Unfit(
+      raise UnfitObservation(
         f'{self._name} {x}', f'integers that {self._target} has; return less, or floats, or digits'
       )
 
-  def _unfit(self, came: str) -> Unfit:
+  def _unfit(self, came: str) -> UnfitObservation:
     declared = f'{self._space.dtype}{list(self._shape)}'
-    return Unfit(f'{self._name} {came}', f'{declared}, as the space declares')
+    return UnfitObservation(f'{self._name} {came}', f'{declared}, as the space declares')
 
 
-class Environments:
-  """Some of a pool's environments, with next-step resets.
+class WorkerEnvironments:
+  """A worker's environments, with next-step resets.
 
-  `into` are the pool's arrays, in which these environments have the rows from `start` on. What is
-  the same for every step is made here: a step of a small environment takes a few microseconds.
+  `into` has the pool's arrays. These environments own the rows from `start` on. Everything that is
+  the same in each step is prepared here: a step of a small environment takes a few microseconds.
   """
 
   def __init__(
@@ -112,23 +116,23 @@ class Environments:
     envs = [gymnasium.make(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
     if trial:
-      envs = [tried(e) for e in envs]
+      envs = [watch_layers(e) for e in envs]
     self._steps, self._resets = [e.step for e in envs], [e.reset for e in envs]
     self._seeds: list[int | None] = list(seeds)  # for the first reset only
     self._over = [True] * len(seeds)
     self._into = {k: x[start : start + len(seeds)] for k, x in into.items()}
     self._space, self._action_space = envs[0].observation_space, envs[0].action_space
-    self._leaves = [Leaf(n, s, self._into[n]) for n, s in leaves(self._space)]
+    self._leaves = [ObservationWriter(n, s, self._into[n]) for n, s in leaves(self._space)]
     tree = isinstance(self._space, spaces.Dict | spaces.Tuple)
     self._write = self._write_tree if tree else self._leaves[0].write
-    self._infos = Adder(into, start)
+    self._infos = InfoAdder(into, start)
 
   def step(self) -> None:
-    """Steps all of them; those whose episode is over ignore the action and begin a new one.
+    """Step all environments. Finished ones ignore the action and begin a new episode.
 
     Raises:
-      UsageError: if one returns something else than it should.
-      RunError: if one fails.
+      UsageError: if an environment returns values of a wrong form.
+      RunError: if an environment raises an exception.
     """
     steps, over, write = self._steps, self._over, self._write
     rewards: list[Any] = []
@@ -146,15 +150,15 @@ class Environments:
           if info:
             self._infos.add(info)
       except (Exception, SystemExit) as error:
-        given = f'seed {self._seeds[i]}' if over[i] else f'the action {describe(action)}'
-        given = f'{given}, in environment {self._start + i}'
-        raise fault(self._owners[i], self._name(i), given, error) from error
+        inputs = f'seed {self._seeds[i]}' if over[i] else f'the action {describe(action)}'
+        inputs = f'{inputs}, in environment {self._start + i}'
+        raise blame_exception(self._owners[i], self._name(i), inputs, error) from error
       rewards.append(reward)
       terminations.append(terminated)
       truncations.append(truncated)
       try:
         write(i, observation)
-      except Unfit as error:
+      except UnfitObservation as error:
         refuse(self._owners[i], self._name(i), *error.args)
     self._put(REWARD, rewards, 'biuf', 'a number')
     self._put(TERMINATED, terminations, 'b', 'True or False')
@@ -162,23 +166,25 @@ class Environments:
     self._over = (self._into[TERMINATED] | self._into[TRUNCATED]).tolist()
 
   def _name(self, i: int) -> str:
-    """Of the function that environment i was called by."""
+    """Return the name of the function that environment i was called by."""
     return 'reset' if self._over[i] else 'step'
 
   def _write_tree(self, i: int, observation: Any) -> None:
     try:
       parts = list(values(self._space, observation))
     except (TypeError, ValueError, LookupError) as error:
-      raise Unfit(f'the observation {describe(observation)}', f'one of {self._space}') from error
+      raise UnfitObservation(
+        f'the observation {describe(observation)}', f'one of {self._space}'
+      ) from error
     for leaf, x in zip(self._leaves, parts, strict=True):
       leaf.write(i, x)
 
   def _put(self, field: str, came: list[Any], kinds: str, expected: str) -> None:
-    """Writes one number of each environment, of one of NumPy's kinds."""
+    """Write one number of each environment. `kinds` are NumPy's kinds that are accepted."""
     into = self._into[field]
     try:
       x = np.asarray(came)
-    except (TypeError, ValueError):  # arrays of several shapes
+    except (TypeError, ValueError):  # a ragged list
       x = np.empty(0)
     if x.shape != into.shape or x.dtype.kind not in kinds:
       for i, one in enumerate(came):
@@ -188,7 +194,7 @@ class Environments:
 
 
 def is_scalar(x: Any, kinds: str) -> bool:
-  """Whether it is a number, or an array of shape (), of one of NumPy's kinds; 1 and 0 may be flags."""
+  """Return whether `x` is a scalar of one of NumPy's kinds. 1 and 0 may be flags."""
   try:
     y = np.asarray(x)
   except (TypeError, ValueError):
@@ -198,19 +204,19 @@ def is_scalar(x: Any, kinds: str) -> bool:
 
 
 def actions_for(space: Any, x: np.ndarray) -> list[Any]:
-  """Return actions [n, ...], each in the type, shape and bounds of what `space.sample()` returns."""
-  y = x.astype(space.dtype)  # of their own: environments may keep them
+  """Return actions [n, ...] in the types, shapes and bounds of the results of `space.sample()`."""
+  y = x.astype(space.dtype)  # a copy, because environments may keep it
   if isinstance(space, spaces.Discrete):
     return list(y)
   if y.dtype != x.dtype and isinstance(space, spaces.Box):
     y = np.clip(y, space.low, space.high)  # a bound may have been rounded
-  return [y[i, ...] for i in range(len(y))]  # arrays, also those of shape ()
+  return [y[i, ...] for i in range(len(y))]  # arrays, also if the shape is ()
 
 
-def end_with(parent: int) -> None:
-  """Has this process killed with the thread that started it, even while it hangs in a step.
+def die_with_parent(parent: int) -> None:
+  """Let the kernel kill this process when the thread that started it ends, even during a step.
 
-  On Linux; elsewhere it ends when it next reads its pipe.
+  This works on Linux. Elsewhere the process ends when it next reads its pipe.
   """
   if sys.platform == 'linux':
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -218,17 +224,17 @@ def end_with(parent: int) -> None:
     sys.exit(1)
 
 
-def outlive_signals() -> None:
-  """Has SIGINT and SIGTERM do nothing here: the run is the one to stop, and ends its workers.
+def ignore_signals() -> None:
+  """Ignore SIGINT and SIGTERM: the run handles them, and ends its workers.
 
-  Not by SIG_IGN, which what environments start would have as well.
+  SIG_IGN would be inherited by processes that environments start.
   """
   before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
   os.register_at_fork(after_in_child=lambda: [signal.signal(*x) for x in before.items()])
 
 
-def tell(answer: int, data: bytes) -> None:
-  """Writes to the run; ends this process where the run is gone."""
+def write_answer(answer: int, data: bytes) -> None:
+  """Write to the run, or end this process if the run is gone."""
   try:
     os.write(answer, data)
   except BrokenPipeError:
@@ -236,16 +242,16 @@ def tell(answer: int, data: bytes) -> None:
 
 
 def main(settings: Mapping[str, Any]) -> None:
-  """Run the process; the settings are those of `Worker.start`."""
-  outlive_signals()
+  """Run the process with the settings of `WorkerProcess.start`."""
+  ignore_signals()
   tell_of_faults()
-  gymnasium.logger.min_level = gymnasium.logger.ERROR  # each would warn of the same
-  end_with(settings['parent'])
+  gymnasium.logger.min_level = gymnasium.logger.ERROR  # every worker would warn alike
+  die_with_parent(settings['parent'])
   memory = mmap.mmap(settings['memory'], settings['bytes'])
   into = arrays(memory, [(n, d, s) for n, d, s in settings['fields']], settings['num_envs'])
   ask, answer = settings['ask'], settings['answer']
   try:
-    environments = Environments(
+    environments = WorkerEnvironments(
       settings['name'],
       settings['seeds'],
       into,
@@ -254,8 +260,8 @@ def main(settings: Mapping[str, Any]) -> None:
     )
     while os.read(ask, 1) == GO:  # else the run is gone
       environments.step()
-      tell(answer, DONE)
+      write_answer(answer, DONE)
   except BaseException as error:
     message = str(error) if isinstance(error, UsageError | RunError) else None
     text = json.dumps([message, traceback.format_exc()]).encode()
-    tell(answer, FAILED + len(text).to_bytes(8) + text)
+    write_answer(answer, FAILED + len(text).to_bytes(8) + text)

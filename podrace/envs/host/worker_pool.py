@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from podrace.envs.host import worker as w
-from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, Clock
+from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, AnswerClock
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import Infos
 from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
@@ -35,14 +35,12 @@ from podrace.types import Arrival
 log = logging.getLogger('podrace.envs')
 
 
-RESTARTS, WINDOW = 10, 600.0  # so many of a pool in so many seconds, and no more; see `Restarts`
+RESTARTS, WINDOW = 10, 600.0  # most restarts of a pool in WINDOW seconds; see `Restarts`
+RESTARTS_BEFORE = 2  # most restarts before an environment has answered a step
+TELL_SECONDS = 5.0  # time for a worker to send its exception
 
-RESTARTS_BEFORE = 2  # any environment has answered a step
-TELL_SECONDS = 5.0  # for a worker to tell of its exception
-
-
-# Not by -m, which would look for libraries in the working directory first. The settings are in a file: a command
-# line has room for the seeds of a few thousand environments only.
+# Not `-m`, which looks for libraries in the working directory first. The settings are in a file,
+# because a command line has room for the seeds of a few thousand environments only.
 START = (
   'import json, sys; settings = json.load(open(int(sys.argv[1]), encoding="utf-8")); '
   'sys.path[:] = settings["path"]; '
@@ -51,13 +49,14 @@ START = (
 
 
 class EnvironmentFailed(HostError):
-  """An environment raised an exception, or returned something else than it should; see `worker`."""
+  """An environment raised an exception, or returned values of a wrong form; see `worker`."""
 
 
 def worker_count(args: PoolArgs) -> int:
-  """How many workers: as many as were asked for, if a batch is all of their environments.
+  """Return the number of workers.
 
-  Else as many each, and whole workers in a batch; more than were asked for if nothing else fits.
+  If a batch is all environments, it is `args.threads`. Otherwise all workers have the same number
+  of environments, and a batch is whole workers. This may need more workers than `args.threads`.
   """
   n, batch = args.num_envs, args.batch_size
   if batch == n:
@@ -68,9 +67,9 @@ def worker_count(args: PoolArgs) -> int:
 
 
 def _readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-  """Those that can be read or were closed, once one is, or none after so long.
+  """Return the descriptors that can be read or were closed, after at most `seconds`.
 
-  `select` knows none from 1,024 on.
+  `select.select` does not work with descriptors from 1,024 on.
   """
   poll = select.poll()
   for fd in descriptors:
@@ -79,9 +78,9 @@ def _readable(descriptors: Iterable[int], seconds: float) -> list[int]:
 
 
 def memory_file(length: int) -> Any:
-  """A file of so many bytes to share with workers: in memory on Linux, elsewhere for temporary files.
+  """Return a file of `length` bytes to share with workers, in memory on Linux.
 
-  All of it is there: in one with holes the first write fails by a signal where there is no room left.
+  All of it is allocated: a write to a hole ends in a signal if there is no room left.
 
   Raises:
     OSError: if there is no room for it.
@@ -102,10 +101,10 @@ def memory_file(length: int) -> Any:
 
 
 class Restarts:
-  """Those of a pool's workers, of which there may be RESTARTS in WINDOW seconds.
+  """Counts the restarts of a pool's workers within WINDOW seconds; the limit is RESTARTS.
 
-  Seconds that its answer was waited for don't count: a worker that hangs every time would be found
-  out too seldom, and be restarted for ever.
+  Time without an answer does not count: otherwise a worker that always hangs would be restarted too
+  rarely to reach the limit, and for ever.
   """
 
   def __init__(self) -> None:
@@ -113,9 +112,9 @@ class Restarts:
     self._times: collections.deque[float] = collections.deque()
 
   def add(self, waited: float) -> int:
-    """Accounts for one after so many seconds without an answer; how many there are with it."""
+    """Count a restart after `waited` seconds without an answer. Return the number with it."""
     at = time.monotonic()
-    self._now += max(at - self._at - waited, 0)  # several may have been waited for at once
+    self._now += max(at - self._at - waited, 0)  # waits of two workers may overlap
     self._at = at
     while self._times and self._now - self._times[0] > WINDOW:
       self._times.popleft()
@@ -124,23 +123,28 @@ class Restarts:
 
 
 def _path() -> list[str]:
-  """Where a worker looks for modules: where this process does, and at last where podrace is."""
+  """Return the module path of a worker: this process's, and then podrace's directory."""
   return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(w.__file__).parents[3])]))
 
 
-class Worker:
-  """One process and its end of the pipes."""
+class WorkerProcess:
+  """One process and its pipes.
+
+  Owner: a WorkerPool, which calls `kill` or `end`.
+  """
 
   def __init__(self, first: int, count: int) -> None:
     self.first, self.count = first, count
     self.ids = np.arange(first, first + count, dtype=np.int32)
-    self.asked: float | None = None  # when, by the pool's clock; None: it owes no answer
+    self.requested_at: float | None = (
+      None  # time of the request, by the pool's clock; None: no answer due
+    )
     self.limit = START_SECONDS
-    self.begun = False  # its process has reset its environments
+    self.begun = False  # the process has reset its environments
     self.lives = 0
 
   def start(self, settings: dict[str, Any], memory: int, now: float) -> None:
-    """Starts the process anew; it owes the first timesteps."""
+    """Start a new process, which resets its environments."""
     ask_read, self.ask = os.pipe()
     self.answer, answer_write = os.pipe()
     settings = {
@@ -164,7 +168,7 @@ class Worker:
         pass_fds=(memory, ask_read, answer_write, file.fileno()),
         stdin=subprocess.DEVNULL,
         stdout=2,  # standard output is for results
-        start_new_session=True,  # a Ctrl-C in the terminal is for the run, which ends its workers
+        start_new_session=True,  # a Ctrl-C in the terminal reaches only the run
       )
     os.close(ask_read)
     os.close(answer_write)
@@ -173,19 +177,19 @@ class Worker:
     self.go(now, START_SECONDS)
 
   def go(self, now: float, limit: float) -> None:
-    """Has it step, for which it has so many seconds."""
-    self.asked, self.limit = now, limit
-    with contextlib.suppress(BrokenPipeError):  # it is dead, which the answer's pipe will tell
+    """Request a step, which has `limit` seconds."""
+    self.requested_at, self.limit = now, limit
+    with contextlib.suppress(BrokenPipeError):  # dead; the answer's pipe will show it
       os.write(self.ask, w.GO)
 
   @property
   def due(self) -> float:
-    """When its answer is due."""
-    assert self.asked is not None
-    return self.asked + self.limit
+    """Time when the answer is due."""
+    assert self.requested_at is not None
+    return self.requested_at + self.limit
 
   def failure(self) -> tuple[str | None, str]:
-    """What it answers with: a message for the user, and the traceback or what there is of it in TELL_SECONDS."""
+    """Return a message for the user or None, and the traceback that came in TELL_SECONDS."""
     text, end = b'', time.monotonic() + TELL_SECONDS
     while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
       if not _readable([self.answer], max(end - time.monotonic(), 0)):
@@ -200,19 +204,25 @@ class Worker:
     return message, shown
 
   def kill(self) -> None:
-    """Kills the process and what it started, which is in its group, and waits for it."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # they are all gone
+    """Kill the process and its process group, and wait for the process."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
       os.killpg(self.process.pid, signal.SIGKILL)
     self.process.wait()
 
   def end(self) -> None:
+    """Kill the process and close its pipes."""
     self.kill()
     os.close(self.ask)
     os.close(self.answer)
 
 
-class Workers:
-  """A pool of environments in worker processes."""
+class WorkerPool:
+  """A pool of environments in worker processes.
+
+  Owner: an actor thread. Another thread may call `kill`.
+  Ends when: `close` is called.
+  Raises: HostError from `reset` and `recv`, if an environment fails or restarts too often.
+  """
 
   watches_itself = True
 
@@ -230,9 +240,9 @@ class Workers:
     self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = worker_count(args)
     bounds = [i * args.num_envs // count for i in range(count + 1)]
-    self._workers = [Worker(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._workers = [WorkerProcess(i, j - i) for i, j in itertools.pairwise(bounds)]
     self._first = np.array([x.first for x in self._workers])
-    self._batch = count * args.batch_size // args.num_envs  # in workers
+    self._batch = count * args.batch_size // args.num_envs  # workers in an arrival
     length = w.size(fields, args.num_envs)
     self._file = memory_file(length)
     self._memory = mmap.mmap(self._file.fileno(), length)
@@ -244,16 +254,16 @@ class Workers:
       name=label, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
     )  # fmt: skip
-    self._stepper, self._clock = Stepper(args.num_envs), Clock()
+    self._stepper, self._clock = Stepper(args.num_envs), AnswerClock()
     self._run_id = np.zeros(args.num_envs, np.int64)
-    self._ready: list[Worker] = []
+    self._ready: list[WorkerProcess] = []
     self._restarts = Restarts()
-    self._stepped = False  # some environment has
+    self._stepped = False  # an environment has answered a step
     self._starting = threading.Lock()
-    self._closing = False  # no process is started any more
+    self._closing = False  # no more processes may start
 
-  def _start(self, worker: Worker) -> None:
-    """Starts a worker's process, in place of the one that it has."""
+  def _start(self, worker: WorkerProcess) -> None:
+    """Start a worker's process, in place of its old one."""
     with self._starting:
       if self._closing:
         raise HostError(f'{self._label}: the pool is closed')
@@ -262,24 +272,26 @@ class Workers:
       worker.start(self._shared_settings, self._file.fileno(), self._clock.look())
 
   def reset(self) -> None:
+    """Start all processes, and wait for their first timesteps."""
     for worker in self._workers:
       self._start(worker)
-    while len(self._ready) < len(self._workers):  # so that none is ahead by its start
+    while len(self._ready) < len(self._workers):  # all workers begin to step together
       self._wait()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions [b] to environments `env_id` [b]."""
     rows = rows_of(env_id, self.num_envs)
     self._arrays[w.ACTION][rows] = action
-    asked = [True] * len(self._workers) if rows is EVERY else np.isin(self._first, env_id)
+    requested = [True] * len(self._workers) if rows is EVERY else np.isin(self._first, env_id)
     now = self._clock.look()
-    for worker, is_asked in zip(self._workers, asked, strict=True):
-      if is_asked:
+    for worker, is_requested in zip(self._workers, requested, strict=True):
+      if is_requested:
         worker.go(now, self._deadline)
 
   def recv(self) -> Arrival:
-    """Waits for `batch_size` environments, or for all that were asked, if they are fewer."""
-    asked = sum(x.asked is not None for x in self._workers) + len(self._ready)
-    while len(self._ready) < min(self._batch, asked):
+    """Wait for `batch_size` environments, or for all requested ones if there are fewer."""
+    requested = sum(x.requested_at is not None for x in self._workers) + len(self._ready)
+    while len(self._ready) < min(self._batch, requested):
       self._wait()
     batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
@@ -287,7 +299,7 @@ class Workers:
     ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
     rows: Any = EVERY if whole else ids
     a = self._arrays
-    arrays = [x.copy() if whole else x[rows] for x in self._leaves]  # workers write on
+    arrays = [x.copy() if whole else x[rows] for x in self._leaves]  # workers overwrite them
     reward = a[w.REWARD][rows].astype(np.float32)
     timestep: Any = self._stepper.timestep(
       ids, tree(self._space, iter(arrays)), reward, a[w.TERMINATED][rows], a[w.TRUNCATED][rows]
@@ -295,23 +307,23 @@ class Workers:
     return Arrival(ids, timestep, reward, timestep.last, self._run_id[ids])
 
   def _wait(self) -> None:
-    """For some worker to answer or be replaced; for LOOK_SECONDS at most."""
-    waiting = {x.answer: x for x in self._workers if x.asked is not None}
+    """Wait at most LOOK_SECONDS for workers to answer. Replace dead and late ones."""
+    waiting = {x.answer: x for x in self._workers if x.requested_at is not None}
     left = min(x.due for x in waiting.values()) - self._clock.look()
-    # Its pipe may be held open by what it started, so that nobody tells of its death.
+    # A dead worker's pipe may be held open by processes that it started.
     readable = _readable(waiting, min(max(left, 0), LOOK_SECONDS))
     for fd in readable:
       worker = waiting[fd]
       answer = os.read(fd, 1)
       if answer == w.DONE:
-        worker.asked = None
+        worker.requested_at = None
         self._ready.append(worker)
         self._stepped |= worker.begun
         worker.begun = True
       elif answer == w.FAILED:
         raise self._failed(*worker.failure())
       else:
-        worker.kill()  # it may have closed its pipe and live on; if not, its exit code stays
+        worker.kill()  # it may live on with a closed pipe; if not, its exit code stays
         self._ended(worker, worker.process.returncode)
     if not readable:
       now = self._clock.look()
@@ -326,36 +338,37 @@ class Workers:
       return EnvironmentFailed(f'{self._label} failed in its worker:\n{traceback}')
     return EnvironmentFailed(message)
 
-  def _ended(self, worker: Worker, code: int) -> None:
+  def _ended(self, worker: WorkerProcess, code: int) -> None:
     reason = signal.Signals(-code).name if code < 0 else f'exit code {code}'
     self._restart(worker, f'its process ended by {reason}')
 
-  def _restart(self, worker: Worker, reason: str) -> None:
-    assert worker.asked is not None
+  def _restart(self, worker: WorkerProcess, reason: str) -> None:
+    assert worker.requested_at is not None
     if self._trial:
       raise HostError(reason)
-    whose = f'{self._label}, {threading.current_thread().name}'
-    if (count := self._restarts.add(self._clock.look() - worker.asked)) > RESTARTS:
+    name = f'{self._label}, {threading.current_thread().name}'
+    if (count := self._restarts.add(self._clock.look() - worker.requested_at)) > RESTARTS:
       raise HostError(
-        f'{whose}: its workers had to be restarted more than {RESTARTS} times in {WINDOW / 60:.0f} '
-        'minutes (in which the time that those that hung were waited for is not counted); the last '
-        f'reason: {reason}'
+        f'{name}: its workers had to be restarted more than {RESTARTS} times in {WINDOW / 60:.0f} '
+        f'minutes (not counting the time of waiting for answers); the last reason: {reason}'
       )
     if count > RESTARTS_BEFORE and not self._stepped:
       raise HostError(
-        f'{whose}: no environment has answered its first step, and {RESTARTS_BEFORE} workers were restarted; '
-        f'the last reason: {reason}'
+        f'{name}: no environment has answered its first step, and {RESTARTS_BEFORE} workers were '
+        f'restarted; the last reason: {reason}'
       )
     last = worker.first + worker.count - 1
     log.warning(
-      '%s: the worker of its environments %d to %d is restarted (%d of at most %d times in %.0f minutes): %s',
-      whose, worker.first, last, count, RESTARTS, WINDOW / 60, reason,
+      '%s: the worker of its environments %d to %d is restarted (%d of at most %d times in %.0f '
+      'minutes): %s',
+      name, worker.first, last, count, RESTARTS, WINDOW / 60, reason,
     )  # fmt: skip
     self._start(worker)
     self._run_id[worker.ids] += 1
     self._stepper.reopen(worker.ids)
 
   def kill(self) -> None:
+    """Kill all processes, and start none any more."""
     with self._starting:
       self._closing = True
     for worker in self._workers:
@@ -364,10 +377,11 @@ class Workers:
 
   @property
   def pids(self) -> list[int]:
-    """The workers' process ids."""
+    """Process ids of the workers."""
     return [x.process.pid for x in self._workers]
 
   def close(self) -> None:
+    """End all processes and free the shared memory."""
     for worker in self._workers:
       if worker.lives:
         worker.end()

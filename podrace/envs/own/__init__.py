@@ -1,4 +1,4 @@
-"""Makes the environments that podrace brings itself."""
+"""The environments that are part of podrace."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from podrace.envs.own.empty_rooms import EmptyRooms
 from podrace.envs.own.grid_worlds import GridWorlds
 from podrace.envs.own.lifetimes import Lifetimes
 from podrace.envs.own.maze import Maze
-from podrace.envs.own.memory import Memory
+from podrace.envs.own.memory import MemoryTask
 from podrace.envs.own.objects import Objects
 from podrace.types import Environment
 
-_DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': Memory}
+_DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': MemoryTask}
 _WORLDS: dict[str, Any] = {
   'empty_rooms': EmptyRooms,
   'random_abc': Objects,
@@ -35,11 +35,11 @@ _DEFAULTS: dict[str, dict[str, Value]] = {
   'key_box': {'size': 5, 'steps': 40, 'episodes': 200},
   'grid_worlds': {'size': 6, 'objects': 3, 'density': 0.2, 'episodes': 0},
 }
-_TASK: dict[str, Value] = {'task': -1}  # an option of all that have lifetimes
+_TASK: dict[str, Value] = {'task': -1}  # an option of all worlds with lifetimes
 
 
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """`podrace:NAME`: `catch`, `maze` and `memory`, and the worlds with lifetimes."""
+  """Make `podrace:NAME`: `catch`, `maze` or `memory`, or a world with lifetimes."""
   if name in _DYNAMICS:
     fields = read_options(f'podrace:{name}', options, _DEFAULTS[name])
     return NextStepReset(_DYNAMICS[name](**fields))

@@ -1,4 +1,4 @@
-"""Catch: the smallest task that needs seeing; half a minute on a laptop."""
+"""Catch: the smallest task that needs vision; half a minute on a laptop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podrace.types import Array, TimeStep
 
 
 class CatchState(NamedTuple):
-  """Where things are. All [] i32."""
+  """Positions. All [] i32."""
 
   ball_row: Array
   ball_column: Array
@@ -29,8 +29,8 @@ class Catch:
   """A ball falls from a random column of the top row; be under it (Osband et al. 2020, bsuite).
 
   The actions move the paddle left, not at all, or right. After `rows - 1` steps the ball is in
-  the bottom row and the episode terminates: reward +1 if the paddle is there, else -1; all other
-  rewards are 0. The paddle starts in the middle, so the best policy always gets 1.
+  the bottom row and the episode terminates. The reward is 1 if the paddle is there, else -1. All
+  other rewards are 0. The paddle starts in the middle, so the best policy always gets 1.
   """
 
   rows: int = 10
@@ -47,14 +47,17 @@ class Catch:
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
+    """Space of the actions of one environment."""
     return discrete(3)
 
   def reset(self, key: Array) -> tuple[CatchState, TimeStep]:
+    """Begin an episode."""
     column = jax.random.randint(key, (), 0, self.columns, jnp.int32)
     state = CatchState(jnp.int32(0), column, jnp.int32(self.columns // 2))
     return state, restart(self._board(state))
 
   def step(self, state: CatchState, action: Array, key: Array) -> tuple[CatchState, TimeStep]:
+    """Take one action."""
     del key
     move = jnp.asarray(action, jnp.int32) - 1
     paddle = jnp.clip(state.paddle + move, 0, self.columns - 1)

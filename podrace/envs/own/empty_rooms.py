@@ -1,4 +1,4 @@
-"""Empty Rooms: a goal that is never shown, and stays where it is for a lifetime; who has found it should go back."""
+"""Empty Rooms: an invisible goal that stays in its place for a lifetime of episodes."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import moved, one_hot, places
+from podrace.envs.own.grids import draw_places, move, one_hot
 from podrace.types import Array, TimeStep
 
 
 class RoomsState(NamedTuple):
-  """Where the agent is, and since when."""
+  """The agent's place, and the time in the episode."""
 
   agent: Array  # [2] i32
   time: Array  # [] i32
@@ -27,13 +27,14 @@ class RoomsState(NamedTuple):
 class EmptyRooms:
   """Find the goal, which gives 1 and ends the episode; all other rewards are 0. A `World`.
 
-  Zheng et al. 2020 (arXiv 1912.05500, section 4.1): the goal is invisible, fixed in a lifetime of 200 episodes, and
-  anywhere in the next one. Ours, as the paper's appendix was not at hand: the size, four rooms with a door in the
-  middle of each wall, the start in the top left corner, and the time limit.
+  Zheng et al. 2020 (arXiv 1912.05500, section 4.1): the goal is invisible, fixed in a lifetime of
+  200 episodes, and anywhere in the next one. The paper's appendix was not at hand, so these are
+  ours: the size, four rooms with a door in the middle of each wall, the start in the top left
+  corner, and the time limit.
   """
 
-  size: int = 9  # of a side, walls included
-  steps: int = 80  # after which an episode is truncated
+  size: int = 9  # side, walls included
+  steps: int = 80  # time limit of an episode, which truncates
 
   def __post_init__(self) -> None:
     if self.size < 5 or not self.size % 2 or self.steps < 1:
@@ -52,7 +53,7 @@ class EmptyRooms:
 
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
-    """The agent's place, as a row of a table: [size * size]."""
+    """The agent's place, one-hot: [size * size]."""
     return box(0, 1, (self.size**2,), np.float32)
 
   @cached_property
@@ -61,12 +62,13 @@ class EmptyRooms:
     return discrete(4)
 
   def task(self, key: Array) -> Array:
-    """The goal, [2] i32: anywhere but at the start and in walls."""
+    """Draw the goal, [2] i32: anywhere but at the start and in walls."""
     free = ~self.walls
     free[0, 0] = False
-    return places(jnp.asarray(free), 1, key)[0]
+    return draw_places(jnp.asarray(free), 1, key)[0]
 
   def reset(self, task: Array, key: Array) -> tuple[RoomsState, TimeStep]:
+    """Begin an episode."""
     del task, key
     state = RoomsState(jnp.zeros(2, jnp.int32), jnp.int32(0))
     return state, restart(self._observe(state))
@@ -74,8 +76,9 @@ class EmptyRooms:
   def step(
     self, task: Array, episode: Array, state: RoomsState, action: Array, key: Array
   ) -> tuple[RoomsState, TimeStep]:
+    """Take one action."""
     del episode, key
-    agent = moved(jnp.asarray(self.walls), state.agent, action)
+    agent = move(jnp.asarray(self.walls), state.agent, action)
     state = RoomsState(agent, state.time + 1)
     arrived = jnp.all(agent == task)
     return state, transition(self._observe(state), arrived, arrived, state.time >= self.steps)

@@ -1,4 +1,4 @@
-"""Grid worlds made by chance, each another task for an agent's lifetime: what rules of learning are trained in."""
+"""Random grid worlds, one per lifetime, in which rules of learning are trained."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import moved, one_hot, places
+from podrace.envs.own.grids import draw_places, move, one_hot
 from podrace.types import Array, TimeStep
 
-SMALLEST = 4  # sides of a grid are from here to `GridWorlds.size`
+SMALLEST = 4  # sides of a grid are from SMALLEST to `GridWorlds.size`
 
 
 class GridTask(NamedTuple):
-  """A world. N objects, each with its own numbers."""
+  """A world with N objects."""
 
-  walls: Array  # [size, size] bool; what is beyond a smaller grid is a wall too
+  walls: Array  # [size, size] bool; cells beyond a smaller grid are walls
   start: Array  # [2] i32
   places: Array  # [N, 2] i32
   exists: Array  # [N] bool: a world may have fewer objects
-  reward: Array  # [N] f32 of taking it
-  termination: Array  # [N] f32 probability that the episode ends with it
-  respawn: Array  # [N] f32 probability in each step that it is there again
-  steps: Array  # [] i32 after which an episode is truncated
+  reward: Array  # [N] f32 for taking the object
+  termination: Array  # [N] f32 probability that taking the object ends the episode
+  respawn: Array  # [N] f32 probability in each step that a taken object comes back
+  steps: Array  # [] i32 time limit of an episode, which truncates
 
 
 class GridState(NamedTuple):
-  """Where things are in a world."""
+  """State of a world."""
 
   agent: Array  # [2] i32
   present: Array  # [N] bool: the object can be taken
@@ -44,15 +44,16 @@ class GridState(NamedTuple):
 class GridWorlds:
   """Walk over objects to take them, for their rewards. A `World`.
 
-  The family is that of LPG's tabular grid worlds (Oh et al. 2020, arXiv 2007.08794): the state is a row of a table,
-  objects of several types have a reward, and probabilities to end the episode and to come back. The ranges are in
-  the manner of an open implementation's short lives (EmptyJackson/groove, "small"): a side of 4 to 6, 1 to 3 objects
-  of which the first has a reward in [0, 1] and the others in [-1, 1], ends in [0.01, 1] and returns in
-  [0.001, 0.1], both even in their logarithms, 20 to 100 steps. Walls by chance are ours; they may shut an object in.
+  The family is that of LPG's tabular grid worlds (Oh et al. 2020, arXiv 2007.08794): the state is
+  one-hot, and types of objects have a reward and probabilities to end the episode and to come back.
+  The ranges follow the short lives of an open implementation (EmptyJackson/groove, "small"): a side
+  of 4 to 6, and 1 to 3 objects. The first object has a reward in [0, 1], the rest in [-1, 1].
+  Probabilities of an end are in [0.01, 1] and of a return in [0.001, 0.1], both log-uniform.
+  Episodes have 20 to 100 steps. Random walls are ours. They may shut an object in.
   """
 
   size: int = 6  # the longest side
-  objects: int = 3  # N, the most of a world
+  objects: int = 3  # N, the largest number of objects
   density: float = 0.2  # share of walls
 
   def __post_init__(self) -> None:
@@ -64,7 +65,7 @@ class GridWorlds:
 
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
-    """The agent's place and which objects are there, as a row of a table: [size * size * 2**objects]."""
+    """The agent's place and the present objects, one-hot: [size * size * 2**objects]."""
     return box(0, 1, (self.size**2 * 2**self.objects,), np.float32)
 
   @cached_property
@@ -73,6 +74,7 @@ class GridWorlds:
     return discrete(4)
 
   def task(self, key: Array) -> GridTask:
+    """Draw a task."""
     keys = iter(jax.random.split(key, 8))
     n, size = self.objects, self.size
     side = jax.random.randint(next(keys), (), SMALLEST, size + 1)
@@ -80,8 +82,8 @@ class GridWorlds:
     inside = (row < side) & (column < side)
     walls = jax.random.uniform(next(keys), inside.shape) < self.density
     free = inside & ~walls
-    # A start and each object has a place, should chance have left fewer than that: walls give way.
-    chosen = places(jnp.where(jnp.sum(free) > n, free, inside), n + 1, next(keys))
+    # If fewer cells are free than the start and the objects need, walls are removed.
+    chosen = draw_places(jnp.where(jnp.sum(free) > n, free, inside), n + 1, next(keys))
     rows, columns = chosen[:, 0], chosen[:, 1]
     low = jnp.full(n, -1.0).at[0].set(0.0)
     return GridTask(
@@ -96,6 +98,7 @@ class GridWorlds:
     )
 
   def reset(self, task: GridTask, key: Array) -> tuple[GridState, TimeStep]:
+    """Begin an episode."""
     del key
     state = GridState(task.start, task.exists, jnp.int32(0))
     return state, restart(self._observe(state))
@@ -103,9 +106,10 @@ class GridWorlds:
   def step(
     self, task: GridTask, episode: Array, state: GridState, action: Array, key: Array
   ) -> tuple[GridState, TimeStep]:
+    """Take one action."""
     del episode
     end_key, respawn_key = jax.random.split(key)
-    agent = moved(task.walls, state.agent, action)
+    agent = move(task.walls, state.agent, action)
     taken = state.present & jnp.all(task.places == agent[None], axis=1)
     ended = jnp.any(taken & jax.random.bernoulli(end_key, task.termination))
     back = task.exists & jax.random.bernoulli(respawn_key, task.respawn)
@@ -121,6 +125,6 @@ class GridWorlds:
 
 
 def _log_uniform(key: Array, shape: tuple[int, ...], low: float, high: float) -> Array:
-  """Numbers whose logarithms are uniform, f32."""
+  """Draw f32 numbers with uniform logarithms."""
   bounds = jnp.log(jnp.array([low, high], jnp.float32))
   return jnp.exp(jax.random.uniform(key, shape, minval=bounds[0], maxval=bounds[1]))

@@ -1,8 +1,8 @@
 """Lifetimes: episodes in a row that share a task, such as a goal that is never shown.
 
-A lifetime is a notion above episodes (Zheng et al. 2020, arXiv 1912.05500; Oh et al. 2020, arXiv 2007.08794). Who
-learns about the task in one episode can use it in the next one. The state of the environment holds the task and the
-number of the episode; `reset` begins a lifetime, and the step after LAST the next episode of it.
+A lifetime spans episodes (Zheng et al. 2020, arXiv 1912.05500; Oh et al. 2020, arXiv 2007.08794).
+An agent can use in one episode the things that it learned about the task in the episodes before.
+`reset` begins a lifetime. The step after LAST begins the next episode, or the next lifetime.
 """
 
 from __future__ import annotations
@@ -16,31 +16,41 @@ import jax
 import jax.numpy as jnp
 
 from podrace.envs import base
-from podrace.envs.base import Batch, select
+from podrace.envs.base import EnvironmentBatch, select
 from podrace.types import Array, Environment, TimeStep
 
 
 class World(Protocol):
-  """Episodes in a task. A task is a tree of arrays, `episode` [] i32 the number of the episode in its lifetime.
+  """Episodes of a task.
 
-  `step` returns MID or LAST (`podrace.envs.base.transition`), as that of `Dynamics` does.
+  A task is a tree of arrays. `episode` is the number [] i32 of the episode in its lifetime. `step`
+  returns MID or LAST (see `podrace.envs.base.transition`), like the `step` of `Dynamics`.
   """
 
   @property
-  def observation_space(self) -> gymnasium.Space: ...
+  def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
+
   @property
-  def action_space(self) -> gymnasium.Space: ...
-  def task(self, key: Array) -> Any: ...
-  def reset(self, task: Any, key: Array) -> tuple[Any, TimeStep]: ...
+  def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
+
+  def task(self, key: Array) -> Any:
+    """Draw a task."""
+
+  def reset(self, task: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
+
   def step(
     self, task: Any, episode: Array, state: Any, action: Array, key: Array
-  ) -> tuple[Any, TimeStep]: ...
+  ) -> tuple[Any, TimeStep]:
+    """Take one action."""
 
 
-class Life(NamedTuple):
-  """Where a lifetime is."""
+class LifetimeState(NamedTuple):
+  """State of a lifetime."""
 
-  task: Any  # what `World.task` has made
+  task: Any  # result of `World.task`
   episode: Array  # [] i32 of this lifetime, from 0
   inner: Any  # the state of the episode
   last: Array  # [] bool: the episode is over, the next step opens another one
@@ -48,10 +58,10 @@ class Life(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lifetimes:
-  """An `Environment` of one lifetime after the other, each with a task of its own.
+  """An `Environment` of consecutive lifetimes, each with its own task.
 
-  `episodes` is the length of a lifetime; 0: it never ends. `task` is the number of the one task that all lifetimes
-  have; -1: each has another one.
+  `episodes` is the length of a lifetime; 0: it never ends. `task` is the number of the task that
+  all lifetimes share; -1: each lifetime draws one.
   """
 
   world: World
@@ -66,26 +76,30 @@ class Lifetimes:
 
   @property
   def observation_space(self) -> gymnasium.Space:
+    """Space of the observations of one environment."""
     return self.world.observation_space
 
   @property
   def action_space(self) -> gymnasium.Space:
+    """Space of the actions of one environment."""
     return self.world.action_space
 
   def new_task(self, key: Array) -> Any:
-    """The task of a lifetime."""
+    """Return the task of a lifetime."""
     return self.world.task(key if self.task < 0 else jax.random.key(self.task))
 
-  def begin(self, task: Any, key: Array) -> tuple[Life, TimeStep]:
-    """A lifetime with this task."""
+  def begin(self, task: Any, key: Array) -> tuple[LifetimeState, TimeStep]:
+    """Begin a lifetime with this task."""
     inner, timestep = self.world.reset(task, key)
-    return Life(task, jnp.int32(0), inner, jnp.bool_(False)), timestep
+    return LifetimeState(task, jnp.int32(0), inner, jnp.bool_(False)), timestep
 
-  def reset(self, key: Array) -> tuple[Life, TimeStep]:
+  def reset(self, key: Array) -> tuple[LifetimeState, TimeStep]:
+    """Begin an episode."""
     task_key, episode_key = jax.random.split(key)
     return self.begin(self.new_task(task_key), episode_key)
 
-  def step(self, state: Life, action: Array, key: Array) -> tuple[Life, TimeStep]:
+  def step(self, state: LifetimeState, action: Array, key: Array) -> tuple[LifetimeState, TimeStep]:
+    """Take one action."""
     step_key, life_key, episode_key = jax.random.split(key, 3)
     inner, timestep = self.world.step(state.task, state.episode, state.inner, action, step_key)
     stepped = state._replace(inner=inner, last=timestep.last), timestep
@@ -94,13 +108,16 @@ class Lifetimes:
     goes_on = next_episode < (self.episodes or math.inf)
     task = select(goes_on, state.task, begun.task)
     inner, first = self.world.reset(task, episode_key)
-    opened = Life(task, jnp.where(goes_on, next_episode, 0), inner, jnp.bool_(False)), first
-    found: tuple[Life, TimeStep] = select(state.last, opened, stepped)
-    return found
+    opened = (
+      LifetimeState(task, jnp.where(goes_on, next_episode, 0), inner, jnp.bool_(False)),
+      first,
+    )
+    result: tuple[LifetimeState, TimeStep] = select(state.last, opened, stepped)
+    return result
 
 
-def batch(env: Environment, num_envs: int) -> Batch:
-  """`podrace.envs.base.batch` for one agent's lifetime: its environments begin it with the same task."""
+def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
+  """Return `podrace.envs.base.batch`, with one task for the first lifetimes of all environments."""
   if not isinstance(env, Lifetimes):
     return base.batch(env, num_envs)
 

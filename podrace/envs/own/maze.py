@@ -1,4 +1,4 @@
-"""Maze: small mazes made by chance; shows whether an agent does well in levels that it has never seen."""
+"""Maze: small random mazes, to measure how well an agent does in unseen levels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ import numpy as np
 
 from podrace.envs.adapters.adapt import box, discrete
 from podrace.envs.base import restart, transition
-from podrace.envs.own.grids import MOVES, moved
+from podrace.envs.own.grids import MOVES, move
 from podrace.types import Array, TimeStep
 
-UNSEEN = 2**30  # where the numbers of unseen levels begin
+UNSEEN = 2**30  # number of the first unseen level
 
 
 class MazeState(NamedTuple):
-  """A level, and where the agent is in it."""
+  """A level, and the agent's place in it."""
 
   walls: Array  # [size, size] bool
   goal: Array  # [2] i32
@@ -32,10 +32,10 @@ class MazeState(NamedTuple):
 class Maze:
   """Walk to the goal, which gives 1 and ends the episode; all other rewards are 0.
 
-  A level has walls by chance, a goal, and a start from which the goal can be reached. `levels` of them are drawn
-  from, always the same; 0 means that every episode has a new one. With `unseen` the episodes are in levels that no
-  training has seen, whatever its `levels` (Cobbe et al. 2020, Procgen, arXiv 1912.01588, has this split).
-  After `4 * size` steps an episode is truncated.
+  A level has random walls, a goal, and a start from which the goal can be reached. Episodes draw
+  from `levels` fixed levels; 0: each episode has a new level. With `unseen`, all levels differ from
+  every training level (the split of Cobbe et al. 2020, Procgen, arXiv 1912.01588). An episode is
+  truncated after `4 * size` steps.
   """
 
   size: int = 7
@@ -61,6 +61,7 @@ class Maze:
     return discrete(4)
 
   def reset(self, key: Array) -> tuple[MazeState, TimeStep]:
+    """Begin an episode."""
     if self.unseen or not self.levels:
       level = jax.random.randint(key, (), 0, UNSEEN, jnp.int32) + (UNSEEN if self.unseen else 0)
     else:
@@ -69,7 +70,7 @@ class Maze:
     return state, restart(self._planes(state))
 
   def level(self, number: Array) -> MazeState:
-    """The level of that number, always the same."""
+    """Return the level of that number, always the same."""
     wall_key, start_key, goal_key = jax.random.split(
       jax.random.fold_in(jax.random.key(0), number), 3
     )
@@ -77,20 +78,20 @@ class Maze:
     start = self._any(jnp.ones_like(walls), start_key)
     walls = walls.at[tuple(start)].set(False)
     reached = self._reached(walls, start)
-    others = reached.at[tuple(start)].set(False)
-    # From a start that is walled in, the goal is one step away.
+    targets = reached.at[tuple(start)].set(False)
+    # If the start is walled in, the goal is one step away.
     near = start + jnp.where(start[0] > 0, -1, 1) * jnp.array([1, 0])
-    goal = jnp.where(jnp.any(others), self._any(others, goal_key), near)
+    goal = jnp.where(jnp.any(targets), self._any(targets, goal_key), near)
     return MazeState(walls.at[tuple(goal)].set(False), goal, start, jnp.int32(0))
 
   def _any(self, cells: Array, key: Array) -> Array:
-    """The place [2] of one of those cells."""
+    """Draw a place [2] among `cells`."""
     noise = jax.random.uniform(key, cells.shape)
-    found = jnp.argmax(jnp.where(cells, noise, -1.0))
-    return jnp.stack(jnp.unravel_index(found, cells.shape)).astype(jnp.int32)
+    index = jnp.argmax(jnp.where(cells, noise, -1.0))
+    return jnp.stack(jnp.unravel_index(index, cells.shape)).astype(jnp.int32)
 
   def _reached(self, walls: Array, start: Array) -> Array:
-    """The cells that can be reached from `start`."""
+    """Return the cells that can be reached from `start`."""
 
     def wider(cells: Array, _: None) -> tuple[Array, None]:
       padded = jnp.pad(cells, 1)
@@ -98,12 +99,13 @@ class Maze:
       return (cells | near[0] | near[1] | near[2] | near[3]) & ~walls, None
 
     begin = jnp.zeros_like(walls).at[tuple(start)].set(True)
-    most = min(self.size**2 // 2, 4 * self.size)  # steps of an episode
-    return jax.lax.scan(wider, begin, None, most)[0]
+    steps = min(self.size**2 // 2, 4 * self.size)  # steps of an episode
+    return jax.lax.scan(wider, begin, None, steps)[0]
 
   def step(self, state: MazeState, action: Array, key: Array) -> tuple[MazeState, TimeStep]:
+    """Take one action."""
     del key
-    agent = moved(state.walls, state.agent, action)
+    agent = move(state.walls, state.agent, action)
     state = state._replace(agent=agent, time=state.time + 1)
     arrived = jnp.all(agent == state.goal)
     late = state.time >= 4 * self.size

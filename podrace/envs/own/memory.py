@@ -1,4 +1,4 @@
-"""Memory: the smallest task that needs remembering; tells whether recurrence works."""
+"""Memory: the smallest task that needs memory; shows whether recurrence works."""
 
 from __future__ import annotations
 
@@ -17,23 +17,22 @@ from podrace.types import Array, TimeStep
 
 
 class MemoryState(NamedTuple):
-  """What was shown, and when. All [] i32."""
+  """The cue, and the time in the episode. All [] i32."""
 
-  cue: Array  # 0 or 1, the action that will be right
+  cue: Array  # 0 or 1, the correct action
   time: Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-  """A cue is shown once; `length` steps later the action must be equal to it.
+class MemoryTask:
+  """Show a cue once; `length` steps later the action must be equal to it.
 
-  The idea is the T-maze's (Bakker 2001), without the maze. The first observation shows the cue;
-  `length` steps later comes the query, and the action then taken ends the episode with reward +1
-  if it is the cue and -1 if not. All other actions change nothing and are rewarded with 0.
+  The idea is the T-maze's (Bakker 2001), without the maze. The first observation shows the cue. The
+  query comes `length` steps later. The action at the query ends the episode with reward 1 if it is
+  the cue, else -1. All other actions change nothing and have reward 0.
 
-  The observation at the query is the same whatever the cue was. So the action of any policy
-  that sees only the newest observation is independent of the cue, which is fair: its expected
-  return is exactly 0. The best policy that remembers gets 1.
+  The observation at the query does not depend on the cue, which is fair. So the expected return of
+  a policy that sees only the newest observation is exactly 0. A policy with memory can get 1.
   """
 
   length: int = 10  # steps from the cue to the query
@@ -44,18 +43,21 @@ class Memory:
 
   @cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
-    """The cue (-1 or 1 at first, then 0), the share of time left, and whether this is the query."""
+    """The cue (-1 or 1 at first, then 0), the share of time left, and a flag of the query."""
     return box(-1, 1, (3,), np.float32)
 
   @cached_property
   def action_space(self) -> gymnasium.spaces.Discrete:
+    """Space of the actions of one environment."""
     return discrete(2)
 
   def reset(self, key: Array) -> tuple[MemoryState, TimeStep]:
+    """Begin an episode."""
     state = MemoryState(jax.random.randint(key, (), 0, 2, jnp.int32), jnp.int32(0))
     return state, restart(self._observe(state))
 
   def step(self, state: MemoryState, action: Array, key: Array) -> tuple[MemoryState, TimeStep]:
+    """Take one action."""
     del key
     answered = state.time >= self.length
     reward = jnp.where(answered, jnp.where(action == state.cue, 1.0, -1.0), 0.0)

@@ -18,7 +18,7 @@ from podrace.envs.adapters.adapt import LimitedState
 from podrace.envs.base import PooledState, ResetState, batch
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
-from podrace.envs.spaces import over
+from podrace.envs.spaces import map_leaves
 from podrace.errors import RunError, UsageError
 from podrace.run.video.pictures import NumericObservation, draw, enlarge, to_image
 from podrace.types import LAST, TimeStep
@@ -204,7 +204,7 @@ class GymnasiumStage:
 
     flags = (np.array([f]) for f in (terminated, truncated))
     return self._stepper.timestep(
-      everyone(1), over(one, self._space, x), np.array([reward], np.float32), *flags
+      everyone(1), map_leaves(one, self._space, x), np.array([reward], np.float32), *flags
     )
 
   def frame(self) -> np.ndarray | NumericObservation:
