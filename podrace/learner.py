@@ -28,6 +28,8 @@ RESERVED_PREFIXES = (
   'acting_', 'episode_', 'info_', 'policy_lag_', 'reanalysing_', 'replay_', 'remote_', 'unrolls_',
 )  # fmt: skip
 
+EPS_ROOT = 1e-16  # of squared gradients; it changes an update by rounding only
+
 
 def sgd(
   loss: Callable[..., tuple[Array, Any]],
@@ -86,12 +88,30 @@ def flatten(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
   return optimizer if has_model_axis() else optax.flatten(optimizer)
 
 
-def clip_norm(limit: float) -> optax.GradientTransformation:
-  """Clip the norm of the whole gradient; a limit of 0, or infinity, is none."""
-  most = no_limit(limit)
-  if isinstance(most, float) and most == math.inf:
-    return optax.identity()  # the derivative of the clipping would be NaN
-  return optax.clip_by_global_norm(most)
+def clip_norm(limit: float, differentiable: bool = False) -> optax.GradientTransformation:
+  """Clip the norm of the whole gradient.
+
+  Args:
+    limit: the largest norm; 0 or infinity: no limit.
+    differentiable: the result has finite derivatives, also at a gradient of 0 and without a limit.
+  """
+  limit = no_limit(limit)
+  if not differentiable:
+    if isinstance(limit, float) and limit == math.inf:
+      return optax.identity()  # the derivative of the clipping would be NaN
+    return optax.clip_by_global_norm(limit)
+
+  def clip(updates: Any, _: Any = None) -> Any:
+    squares = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(updates))
+    norm = jnp.sqrt(jnp.maximum(squares, 1e-30))
+    return jax.tree.map(lambda x: x / jnp.maximum(1.0, norm / limit), updates)
+
+  return optax.stateless(clip)
+
+
+def adam(rate: Any, epsilon: float, differentiable: bool = False) -> optax.GradientTransformation:
+  """Return optax.adam. If `differentiable`, the derivative of its square root is finite at 0."""
+  return optax.adam(rate, eps=epsilon, eps_root=EPS_ROOT if differentiable else 0.0)
 
 
 def clip_each(limit: float) -> optax.GradientTransformation:

@@ -20,12 +20,13 @@ from jax import lax
 from podrace import returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
-from podrace.learner import flatten, sgd
+from podrace.learner import adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
+@metagradient.self_tuned
 @dataclasses.dataclass(frozen=True)
 class Impala:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -57,12 +58,11 @@ class Impala:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    metagradient.check_tuning(self)
 
   def init(self, key: Array) -> TrainState:
     params = policy_gradient.init_params(self, key)
     opt_state = self.optimiser().init(params.network)
-    return metagradient.init(self, TrainState(params, opt_state))
+    return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
     return policy_gradient.initial_state(self, env_id)
@@ -77,11 +77,6 @@ class Impala:
     return policy_gradient.act(self, params, state, timestep, key)
 
   def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
-    return metagradient.learn(self, train, sample, key)
-
-  def update(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     """One gradient step, with the settings as they are."""
@@ -159,8 +154,10 @@ class Impala:
     if self.optimizer == 'rmsprop':
       step = optax.rmsprop(rate, decay=self.rmsprop_decay, eps=self.epsilon)
     else:
-      step = optax.adam(rate, eps=self.epsilon, eps_root=metagradient.eps_root(self))
-    return flatten(optax.chain(metagradient.clip(self), step))
+      step = adam(rate, self.epsilon, differentiable=self.self_tuning)
+    return flatten(
+      optax.chain(clip_norm(self.max_grad_norm, differentiable=self.self_tuning), step)
+    )
 
 
 def columns(trajectory: Trajectory, index: Array) -> Trajectory:

@@ -25,7 +25,7 @@ from jax import lax
 from podrace import returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
-from podrace.learner import flatten, sgd
+from podrace.learner import adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -42,6 +42,7 @@ class Batch(NamedTuple):
   mask: Array
 
 
+@metagradient.self_tuned
 @dataclasses.dataclass(frozen=True)
 class PPO:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -71,7 +72,6 @@ class PPO:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    metagradient.check_tuning(self)
 
   @property
   def gradient_steps(self) -> int:
@@ -80,7 +80,7 @@ class PPO:
   def init(self, key: Array) -> TrainState:
     params = policy_gradient.init_params(self, key)
     opt_state = self.optimiser().init(params.network)
-    return metagradient.init(self, TrainState(params, opt_state))
+    return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
     return policy_gradient.initial_state(self, env_id)
@@ -95,11 +95,6 @@ class PPO:
     return policy_gradient.act(self, params, state, timestep, key)
 
   def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
-    return metagradient.learn(self, train, sample, key)
-
-  def update(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     """All epochs, with the settings as they are."""
@@ -238,8 +233,8 @@ class PPO:
       rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
     return flatten(
       optax.chain(
-        metagradient.clip(self),
-        optax.adam(rate, eps=self.adam_epsilon, eps_root=metagradient.eps_root(self)),
+        clip_norm(self.max_grad_norm, differentiable=self.self_tuning),
+        adam(rate, self.adam_epsilon, differentiable=self.self_tuning),
       )
     )
 
