@@ -102,7 +102,7 @@ def parts(num_envs: int) -> tuple[dict[str, Callable[[], Any]], int]:
         return agent.loss(params, core, minibatch, jax.random.key(4))[0]
 
       grads = _mean_over(
-        policy_gradient.chunks(agent, index, 1), lambda c: jax.grad(loss)(network, c)
+        policy_gradient.chunks(agent.network, index, 1), lambda c: jax.grad(loss)(network, c)
       )
       return jax.tree.map(lambda p, g: p + TINY * g, network, grads), None
 

@@ -60,12 +60,17 @@ class Impala:
     check_fields(self)
 
   def init(self, key: Array) -> TrainState:
-    params = policy_gradient.init_params(self, key)
+    params = policy_gradient.init_params(
+      self.network,
+      key,
+      normalize_observations=self.normalize_observations,
+      normalize_rewards=self.normalize_rewards,
+    )
     opt_state = self.optimiser().init(params.network)
     return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
-    return policy_gradient.initial_state(self, env_id)
+    return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
     self,
@@ -74,7 +79,15 @@ class Impala:
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
-    return policy_gradient.act(self, params, state, timestep, key)
+    return policy_gradient.act(
+      self.network,
+      params,
+      state,
+      timestep,
+      key,
+      greedy=self.greedy,
+      return_discount=self.discount if self.normalize_rewards else None,
+    )
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -92,7 +105,7 @@ class Impala:
       total, metrics = self.loss(params._replace(network=network), part, part_key)
       return total, (metrics, moments)
 
-    chunks = policy_gradient.chunks(self, jnp.arange(streams), length + 1)
+    chunks = policy_gradient.chunks(self.network, jnp.arange(streams), length + 1)
     network, opt_state, (metrics, moments) = sgd(
       loss, self.optimiser(), params.network, train.rest, chunks
     )

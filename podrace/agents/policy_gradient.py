@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
-from podrace.networks import body
+from podrace.networks import Network, body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
@@ -70,22 +70,39 @@ def _is_float(x: Array) -> bool:
   return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def initial_state(agent: Any, env_id: Array) -> PolicyState:
-  """`Agent.initial_state` of an agent with `network` and `normalize_rewards`."""
-  core = agent.network.initial_state(env_id.shape[0])
-  return PolicyState(core, jnp.zeros(env_id.shape) if agent.normalize_rewards else ())
+def initial_state(network: Network, env_id: Array, normalize_rewards: bool) -> PolicyState:
+  """Return the state of acting before the first timestep of environments [B]."""
+  core = network.initial_state(env_id.shape[0])
+  return PolicyState(core, jnp.zeros(env_id.shape) if normalize_rewards else ())
 
 
 def act(
-  agent: Any, params: Params, state: PolicyState, timestep: TimeStep, key: Array
+  network: Network,
+  params: Params,
+  state: PolicyState,
+  timestep: TimeStep,
+  key: Array,
+  *,
+  greedy: bool,
+  return_discount: float | None,
 ) -> tuple[ActorOutput, PolicyState]:
-  """`Agent.act` of an agent with `network`, `greedy`, `discount` and `normalize_rewards`."""
-  output, core = agent.network.step(params.network, state.core, observe(params, timestep))
-  policy = agent.network.distribution
-  x = policy.mode(output.policy) if agent.greedy else policy.sample(output.policy, key)
+  """Act by the policy: `Agent.act` of an actor-critic.
+
+  Args:
+    network: the network of `params`.
+    params: the parameters and the statistics that observations are normalised by.
+    state: the state of acting, [B, ...].
+    timestep: the timestep to act in, [B, ...].
+    key: the key of the sample.
+    greedy: take the mode of the policy instead of a sample.
+    return_discount: the discount of the returns that rewards are normalised by; None: they are not.
+  """
+  output, core = network.step(params.network, state.core, observe(params, timestep))
+  policy = network.distribution
+  x = policy.mode(output.policy) if greedy else policy.sample(output.policy, key)
   discounted_return: Any = ()
-  if agent.normalize_rewards:
-    carried = jnp.where(timestep.first, 0.0, agent.discount * state.discounted_return)
+  if return_discount is not None:
+    carried = jnp.where(timestep.first, 0.0, return_discount * state.discounted_return)
     discounted_return = carried + timestep.reward
   extras = PolicyExtras(x, policy.log_prob(output.policy, x), discounted_return)
   return ActorOutput(policy.to_action(x), extras), PolicyState(core, discounted_return)
@@ -106,24 +123,26 @@ def transitions(
   )
 
 
-def init_params(agent: Any, key: Array) -> Params:
-  """`Params` before learning, of an agent with `network` and the two `normalize_` settings.
+def init_params(
+  network: Network, key: Array, *, normalize_observations: bool, normalize_rewards: bool
+) -> Params:
+  """Return the parameters before learning.
 
   Raises:
-    ValueError: if observations are to be normalised, and have nothing that is.
+    ValueError: if observations are to be normalised, and have no floats.
   """
-  observation = agent.network.example().observation
+  observation = network.example().observation
   one = [x[0] for x in floats(observation)]
-  if agent.normalize_observations and not one:
+  if normalize_observations and not one:
     shapes = jax.tree.map(lambda x: f'{x.dtype}{list(x.shape[1:])}', observation)
     raise ValueError(
       'normalize_observations is for observations with floats in them (an action_mask aside); '
       f"this environment's are {shapes}: leave it out"
     )
   return Params(
-    network=agent.network.init(key),
-    observation=normalize.init(one) if agent.normalize_observations else (),
-    reward=normalize.init(jnp.float32(0)) if agent.normalize_rewards else (),
+    network=network.init(key),
+    observation=normalize.init(one) if normalize_observations else (),
+    reward=normalize.init(jnp.float32(0)) if normalize_rewards else (),
   )
 
 
@@ -148,15 +167,15 @@ def merge_moments(params: Params, joined: Any, num_devices: int) -> Params:
   )
 
 
-def chunks(agent: Any, index: Array, length: int) -> Array:
-  """An index [B] of streams of `length` samples in chunks [C, B/C] for one gradient each.
+def chunks(network: Network, index: Array, length: int) -> Array:
+  """Split an index [B] of streams of `length` samples into chunks [C, B/C], one gradient each.
 
-  On CPU a gradient over as many samples as fit the caches is faster than one over all; that is the
-  network's `cpu_chunk`. Elsewhere, or where B does not divide so, there is one chunk.
+  On CPU a gradient over as many samples as fit the caches is faster than one over all. That number
+  is the network's `cpu_chunk`. On other devices, or if no divisor of B fits, there is one chunk.
   """
-  most = getattr(agent.network, 'cpu_chunk', body.CPU_CHUNK)
+  limit = getattr(network, 'cpu_chunk', body.CPU_CHUNK)
   size = index.shape[0]
   parts = [c for c in range(1, size + 1) if size % c == 0]
-  fits = [c for c in parts if most // 4 <= size // c * length <= most]
+  fits = [c for c in parts if limit // 4 <= size // c * length <= limit]
   on_cpu = jax.default_backend() == 'cpu'
   return index.reshape(fits[0] if on_cpu and fits else 1, -1)

@@ -78,12 +78,17 @@ class PPO:
     return self.epochs * self.minibatches
 
   def init(self, key: Array) -> TrainState:
-    params = policy_gradient.init_params(self, key)
+    params = policy_gradient.init_params(
+      self.network,
+      key,
+      normalize_observations=self.normalize_observations,
+      normalize_rewards=self.normalize_rewards,
+    )
     opt_state = self.optimiser().init(params.network)
     return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
-    return policy_gradient.initial_state(self, env_id)
+    return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
     self,
@@ -92,7 +97,15 @@ class PPO:
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
-    return policy_gradient.act(self, params, state, timestep, key)
+    return policy_gradient.act(
+      self.network,
+      params,
+      state,
+      timestep,
+      key,
+      greedy=self.greedy,
+      return_discount=self.discount if self.normalize_rewards else None,
+    )
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -118,7 +131,11 @@ class PPO:
         return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
-        loss, self.optimiser(), network, opt_state, policy_gradient.chunks(self, index, length)
+        loss,
+        self.optimiser(),
+        network,
+        opt_state,
+        policy_gradient.chunks(self.network, index, length),
       )
       return (network, opt_state), (metrics, joined)
 
