@@ -84,6 +84,11 @@ def map_batch(f: Callable[..., Any], *trajectories: Trajectory) -> Trajectory:
   return Trajectory(*(jax.tree.map(functools.partial(f, axis), *field) for axis, *field in fields))
 
 
+def take_batch(trajectory: Trajectory, index: Array) -> Trajectory:
+  """Return the environments at `index` [N] of a trajectory's batch."""
+  return map_batch(lambda axis, x: x[(slice(None),) * axis + (index,)], trajectory)
+
+
 class Sample(NamedTuple):
   """What replay gives the learner."""
 

@@ -28,18 +28,18 @@ from podrace.replay import Buffer, windows
 from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
 
 
-class Learned(NamedTuple):
+class D4PGLearned(NamedTuple):
   """All that takes gradient steps."""
 
   actor: Any
   critic: Any
 
 
-class Rest(NamedTuple):
+class D4PGRest(NamedTuple):
   """What else is learned, and not sent to actors."""
 
   critic: Any
-  target: Learned  # what is bootstrapped from
+  target: D4PGLearned  # what is bootstrapped from
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
@@ -75,8 +75,8 @@ class D4PG:
 
   def init(self, key: Array) -> TrainState:
     actor_key, critic_key = jax.random.split(key)
-    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key))
-    rest = Rest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
+    learned = D4PGLearned(self.actor.init(actor_key), self.critic.init(critic_key))
+    rest = D4PGRest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
     return TrainState(learned.actor, rest)
 
   def initial_state(self, env_id: Array) -> Any:
@@ -98,12 +98,12 @@ class D4PG:
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     del key
-    rest: Rest = train.rest
+    rest: D4PGRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     target = self.target(rest.target, step)
     taken = self.critic.distribution.to_unit(step.action)
 
-    def loss(learned: Learned) -> tuple[Array, Any]:
+    def loss(learned: D4PGLearned) -> tuple[Array, Any]:
       logits = self.critic.value(learned.critic, step.before.observation, taken)[0]
       each = -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
       critic_loss = jnp.mean(sample.weight * step.mask * each)
@@ -114,13 +114,13 @@ class D4PG:
       metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
       return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
 
-    learned = Learned(train.params, rest.critic)
+    learned = D4PGLearned(train.params, rest.critic)
     learned, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), learned, rest.opt_state, keep=True
     )
     steps = rest.steps + 1
     followed = value_based.follow(rest.target, learned, steps, self.target_period, self.target_rate)
-    rest = Rest(learned.critic, followed, opt_state, steps)
+    rest = D4PGRest(learned.critic, followed, opt_state, steps)
     return TrainState(learned.actor, rest), priority, metrics
 
   @property
@@ -132,7 +132,7 @@ class D4PG:
     """Expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
-  def target(self, target: Learned, step: value_based.Transitions) -> Array:
+  def target(self, target: D4PGLearned, step: value_based.NStepTransitions) -> Array:
     """The probabilities [B, atoms] that the critic should give; equation 2 of the paper."""
     action = self.policy(target.actor, step.after)
     logits = self.critic.value(target.critic, step.after.observation, action)[0]
@@ -142,4 +142,4 @@ class D4PG:
 
   def optimiser(self) -> optax.GradientTransformation:
     rates = dict(actor=self.actor_learning_rate, critic=self.critic_learning_rate)
-    return separately(rates, Learned)
+    return separately(rates, D4PGLearned)

@@ -28,8 +28,8 @@ from jax import lax
 from podrace import returns
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
-from podrace.agents.rules.layers import divergence, entropy
-from podrace.agents.search import masked
+from podrace.agents.rules.layers import RuleParams, divergence, entropy
+from podrace.agents.search import mask_policy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_each, flatten, scale_by_adam, sgd
@@ -49,7 +49,7 @@ from podrace.types import (
 )
 
 
-class Moments(NamedTuple):
+class DiscoMoments(NamedTuple):
   """Moving averages of advantages that begin as 0, [] f32 each."""
 
   first: Array
@@ -57,22 +57,22 @@ class Moments(NamedTuple):
   start: Array  # the share of them that is this 0
 
 
-class Rest(NamedTuple):
+class DiscoRest(NamedTuple):
   """What else is learned, and what the rule remembers."""
 
   target: Any  # the network that targets are made by
   opt_state: Any
-  memory: rules.State
-  moments: Moments
+  memory: rules.DiscoRuleState
+  moments: DiscoMoments
 
 
-class Extras(NamedTuple):
+class DiscoExtras(NamedTuple):
   """What learning wants to know of each action."""
 
   policy: Array  # [B, A] f32 logits that it was drawn by
 
 
-class Estimates(NamedTuple):
+class DiscoEstimates(NamedTuple):
   """What values say of a trajectory, by the target network and the online policy."""
 
   value: Array  # [T+1, B] f32 by the online network
@@ -147,9 +147,9 @@ class Disco:
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
-    moments = Moments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+    moments = DiscoMoments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
     memory = rules.initial_state(self.lifetime)
-    return TrainState(network, Rest(network, self.optimiser().init(network), memory, moments))
+    return TrainState(network, DiscoRest(network, self.optimiser().init(network), memory, moments))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
     return TrainState(params, train.rest._replace(target=params))
@@ -161,7 +161,7 @@ class Disco:
     said, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
     x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
-    return ActorOutput(kind.to_action(x), Extras(said.policy)), state
+    return ActorOutput(kind.to_action(x), DiscoExtras(said.policy)), state
 
   # --- learning
 
@@ -172,7 +172,7 @@ class Disco:
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
-    self, rule: rules.Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
     """Make `step`, differentiable in the rule, with entropies of the parameters after it.
 
@@ -183,7 +183,7 @@ class Disco:
     return train, metrics | lax.pmean(after, AXIS)
 
   def step(
-    self, rule: rules.Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics, Array]:
     """Make one gradient step by the rule of these parameters.
 
@@ -204,7 +204,7 @@ class Disco:
     sizes = {
       f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
     }
-    goals = goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
+    goals = goals._replace(policy=jax.vmap(mask_policy)(goals.policy, observations(window)))
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:
@@ -218,7 +218,7 @@ class Disco:
       loss, self.optimiser(), train.params, rest.opt_state
     )
     metrics['advantage_std'] = jnp.sqrt(mean_and_variance(moments)[1])
-    new = Rest(
+    new = DiscoRest(
       optax.incremental_update(train.params, rest.target, self.target_rate),
       opt_state,
       rules.remember(rule, rest.memory, summary),
@@ -232,7 +232,9 @@ class Disco:
     action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
     return self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
 
-  def estimates(self, online: Predictions, target: Predictions, window: Trajectory) -> Estimates:
+  def estimates(
+    self, online: Predictions, target: Predictions, window: Trajectory
+  ) -> DiscoEstimates:
     """Retrace by the target network's values [T+1, B, A, bins], for the online policy."""
     t, action = window.timesteps, window.outputs.action
     pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
@@ -246,7 +248,7 @@ class Disco:
     c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))
     retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
     q_target = retrace(t.reward[1:], self.discount * t.discount[1:], c_t, q_t, value[1:])
-    return Estimates(
+    return DiscoEstimates(
       value=jnp.sum(pi * own_q, axis=-1),
       q_target=q_target,
       advantage=q_target - value[:-1],
@@ -254,10 +256,10 @@ class Disco:
       advantages=(q - value[..., None])[:-1],
     )
 
-  def moved(self, moments: Moments, first: Array, second: Array) -> Moments:
+  def moved(self, moments: DiscoMoments, first: Array, second: Array) -> DiscoMoments:
     """The moving averages, one batch later."""
     keep = self.moments_decay
-    return Moments(
+    return DiscoMoments(
       keep * moments.first + (1 - keep) * first,
       keep * moments.second + (1 - keep) * second,
       keep * moments.start,
@@ -266,7 +268,7 @@ class Disco:
   def losses(
     self,
     said: Predictions,
-    goals: rules.Targets,
+    goals: rules.DiscoTargets,
     q_target: Array,
     weight: Array,
     window: Trajectory,
@@ -312,13 +314,17 @@ def observations(window: Trajectory) -> Any:
 
 
 def inputs_of(
-  online: Predictions, target: Predictions, found: Estimates, window: Trajectory, moments: Moments
-) -> rules.Inputs:
+  online: Predictions,
+  target: Predictions,
+  found: DiscoEstimates,
+  window: Trajectory,
+  moments: DiscoMoments,
+) -> rules.DiscoInputs:
   """What the rule looks at."""
   t, outputs = window.timesteps, window.outputs
   mean, variance = mean_and_variance(moments)
   scale = 1 / (jnp.sqrt(variance + 1e-12) + 1e-6)
-  return rules.Inputs(
+  return rules.DiscoInputs(
     online=rules.Predicted(online.policy, online.y, online.z),
     target=rules.Predicted(target.policy, target.y, target.z),
     behaviour=outputs.extras.policy,
@@ -334,7 +340,7 @@ def inputs_of(
   )
 
 
-def mean_and_variance(moments: Moments) -> tuple[Array, Array]:
+def mean_and_variance(moments: DiscoMoments) -> tuple[Array, Array]:
   known = 1 / (1 - moments.start)
   mean = known * moments.first
   return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))

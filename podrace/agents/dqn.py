@@ -42,14 +42,14 @@ from podrace.types import (
 )
 
 
-class Params(NamedTuple):
+class DQNParams(NamedTuple):
   """All that acting needs."""
 
   network: Any
   epsilon: Array  # [] f32, how often an action is random
 
 
-class Rest(NamedTuple):
+class DQNRest(NamedTuple):
   """What else is learned."""
 
   target: Any  # the network that is bootstrapped from
@@ -103,10 +103,10 @@ class DQN:
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
-    rest = Rest(network, self.optimiser().init(network), jnp.int32(0))
-    return TrainState(Params(network, jnp.float32(1)), rest)
+    rest = DQNRest(network, self.optimiser().init(network), jnp.int32(0))
+    return TrainState(DQNParams(network, jnp.float32(1)), rest)
 
-  def warm_start(self, train: TrainState, params: Params) -> TrainState:
+  def warm_start(self, train: TrainState, params: DQNParams) -> TrainState:
     """It explores as if it were new: epsilon is that of `train`."""
     learned = train.params._replace(network=params.network)
     return TrainState(learned, train.rest._replace(target=params.network))
@@ -119,7 +119,7 @@ class DQN:
     )
 
   def act(
-    self, params: Params, state: Any, timestep: TimeStep, key: Array
+    self, params: DQNParams, state: Any, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, Any]:
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
@@ -131,13 +131,13 @@ class DQN:
     action = value_based.epsilon_greedy(values, epsilon, explore_key)
     if not self.actor_priorities:
       return ActorOutput(action), state
-    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(value_based.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
     """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""
     step = value_based.transitions(window, self.discount)
-    extras: value_based.Extras = window.outputs.extras
+    extras: value_based.ValueExtras = window.outputs.extras
     streams = jnp.arange(step.end.shape[0])
     best = extras.best[jnp.minimum(step.end, self.n_step - 1), streams]
     error = step.r_t + step.discount_t * best - extras.value[0]
@@ -146,7 +146,7 @@ class DQN:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    rest: Rest = train.rest
+    rest: DQNRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     online_key, select_key, target_key = jax.random.split(own_key, 3)
@@ -165,10 +165,10 @@ class DQN:
     steps = rest.steps + 1
     followed = value_based.follow(rest.target, network, steps, self.target_period, self.target_rate)
     decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
-    params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
+    params = DQNParams(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
     if not self.epsilon_ladder:
       metrics['epsilon'] = params.epsilon
-    return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
+    return TrainState(params, DQNRest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
     """The network's [B, A, atoms], with noise if it has any: one sample for the batch.
@@ -182,7 +182,7 @@ class DQN:
     self,
     target: Any,
     online: Any,
-    step: value_based.Transitions,
+    step: value_based.NStepTransitions,
     target_key: Array,
     select_key: Array,
   ) -> Array:

@@ -23,7 +23,16 @@ from podrace.fields import check_fields, no_limit
 from podrace.learner import adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+  take_batch,
+)
 
 
 @metagradient.self_tuned
@@ -74,7 +83,7 @@ class Impala:
 
   def act(
     self,
-    params: policy_gradient.Params,
+    params: policy_gradient.PolicyParams,
     state: policy_gradient.PolicyState,
     timestep: TimeStep,
     key: Array,
@@ -100,7 +109,7 @@ class Impala:
     length, streams = trajectory.outputs.extras.log_prob.shape
 
     def loss(network: Any, index: Array) -> tuple[Array, Any]:
-      part = trajectory if index.shape[0] == streams else columns(trajectory, index)
+      part = trajectory if index.shape[0] == streams else take_batch(trajectory, index)
       part_key = jax.random.fold_in(own_key, index[0])  # and in each chunk
       total, metrics = self.loss(params._replace(network=network), part, part_key)
       return total, (metrics, moments)
@@ -114,7 +123,7 @@ class Impala:
     return train, jnp.ones_like(sample.weight), metrics
 
   def loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
     policy, extras = self.network.distribution, trajectory.outputs.extras
@@ -155,7 +164,7 @@ class Impala:
     return total, metrics
 
   def outer_loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Of self-tuning: that of all streams at once."""
     return self.loss(params, trajectory, key)
@@ -171,10 +180,3 @@ class Impala:
     return flatten(
       optax.chain(clip_norm(self.max_grad_norm, differentiable=self.self_tuning), step)
     )
-
-
-def columns(trajectory: Trajectory, index: Array) -> Trajectory:
-  """The streams at `index` of the batch."""
-  timed = jax.tree.map(lambda x: x[:, index], (trajectory.timesteps, trajectory.outputs))
-  flat = jax.tree.map(lambda x: x[index], (trajectory.agent_state, trajectory.env_id))
-  return Trajectory(*timed, *flat)

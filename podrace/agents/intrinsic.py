@@ -36,14 +36,14 @@ from podrace.networks import LifetimeNetwork, Policy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
-class Params(NamedTuple):
+class IntrinsicParams(NamedTuple):
   """What is learned over lifetimes, and shared by them."""
 
   reward: Any
   value: Any
 
 
-class Learner(NamedTuple):
+class PolicyLearner(NamedTuple):
   """A policy that learns, [B, ...]: three trees of the policy's parameters, and what is known of rewards."""
 
   policy: Any
@@ -54,10 +54,10 @@ class Learner(NamedTuple):
   rewards: Array  # [B] f32 how many there were
 
 
-class Life(NamedTuple):
+class IntrinsicState(NamedTuple):
   """What acting carries along: lifetimes [B, ...]."""
 
-  learner: Learner
+  learner: PolicyLearner
   beginning: Any  # the policy that each lifetime begins with
   reward_state: Any
   value_state: Any
@@ -111,20 +111,20 @@ class Intrinsic:
 
   def init(self, key: Array) -> TrainState:
     reward_key, value_key = jax.random.split(key)
-    params = Params(self.reward.init(reward_key), self.value.init(value_key))
+    params = IntrinsicParams(self.reward.init(reward_key), self.value.init(value_key))
     return TrainState(params, self.optimiser().init(params))
 
-  def initial_state(self, env_id: Array) -> Life:
+  def initial_state(self, env_id: Array) -> IntrinsicState:
     n = env_id.shape[0]
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(env_id)
     policy = jax.vmap(self.policy.init)(keys)
     zeros = jnp.zeros(n, jnp.int32)
     states = self.reward.initial_state(n), self.value.initial_state(n)
-    return Life(new_learner(policy), policy, *states, zeros, zeros)
+    return IntrinsicState(new_learner(policy), policy, *states, zeros, zeros)
 
   def act(
-    self, params: Params, state: Life, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, Life]:
+    self, params: IntrinsicParams, state: IntrinsicState, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, IntrinsicState]:
     begins, episode = self.counted(state.episode, timestep)
     seen = jax.tree.map(lambda x: x[None], (timestep, state.action, begins))
     reward, reward_state = self.reward.recall(params.reward, state.reward_state, *seen)
@@ -133,7 +133,7 @@ class Intrinsic:
     kind = self.policy.distribution
     action = kind.sample(self.logits(learner.policy, timestep), key)
     learner, _ = self.acted(learner, timestep, action)
-    life = Life(learner, state.beginning, reward_state, value_state, action, episode)
+    life = IntrinsicState(learner, state.beginning, reward_state, value_state, action, episode)
     return ActorOutput(kind.to_action(action)), life
 
   # --- a lifetime
@@ -152,7 +152,9 @@ class Intrinsic:
     one: Array = self.policy.step(policy, (), jax.tree.map(lambda x: x[None], timestep))[0]
     return one[0]
 
-  def rewarded(self, life: Life, begins: Array, timestep: TimeStep, reward: Array) -> Learner:
+  def rewarded(
+    self, life: IntrinsicState, begins: Array, timestep: TimeStep, reward: Array
+  ) -> PolicyLearner:
     """The policies after intrinsic rewards [B] for what led to a timestep; updated, where that is due."""
     learner = select(begins, new_learner(life.beginning), life.learner)
     happened = 1.0 - timestep.first
@@ -166,9 +168,11 @@ class Intrinsic:
     rate = jnp.where(due, self.policy_learning_rate / self.period, 0.0)
     policy = plus(learner.policy, gradient, rate)
     gradient = jax.tree.map(lambda x: jnp.where(of_each(due, x), 0.0, x), gradient)
-    return Learner(policy, trace, gradient, jnp.where(due, 0, steps), mean, rewards)
+    return PolicyLearner(policy, trace, gradient, jnp.where(due, 0, steps), mean, rewards)
 
-  def acted(self, learner: Learner, timestep: TimeStep, action: Array) -> tuple[Learner, Any]:
+  def acted(
+    self, learner: PolicyLearner, timestep: TimeStep, action: Array
+  ) -> tuple[PolicyLearner, Any]:
     """The policies after they chose actions [B]; and [B] each, what is said of that."""
 
     def of_one(policy: Any, timestep: TimeStep, action: Array) -> Any:
@@ -189,14 +193,14 @@ class Intrinsic:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    def loss(params: Params) -> tuple[Array, Metrics]:
+    def loss(params: IntrinsicParams) -> tuple[Array, Metrics]:
       total, metrics = self.loss(params, sample.trajectory)
       return total, dict(loss=total, **metrics)
 
     params, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
     return TrainState(params, opt_state), jnp.ones_like(sample.weight), metrics
 
-  def loss(self, params: Params, trajectory: Trajectory) -> tuple[Array, Metrics]:
+  def loss(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, Metrics]:
     """Equations 3 and 4 of the paper; a mean over [T, B], masked transitions counting as 0."""
     begins, raw, value, log_prob, entropy = self.relive(params, trajectory)
     mask = 1.0 - trajectory.timesteps.last[:-1]
@@ -213,7 +217,7 @@ class Intrinsic:
     total = parts['policy_loss'] + parts['value_loss']
     return total + self.reward_cost * jnp.mean(jnp.square(raw)), parts
 
-  def relive(self, params: Params, trajectory: Trajectory) -> tuple[Array, ...]:
+  def relive(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, ...]:
     """An unroll once more, differentiable in the reward.
 
     What `recalled` gives, [T+1, B] each, and of the policies the log-probabilities of the actions and the entropies,
@@ -221,7 +225,7 @@ class Intrinsic:
     """
     begins, raw, value = self.recalled(params, trajectory)
 
-    def step(life: Life, x: Any) -> tuple[Life, Any]:
+    def step(life: IntrinsicState, x: Any) -> tuple[IntrinsicState, Any]:
       timestep, action, begins, reward = x
       learner = self.rewarded(life, begins, timestep, reward)
       learner, said = self.acted(learner, timestep, action)
@@ -232,7 +236,7 @@ class Intrinsic:
     _, (log_prob, entropy) = lax.scan(step, trajectory.agent_state, acting)
     return begins, raw, value, log_prob, entropy
 
-  def recalled(self, params: Params, trajectory: Trajectory) -> tuple[Array, Array, Array]:
+  def recalled(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, Array, Array]:
     """Where lifetimes begin, bool, intrinsic rewards before the tanh, and values, [T+1, B] each."""
     t, life = trajectory.timesteps, trajectory.agent_state
 
@@ -262,21 +266,21 @@ class Intrinsic:
     return found
 
   def optimiser(self) -> optax.GradientTransformation:
-    rates = Params(self.learning_rate, self.value_learning_rate)._asdict()
+    rates = IntrinsicParams(self.learning_rate, self.value_learning_rate)._asdict()
 
     def adam(rate: float) -> Any:
       clip = clip_norm(self.max_grad_norm)
       return flatten(optax.chain(clip, optax.adam(rate, eps=self.adam_epsilon)))
 
-    labels = Params(*Params._fields)
+    labels = IntrinsicParams(*IntrinsicParams._fields)
     return optax.multi_transform({name: adam(rate) for name, rate in rates.items()}, labels)
 
 
-def new_learner(policy: Any) -> Learner:
+def new_learner(policy: Any) -> PolicyLearner:
   """Before its first step; `policy` [B, ...]."""
   zeros = jax.tree.map(jnp.zeros_like, policy)
   none = jnp.zeros(jax.tree.leaves(policy)[0].shape[0])
-  return Learner(policy, zeros, zeros, none.astype(jnp.int32), none, none)
+  return PolicyLearner(policy, zeros, zeros, none.astype(jnp.int32), none, none)
 
 
 def of_each(x: Array, like: Array) -> Array:

@@ -21,7 +21,7 @@ from jax import lax
 
 from podrace.agents.rules import lpg as rules
 from podrace.agents.rules import storage
-from podrace.agents.rules.layers import Params, divergence, entropy
+from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
@@ -91,7 +91,7 @@ class LPG:
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
-    self, rule: Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
     """Make `step`, differentiable in the rule, with entropies of the parameters after it.
 
@@ -101,7 +101,9 @@ class LPG:
     output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     return train, metrics | lax.pmean(self.entropies(output, window), AXIS)
 
-  def step(self, rule: Params, train: TrainState, window: Trajectory) -> tuple[TrainState, Metrics]:
+  def step(
+    self, rule: RuleParams, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics]:
     """Make one gradient step by the rule of these parameters; the metrics are of before it."""
     said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     goals = rules.targets(rule, self.inputs(said, window), self.discount)
@@ -114,14 +116,14 @@ class LPG:
     network, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
     return TrainState(network, opt_state), metrics
 
-  def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.Inputs:
+  def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.LPGInputs:
     """What the rule looks at."""
     t = window.timesteps
     log_prob = self.network.distribution.log_prob(said.policy[:-1], window.outputs.action)
-    return rules.Inputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
+    return rules.LPGInputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
 
   def losses(
-    self, said: PolicyPrediction, goals: rules.Targets, window: Trajectory
+    self, said: PolicyPrediction, goals: rules.LPGTargets, window: Trajectory
   ) -> tuple[Array, dict[str, Array]]:
     """Equation 2 of the paper; a mean over [T, B], masked transitions counting as 0.
 

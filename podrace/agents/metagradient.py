@@ -99,7 +99,7 @@ def self_tuned(cls: AgentClass) -> AgentClass:
   """Add self-tuning to the dataclass of an agent, active where its field `self_tuning` is true.
 
   The class's check of its fields, its `init` and its `learn` are wrapped. The parameters of the
-  agent must have a field `network`, as `podrace.agents.policy_gradient.Params` has.
+  agent must have a field `network`, as `podrace.agents.policy_gradient.PolicyParams` has.
   """
   check, init, update = getattr(cls, '__post_init__', None), cls.init, cls.learn
 

@@ -31,7 +31,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents.model_unroll import ends, imagine, spread
-from podrace.agents.search import masked
+from podrace.agents.search import mask_policy
 from podrace.fields import check_fields, no_limit
 from podrace.learner import clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -50,7 +50,7 @@ from podrace.types import (
 )
 
 
-class Rest(NamedTuple):
+class MuesliRest(NamedTuple):
   """What else is learned."""
 
   target: Any  # the network that targets are made by
@@ -59,13 +59,13 @@ class Rest(NamedTuple):
   weight: Array  # [] f32 the share of it that is not this 0
 
 
-class Extras(NamedTuple):
+class MuesliExtras(NamedTuple):
   """What learning wants to know of each action, [B]."""
 
   log_prob: Array  # f32 under the acting policy
 
 
-class Targets(NamedTuple):
+class MuesliTargets(NamedTuple):
   """What the target network makes of the states of windows, [L, B, ...]."""
 
   policy: Array  # [L, B, A] f32 CMPO's; sampled ones add up to 1 on average only
@@ -73,10 +73,10 @@ class Targets(NamedTuple):
   advantage: Array  # f32 of the actions that were taken, as they are
 
 
-class Goals(NamedTuple):
+class MuesliGoals(NamedTuple):
   """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
 
-  targets: Targets
+  targets: MuesliTargets
   reward: Array  # f32 of the action before; unused where there is none
   policy_mask: Array  # f32
   value_mask: Array
@@ -142,7 +142,7 @@ class Muesli:
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
     opt_state = self.optimiser().init(network)
-    return TrainState(network, Rest(network, opt_state, jnp.float32(0), jnp.float32(0)))
+    return TrainState(network, MuesliRest(network, opt_state, jnp.float32(0), jnp.float32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
     return TrainState(params, train.rest._replace(target=params))
@@ -154,9 +154,9 @@ class Muesli:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params, state, one)
     said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
-    logits, kind = masked(said.policy, timestep.observation), self.network.distribution
+    logits, kind = mask_policy(said.policy, timestep.observation), self.network.distribution
     x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
-    return ActorOutput(kind.to_action(x), Extras(kind.log_prob(logits, x))), state
+    return ActorOutput(kind.to_action(x), MuesliExtras(kind.log_prob(logits, x))), state
 
   # --- learning
 
@@ -182,7 +182,7 @@ class Muesli:
       loss, self.optimiser(), train.params, rest.opt_state
     )
     metrics['advantage_std'] = jnp.sqrt(variance)
-    new = Rest(
+    new = MuesliRest(
       optax.incremental_update(network, rest.target, self.target_rate),
       opt_state,
       self.moved(rest.square, square / jnp.maximum(valid, 1e-6)),
@@ -204,13 +204,13 @@ class Muesli:
     """The moving average of advantages, one batch later."""
     return self.advantage_decay * average + (1 - self.advantage_decay) * x
 
-  def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> Targets:
+  def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> MuesliTargets:
     """What the target network makes of a window; advantages times `scale` have a variance of 1."""
     t, outputs = window.timesteps, window.outputs
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
     said = self.network.predict(target, hidden)
-    prior, v = masked(said.policy, merge_time(t.observation)), self.numbers(said.value)
+    prior, v = mask_policy(said.policy, merge_time(t.observation)), self.numbers(said.value)
     # What would be done in the last state nobody knows; its value is bootstrapped from, and no more.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
@@ -225,7 +225,7 @@ class Muesli:
     g = retrace(t.reward[1:], self.discount * t.discount[1:], c[1:], q_taken[1:], expected[1:])
     value = expected[:-1] + c[:-1] * (g - q_taken[:-1])
     policy = split_time(self.cmpo(prior, candidates, advantage), length)
-    return Targets(policy[:-1], value, g - v[:-1])
+    return MuesliTargets(policy[:-1], value, g - v[:-1])
 
   def numbers(self, outputs: Array) -> Array:
     return decode(outputs, self.network.support)
@@ -260,7 +260,7 @@ class Muesli:
     return jnp.sum(code * weights[..., None], axis=1)
 
   def losses(
-    self, network: Any, window: Trajectory, goals: Goals, scale: Array
+    self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
     """The loss of a batch, a mean over states with those that are masked counting as 0, and metrics."""
     policy, value, reward = self.imagined(network, window)
@@ -301,7 +301,7 @@ class Muesli:
     root = merge_time(self.network.represent(network, window.agent_state, t)[0])
     hidden, reward = imagine(self.network, network, root, action)
     said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    first = masked(said.policy[0], merge_time(t.observation))
+    first = mask_policy(said.policy[0], merge_time(t.observation))
     return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
 
   def policy_gradient(
@@ -330,14 +330,14 @@ class Muesli:
     )
 
 
-def goals_of(t: TimeStep, targets: Targets, unroll: int) -> Goals:
+def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
   """What the model should say, of timesteps [L, B] and their targets."""
   roots = t.reward.shape[0] - unroll
   wide = functools.partial(spread, roots=roots, actions=unroll)
   end, found = ends(t, roots, unroll), jax.tree.map(wide, targets)
   found = found._replace(value=jnp.where(end.within, found.value, 0.0))
   reward = jnp.where(end.passed, 0.0, wide(t.reward))
-  return Goals(found, reward, end.policy_mask, end.value_mask, end.reward_mask)
+  return MuesliGoals(found, reward, end.policy_mask, end.value_mask, end.reward_mask)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:

@@ -1,10 +1,10 @@
 """MuZero: search in a learned model (Schrittwieser et al. 2020, arXiv 1911.08265), as settings its successors.
 
-Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303) by
+tree.Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303) by
 `sampled_actions`; Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) by `reanalyse`; the consistency loss of
 EfficientZero (Ye et al. 2021, arXiv 2111.00210) by `consistency`. The search is mctx's.
 
-Against the paper: Adam with weight decay in the place of SGD with momentum; a Gumbel search by default, whose root
+Against the paper: Adam with weight decay in the place of SGD with momentum; a tree.Gumbel search by default, whose root
 value is the value of the improved policy, and not the mean over all visits; replay's priorities are exponentiated by
 `buffer.priority_exponent`; after learning, a priority is by the network's value and not by the search's, which would
 never change. Past the end of an episode, value and reward are 0 and the policy is masked; the actions there are
@@ -24,23 +24,15 @@ import tyro
 from jax import lax
 
 from podrace import distributions
-from podrace.agents import value_based
+from podrace.agents import muzero_losses, muzero_targets, value_based
+from podrace.agents import search as tree
 from podrace.agents.model_unroll import imagine
-from podrace.agents.muzero_targets import (
-  Goals,
-  goals_of,
-  outside,
-  spread_all,
-  streams,
-  unfit,
-  value_targets,
-)
-from podrace.agents.search import Params, Plan, by_chance, plan, predict
-from podrace.envs.states import rules, takes_turns
+from podrace.agents.search import MuZeroParams, Plan, plan, predict
+from podrace.envs.states import rules
 from podrace.fields import check_fields
 from podrace.learner import clip_norm, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import decode, number_loss
+from podrace.networks.planning import decode
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
@@ -52,19 +44,20 @@ from podrace.types import (
   TimeStep,
   TrainState,
   Trajectory,
+  take_batch,
 )
 
 CANDIDATES = 16  # of continuous and multi-discrete actions, unless a number is given
 
 
-class Rest(NamedTuple):
+class MuZeroRest(NamedTuple):
   """What else is learned."""
 
   target: Any  # the network that reanalyses
   opt_state: Any
 
 
-class Extras(NamedTuple):
+class MuZeroExtras(NamedTuple):
   """What learning wants to know of each action, [B, ...]."""
 
   sample: Any  # the action before it was squashed into the space
@@ -127,6 +120,25 @@ class MuZero:
     countable = isinstance(self.network.distribution, distributions.Categorical)
     return self.sampled_actions or (0 if countable else CANDIDATES)
 
+  @property
+  def search_settings(self) -> tree.SearchSettings:
+    """The settings of a search, as `plan` takes them."""
+    network, puct = self.network, self.search == 'puct'
+    true = tree.TrueDynamics(network, self.environment)
+    return tree.SearchSettings(
+      model=network,
+      dynamics=true if self.model == 'rules' else tree.LearnedDynamics(network),
+      candidates=tree.Candidates(
+        network.distribution, self.num_candidates, self.sampled_temperature
+      ),
+      algorithm=tree.Puct(self.dirichlet_alpha, self.dirichlet_fraction, self.temperature)
+      if puct
+      else tree.Gumbel(self.considered_actions, self.value_scale, self.rescale_values),
+      discount=self.discount,
+      max_depth=self.max_depth,
+      greedy=self.greedy,
+    )
+
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: windows of the states that are unrolled from, and what follows them.
 
@@ -155,10 +167,10 @@ class MuZero:
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
-    rest = Rest(network, self.optimiser().init(network))
-    return TrainState(Params(network, jnp.int32(0)), rest)
+    rest = MuZeroRest(network, self.optimiser().init(network))
+    return TrainState(MuZeroParams(network, jnp.int32(0)), rest)
 
-  def warm_start(self, train: TrainState, params: Params) -> TrainState:
+  def warm_start(self, train: TrainState, params: MuZeroParams) -> TrainState:
     learned = train.params._replace(network=params.network)
     return TrainState(learned, train.rest._replace(target=params.network))
 
@@ -166,29 +178,32 @@ class MuZero:
     return self.network.initial_state(env_id.shape[0])
 
   def act(
-    self, params: Params, state: Any, timestep: TimeStep, key: Array
+    self, params: MuZeroParams, state: Any, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, Any]:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
     hidden = jax.tree.map(lambda x: x[0], hidden)
     x, found = self.choose(params, hidden, timestep.observation, key)
-    return ActorOutput(self.network.distribution.to_action(x), Extras(x, found)), state
+    return ActorOutput(self.network.distribution.to_action(x), MuZeroExtras(x, found)), state
 
-  def choose(self, params: Params, hidden: Any, observation: Any, key: Array) -> tuple[Any, Plan]:
+  def choose(
+    self, params: MuZeroParams, hidden: Any, observation: Any, key: Array
+  ) -> tuple[Any, Plan]:
     """Raw samples [B, ...] to act by, and the plans to learn from (Hamrick et al. 2021, arXiv 2011.04021)."""
     key, act_key, random_key, target_key = jax.random.split(key, 4)
-    x, found = plan(self, params, hidden, observation, key, self.simulations)
+    settings = self.search_settings
+    x, plans = plan(settings, params, hidden, observation, key, self.simulations)
     if self.acts == 'prior':
-      x, _ = plan(self, params, hidden, observation, act_key, 0)
+      x, _ = plan(settings, params, hidden, observation, act_key, 0)
     if self.epsilon and not self.greedy:
-      x = by_chance(self, x, observation, random_key)
+      x = tree.explore(self.network.distribution, x, observation, random_key, self.epsilon)
     if self.target_depth:
-      shallow = dataclasses.replace(self, max_depth=self.target_depth)
-      _, found = plan(shallow, params, hidden, observation, target_key, self.simulations)
-    return x, found
+      shallow = dataclasses.replace(settings, max_depth=self.target_depth)
+      _, plans = plan(shallow, params, hidden, observation, target_key, self.simulations)
+    return x, plans
 
   def advice(self, line: dict[str, Any]) -> str:
-    return unfit(line.get('outside_support') or 0.0, self.network.support)
+    return muzero_targets.support_advice(line.get('outside_support') or 0.0, self.network.support)
 
   # --- learning
 
@@ -199,7 +214,14 @@ class MuZero:
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
     window = sample.trajectory
     plans = self.refreshed(rest.target, before.steps, window, own_key)
-    goals = goals_of(self, self.behind(window.timesteps), plans)
+    goals = muzero_targets.make_goals(
+      self.behind(window.timesteps),
+      plans,
+      sequence=self.sequence,
+      unroll=self.ahead,
+      n_step=self.n_step,
+      discount=self.discount,
+    )
     weight = jnp.tile(sample.weight, self.sequence)
 
     def loss(network: Any) -> tuple[Array, Any]:
@@ -213,9 +235,9 @@ class MuZero:
       loss, self.optimiser(), before.network, rest.opt_state, keep=True
     )
     metrics['target_age'] = before.steps.astype(jnp.float32) - metrics['target_age']
-    params = Params(network, before.steps + 1)
+    params = MuZeroParams(network, before.steps + 1)
     target = value_based.follow(rest.target, network, params.steps, self.target_period, 1.0)
-    return TrainState(params, Rest(target, opt_state)), priority, metrics
+    return TrainState(params, MuZeroRest(target, opt_state)), priority, metrics
 
   def behind(self, tree: Any) -> Any:
     """What is behind the burn-in."""
@@ -235,38 +257,34 @@ class MuZero:
     """Of each window that is refreshed."""
     return self.positions
 
-  def reanalysed(self, batch: int) -> int:
-    """How many of a batch."""
-    return round(self.reanalyse * batch)
-
   def refreshed(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
     """The plans [positions, B, ...] of a window's states, with what is newer of the target network's."""
     kept: Plan = self.behind(window.outputs.extras.plan)
     if self.bootstrap == 'target':
       hidden = merge_time(self.represent(target, window, self.positions))
-      value = split_time(predict(self, target, hidden)[1], self.positions)
+      value = split_time(predict(self.network, target, hidden)[1], self.positions)
       kept = kept._replace(value=value)
     batch = window.env_id.shape[0]
-    some = self.reanalysed(batch)
-    if not some:
+    count = round(self.reanalyse * batch)
+    if not count:
       return kept
     pick_key, search_key = jax.random.split(key)
-    rows = jax.random.permutation(pick_key, batch)[:some]  # a batch may be sorted by stream
-    params = Params(target, steps - steps % self.target_period)
-    fresh = self.searched(params, streams(window, rows), search_key)
+    rows = jax.random.permutation(pick_key, batch)[:count]  # a batch may be sorted by stream
+    params = MuZeroParams(target, steps - steps % self.target_period)
+    fresh = self.searched(params, take_batch(window, rows), search_key)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
-  def searched(self, params: Params, window: Trajectory, key: Array) -> Plan:
+  def searched(self, params: MuZeroParams, window: Trajectory, key: Array) -> Plan:
     """The plans [positions, B, ...] of new searches in a window's states."""
     hidden = merge_time(self.represent(params.network, window, self.positions))
     observation = self.behind(window.timesteps.observation)
     observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
     simulations = self.reanalyse_simulations or self.simulations
-    _, found = plan(self, params, hidden, observation, key, simulations)
-    found = found._replace(reanalysed=jnp.ones_like(found.reanalysed))
-    return split_time(found, self.positions)
+    _, plans = plan(self.search_settings, params, hidden, observation, key, simulations)
+    plans = plans._replace(reanalysed=jnp.ones_like(plans.reanalysed))
+    return split_time(plans, self.positions)
 
-  def refresh(self, params: Params, window: Trajectory, key: Array) -> Trajectory:
+  def refresh(self, params: MuZeroParams, window: Trajectory, key: Array) -> Trajectory:
     """The window with the plans of new searches; those of the burn-in stay, as nothing learns from them."""
     extras, behind = window.outputs.extras, slice(self.burn_in, self.burn_in + self.positions)
     fresh = self.searched(params, window, key)
@@ -274,36 +292,42 @@ class MuZero:
     return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
 
   def losses(
-    self, network: Any, window: Trajectory, goals: Goals
+    self, network: Any, window: Trajectory, goals: muzero_targets.MuZeroGoals
   ) -> tuple[Array, Array, dict[str, Array]]:
     """The loss [N] of each state, the value [N] there, and metrics."""
     roots = self.sequence + (self.ahead if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
-    samples = spread_all(self, self.behind(window.outputs.extras.sample))
+    samples = muzero_targets.spread_all(
+      self.behind(window.outputs.extras.sample), self.sequence, self.ahead
+    )
     actions = jax.tree.map(lambda x: x[:-1], samples)
     hidden, reward = imagine(self.network, network, root, actions)
     said = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
     share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
 
-    policy, entropy = policy_losses(self, said.policy, goals.plan)
+    policy, entropy = muzero_losses.policy_losses(
+      self.network.distribution, said.policy, goals.plan, self.num_candidates
+    )
     policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
     value = jnp.sum(
-      share * goals.value_mask * number_losses(said.value, goals.value, support), axis=0
+      share * goals.value_mask * muzero_losses.number_losses(said.value, goals.value, support),
+      axis=0,
     )
     rewards = jnp.zeros_like(value)
     if self.ahead:
-      each = goals.reward_mask[1:] * number_losses(reward, goals.reward[1:], support)
+      each = goals.reward_mask[1:] * muzero_losses.number_losses(reward, goals.reward[1:], support)
       rewards = jnp.sum(share[1:] * each, axis=0)
     total = policy + self.value_cost * value + self.reward_cost * rewards
     now = decode(said.value[0], support)
     parts = dict(policy_loss=policy, value_loss=value, reward_loss=rewards, value=now)
-    metrics = means(parts, goals.policy_mask[0] * entropy[0], goals.plan)
+    metrics = muzero_losses.mean_metrics(parts, goals.policy_mask[0] * entropy[0], goals.plan)
     if support is not None:
-      metrics['outside_support'] = jnp.mean(outside(goals.value[0], support))
+      metrics['outside_support'] = jnp.mean(muzero_targets.is_outside(goals.value[0], support))
     if self.consistency:
-      distance = consistency_losses(self, network, hidden, spread_all(self, observed))
+      observed = muzero_targets.spread_all(observed, self.sequence, self.ahead)
+      distance = muzero_losses.consistency_losses(self.network, network, hidden, observed)
       distance = jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
       metrics['consistency_loss'] = jnp.mean(distance)
       total += self.consistency * distance
@@ -312,7 +336,10 @@ class MuZero:
   def initial_priority(self, window: Trajectory) -> Array:
     """The priority [B] of new windows: how far the searches' values are from their targets."""
     timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
-    target = value_targets(self, timesteps, value)[: self.sequence]
+    target = muzero_targets.value_targets(
+      timesteps, value, n_step=self.n_step, discount=self.discount
+    )
+    target = target[: self.sequence]
     error = jnp.abs(value[: self.sequence] - target) if self.n_step else 1.0
     valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
     return jnp.mean(valid * (error + 1e-6), axis=0)
@@ -320,41 +347,6 @@ class MuZero:
   def optimiser(self) -> optax.GradientTransformation:
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))
-
-
-def means(each: dict[str, Array], entropy: Array, plans: Plan) -> dict[str, Array]:
-  """Metrics: of what there is [N] of each state, and of the plans [U + 1, N, ...] that were learned from."""
-  age, share = plans.steps[0].astype(jnp.float32), plans.reanalysed[0].astype(jnp.float32)
-  found = dict(**each, entropy=entropy, target_age=age, reanalysed=share)
-  return {name: jnp.mean(x) for name, x in found.items()}
-
-
-def number_losses(outputs: Array, x: Array, support: Array | None) -> Array:
-  """Of outputs [U, N, ...] and numbers [U, N]."""
-  return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
-
-
-def policy_losses(agent: Any, policy: Array, plans: Plan) -> tuple[Array, Array]:
-  """Cross-entropies [U + 1, N] of policies [U + 1, N, P] with plans, and an estimate of their entropies."""
-  kind = agent.network.distribution
-  if not agent.num_candidates:
-    log_p = jax.nn.log_softmax(policy)
-    return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-  wide = jnp.repeat(policy[:, :, None], agent.num_candidates, axis=2)
-  log_p = kind.log_prob(wide, plans.candidates)
-  return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
-
-
-def consistency_losses(agent: Any, network: Any, hidden: Any, observed: Any) -> Array:
-  """How far imagined hidden states are from observed ones [U, N]: 1 less the cosine of their projections."""
-
-  def project(x: Any, online: bool) -> Array:
-    found = agent.network.project(network, merge_time(x), online)
-    return split_time(found / (jnp.linalg.norm(found, axis=-1, keepdims=True) + 1e-5), agent.ahead)
-
-  imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
-  real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
-  return 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
 
 
 def check_settings(agent: MuZero) -> None:
@@ -370,7 +362,9 @@ def check_settings(agent: MuZero) -> None:
   if agent.model == 'rules' and agent.consistency:
     raise ValueError(f'consistency {agent.consistency} is for a learned model, not for the rules')
   if agent.environment is not None:
-    check_environment(agent)
+    tree.check_discount(agent.discount, agent.environment)
+    if agent.model == 'rules' and agent.recurrent:
+      raise ValueError(f'model rules has no core {agent.network.core!r}: it knows the state')
   if agent.sampled_actions == 1:
     raise ValueError(
       f'sampled_actions must be 0, for all actions, or at least 2, not {agent.sampled_actions}'
@@ -396,20 +390,3 @@ def check_memory(agent: MuZero, unroll_length: int) -> None:
     )
   if agent.burn_in and not agent.recurrent:
     raise ValueError(f'burn_in {agent.burn_in} is for a network with a core; this one has none')
-
-
-def check_environment(agent: MuZero) -> None:
-  """Raises ValueError where the settings do not fit the environment that was bound."""
-  turns, discount = takes_turns(agent.environment), agent.discount
-  if turns and discount > 0:
-    raise ValueError(
-      f'discount {discount}: two players take turns in this environment, so what is good for one of them is bad for '
-      f'the other; give --agent.discount -{discount:g}'
-    )
-  if discount < 0 and not turns:
-    raise ValueError(
-      f'discount {discount} is for two players that take turns, as in pgx:tic_tac_toe,opponent=self; here it must be '
-      'at least 0'
-    )
-  if agent.model == 'rules' and agent.recurrent:
-    raise ValueError(f'model rules has no core {agent.network.core!r}: it knows the state')

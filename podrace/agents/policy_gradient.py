@@ -13,7 +13,7 @@ from podrace.networks import Network, body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
-class Params(NamedTuple):
+class PolicyParams(NamedTuple):
   """All that acting needs."""
 
   network: Any
@@ -36,7 +36,7 @@ class PolicyExtras(NamedTuple):
   discounted_return: Any = ()
 
 
-class Transitions(NamedTuple):
+class PolicyTransitions(NamedTuple):
   """The T transitions of a trajectory, [T, B] each; see podrace.returns for the suffixes."""
 
   reward_t: Array
@@ -45,7 +45,7 @@ class Transitions(NamedTuple):
   mask: Array  # f32, 0 for LAST -> FIRST, which is no transition of any episode
 
 
-def observe(params: Params, timestep: TimeStep) -> TimeStep:
+def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
   """The timestep with its observation as the network wants it."""
   if not params.observation:
     return timestep
@@ -78,7 +78,7 @@ def initial_state(network: Network, env_id: Array, normalize_rewards: bool) -> P
 
 def act(
   network: Network,
-  params: Params,
+  params: PolicyParams,
   state: PolicyState,
   timestep: TimeStep,
   key: Array,
@@ -109,13 +109,13 @@ def act(
 
 
 def transitions(
-  trajectory: Trajectory, params: Params, discount: float, lambda_: float
-) -> Transitions:
+  trajectory: Trajectory, params: PolicyParams, discount: float, lambda_: float
+) -> PolicyTransitions:
   """Cuts a trajectory into transitions. The only rule about episode ends is here."""
   before = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   reward = normalize.scale(params.reward, after.reward) if params.reward else after.reward
-  return Transitions(
+  return PolicyTransitions(
     reward_t=reward,
     discount_t=discount * after.discount,
     lambda_t=jnp.where(after.last, 0.0, lambda_),
@@ -125,7 +125,7 @@ def transitions(
 
 def init_params(
   network: Network, key: Array, *, normalize_observations: bool, normalize_rewards: bool
-) -> Params:
+) -> PolicyParams:
   """Return the parameters before learning.
 
   Raises:
@@ -139,14 +139,14 @@ def init_params(
       'normalize_observations is for observations with floats in them (an action_mask aside); '
       f"this environment's are {shapes}: leave it out"
     )
-  return Params(
+  return PolicyParams(
     network=network.init(key),
     observation=normalize.init(one) if normalize_observations else (),
     reward=normalize.init(jnp.float32(0)) if normalize_rewards else (),
   )
 
 
-def new_moments(params: Params, trajectory: Trajectory) -> Any:
+def new_moments(params: PolicyParams, trajectory: Trajectory) -> Any:
   """What this device's trajectory adds to the statistics; each timestep is counted once."""
   observation: Any = ()
   if params.observation:
@@ -158,7 +158,7 @@ def new_moments(params: Params, trajectory: Trajectory) -> Any:
   return observation, reward
 
 
-def merge_moments(params: Params, joined: Any, num_devices: int) -> Params:
+def merge_moments(params: PolicyParams, joined: Any, num_devices: int) -> PolicyParams:
   """The statistics after this update, from moments averaged over the devices."""
   observation, reward = joined
   return params._replace(

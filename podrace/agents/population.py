@@ -18,7 +18,7 @@ from podrace.fields import PlainText
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState
 
 
-class Rest(NamedTuple):
+class VariedRest(NamedTuple):
   """What a member has besides its parameters."""
 
   values: dict[str, Array]  # of its setting, [] f32 each
@@ -74,12 +74,12 @@ class Varied:
   def _init(self, key: Array, row: Array) -> TrainState:
     train: TrainState = self.agent.init(key)
     values = {name: row[i] for i, name in enumerate(self.fields)}
-    return TrainState(train.params, Rest(values, train.rest))
+    return TrainState(train.params, VariedRest(values, train.rest))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
-    rest: Rest = train.rest
+    rest: VariedRest = train.rest
     began = hooks.warm_start(self.agent, TrainState(train.params, rest.rest), params)
-    return TrainState(began.params, Rest(rest.values, began.rest))
+    return TrainState(began.params, VariedRest(rest.values, began.rest))
 
   def initial_state(self, env_id: Array) -> Any:
     return self.agent.initial_state(env_id)
@@ -94,7 +94,7 @@ class Varied:
     values, rest = train.rest
     agent = with_values(self.agent, values)
     after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)
-    return TrainState(after.params, Rest(values, after.rest)), priority, metrics
+    return TrainState(after.params, VariedRest(values, after.rest)), priority, metrics
 
 
 def _value(settings: Any, path: str) -> Any:

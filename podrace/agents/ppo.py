@@ -31,7 +31,7 @@ from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
-class Batch(NamedTuple):
+class PPOBatch(NamedTuple):
   """What the epochs go over, [T, B] each (or a minibatch of it)."""
 
   timesteps: TimeStep  # [T, B, ...] without the last
@@ -92,7 +92,7 @@ class PPO:
 
   def act(
     self,
-    params: policy_gradient.Params,
+    params: policy_gradient.PolicyParams,
     state: policy_gradient.PolicyState,
     timestep: TimeStep,
     key: Array,
@@ -149,7 +149,7 @@ class PPO:
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics)
 
-  def batch(self, params: policy_gradient.Params, trajectory: Trajectory) -> Batch:
+  def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
     """Advantages and value targets from the parameters before the update."""
     timesteps = policy_gradient.observe(params, trajectory.timesteps)
     output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
@@ -160,7 +160,7 @@ class PPO:
     target = advantage + v_tm1
     if self.normalize_advantages:
       advantage = standardize(advantage, step.mask)
-    return Batch(
+    return PPOBatch(
       timesteps=jax.tree.map(lambda x: x[:-1], timesteps),
       extras=trajectory.outputs.extras._replace(discounted_return=()),
       value=v_tm1,
@@ -170,7 +170,7 @@ class PPO:
     )
 
   def loss(
-    self, params: policy_gradient.Params, state: Any, batch: Batch, key: Array
+    self, params: policy_gradient.PolicyParams, state: Any, batch: PPOBatch, key: Array
   ) -> tuple[Array, Metrics]:
     """Equation 9 of the paper, negated; a mean over the minibatch, masked steps counting as 0.
 
@@ -202,7 +202,7 @@ class PPO:
     return total, metrics
 
   def outer_loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
     """Of self-tuning: that of the whole batch, with advantages and targets by these parameters."""
     batch = lax.stop_gradient(self.batch(params, trajectory))
@@ -233,7 +233,7 @@ class PPO:
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
 
-  def take(self, batch: Batch, core: Any, index: Array) -> tuple[Batch, Any]:
+  def take(self, batch: PPOBatch, core: Any, index: Array) -> tuple[PPOBatch, Any]:
     """The minibatch at `index`, and the recurrent state before it."""
     if self.recurrent:
       return jax.tree.map(lambda x: x[:, index], batch), jax.tree.map(lambda x: x[index], core)

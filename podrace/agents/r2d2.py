@@ -41,7 +41,7 @@ from podrace.types import (
 )
 
 
-class Rest(NamedTuple):
+class R2D2Rest(NamedTuple):
   """What else is learned."""
 
   target: Any  # the network that is bootstrapped from
@@ -49,7 +49,7 @@ class Rest(NamedTuple):
   steps: Array  # [] i32 gradient steps so far
 
 
-class State(NamedTuple):
+class R2D2State(NamedTuple):
   """What acting carries along, [B, ...]."""
 
   core: Any  # the network's recurrent state
@@ -103,32 +103,32 @@ class R2D2:
 
   def init(self, key: Array) -> TrainState:
     network = self.network.init(key)
-    return TrainState(network, Rest(network, self.optimiser().init(network), jnp.int32(0)))
+    return TrainState(network, R2D2Rest(network, self.optimiser().init(network), jnp.int32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
     return TrainState(params, train.rest._replace(target=params))
 
-  def initial_state(self, env_id: Array) -> State:
+  def initial_state(self, env_id: Array) -> R2D2State:
     epsilon = value_based.epsilon_ladder(
       env_id, self.total_envs, self.epsilon_base, self.epsilon_power
     )
-    return State(self.network.initial_state(env_id.shape[0]), epsilon)
+    return R2D2State(self.network.initial_state(env_id.shape[0]), epsilon)
 
   def act(
-    self, params: Any, state: State, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, State]:
+    self, params: Any, state: R2D2State, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, R2D2State]:
     q, core = self.network.step(params, state.core, timestep)
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
     action = value_based.epsilon_greedy(values, epsilon, key)
-    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(value_based.chosen(values, action), jnp.max(values, axis=-1))
     return ActorOutput(action, extras), state._replace(core=core)
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
     del key
-    rest: Rest = train.rest
+    rest: R2D2Rest = train.rest
 
     def loss(network: Any) -> tuple[Array, Any]:
       error, mask, values = self.errors(network, rest.target, sample.trajectory)
@@ -141,7 +141,7 @@ class R2D2:
     )
     steps = rest.steps + 1
     target = value_based.follow(rest.target, network, steps, self.target_period, 1.0)
-    return TrainState(network, Rest(target, opt_state, steps)), priority, metrics
+    return TrainState(network, R2D2Rest(target, opt_state, steps)), priority, metrics
 
   def errors(self, network: Any, target: Any, window: Trajectory) -> tuple[Array, Array, Array]:
     """Errors, their mask and the values of the actions taken, [sequence, B] each."""

@@ -27,7 +27,7 @@ from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
 
 
-class Learned(NamedTuple):
+class SACLearned(NamedTuple):
   """All that takes gradient steps."""
 
   actor: Any
@@ -35,7 +35,7 @@ class Learned(NamedTuple):
   log_alpha: Array  # [] f32 the temperature's
 
 
-class Rest(NamedTuple):
+class SACRest(NamedTuple):
   """What else is learned, and not sent to actors."""
 
   critic: Any
@@ -72,9 +72,9 @@ class SAC:
   def init(self, key: Array) -> TrainState:
     actor_key, critic_key = jax.random.split(key)
     log_alpha = jnp.float32(math.log(self.initial_temperature))
-    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
+    learned = SACLearned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
     opt_state = self.optimiser().init(learned)
-    return TrainState(learned.actor, Rest(learned.critic, log_alpha, learned.critic, opt_state))
+    return TrainState(learned.actor, SACRest(learned.critic, log_alpha, learned.critic, opt_state))
 
   def initial_state(self, env_id: Array) -> Any:
     del env_id
@@ -89,7 +89,7 @@ class SAC:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    rest: Rest = train.rest
+    rest: SACRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     target_key, actor_key = jax.random.split(own_key)
@@ -97,7 +97,7 @@ class SAC:
     taken = self.critic.distribution.to_unit(step.action)
     weight = sample.weight * step.mask
 
-    def loss(learned: Learned) -> tuple[Array, Any]:
+    def loss(learned: SACLearned) -> tuple[Array, Any]:
       q = self.critic.value(learned.critic, step.before.observation, taken)[..., 0]
       error = target[None] - q
       critic_loss = 0.5 * jnp.mean(weight[None] * jnp.square(error)) * q.shape[0]
@@ -119,12 +119,12 @@ class SAC:
       priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
       return total, (metrics, priority)
 
-    learned = Learned(train.params, rest.critic, rest.log_alpha)
+    learned = SACLearned(train.params, rest.critic, rest.log_alpha)
     learned, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), learned, rest.opt_state, keep=True
     )
     followed = optax.incremental_update(learned.critic, rest.target, self.target_rate)
-    rest = Rest(learned.critic, learned.log_alpha, followed, opt_state)
+    rest = SACRest(learned.critic, learned.log_alpha, followed, opt_state)
     return TrainState(learned.actor, rest), priority, metrics
 
   def draw(self, actor: Any, timestep: TimeStep, key: Array) -> tuple[Array, Array]:
@@ -134,7 +134,9 @@ class SAC:
     x = policy.sample(outputs, key)
     return jnp.tanh(x), policy.log_prob(outputs, x)
 
-  def target(self, actor: Any, rest: Rest, step: value_based.Transitions, key: Array) -> Array:
+  def target(
+    self, actor: Any, rest: SACRest, step: value_based.NStepTransitions, key: Array
+  ) -> Array:
     """What the critics should say, [B]; equation 3 of the paper."""
     action, log_prob = self.draw(actor, step.after, key)
     q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)
@@ -153,4 +155,4 @@ class SAC:
       critic=self.critic_learning_rate,
       log_alpha=self.temperature_learning_rate,
     )
-    return separately(rates, Learned)
+    return separately(rates, SACLearned)

@@ -13,14 +13,14 @@ from podrace.distributions import MASKED
 from podrace.types import Array, TimeStep, Trajectory
 
 
-class Extras(NamedTuple):
+class ValueExtras(NamedTuple):
   """What acting tells for the first priority of a window, [B] f32 each."""
 
   value: Array  # of the action that was taken
   best: Array  # of the best one
 
 
-class Transitions(NamedTuple):
+class NStepTransitions(NamedTuple):
   """One n-step transition for each of B windows."""
 
   r_t: Array  # [B] f32
@@ -32,7 +32,7 @@ class Transitions(NamedTuple):
   end: Array  # [B] i32, where `after` is in the window
 
 
-def transitions(window: Trajectory, discount: float) -> Transitions:
+def transitions(window: Trajectory, discount: float) -> NStepTransitions:
   """Windows [n+1, B] as one transition each, ended early where an episode ends."""
   timesteps = window.timesteps
   step = jax.vmap(returns.n_step, in_axes=1)(
@@ -40,7 +40,7 @@ def transitions(window: Trajectory, discount: float) -> Transitions:
   )
   streams = jnp.arange(step.end.shape[0])
   before = jax.tree.map(lambda x: x[0], timesteps)
-  return Transitions(
+  return NStepTransitions(
     r_t=step.r_t,
     discount_t=step.discount_t,
     before=before,

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podrace.agents.rules.layers import (
-  Params,
+  RuleParams,
   backwards,
   dense,
   embed,
@@ -54,7 +54,7 @@ class Predicted(NamedTuple):
   z: Array  # [T+1, B, A, Y] f32 logits
 
 
-class Inputs(NamedTuple):
+class DiscoInputs(NamedTuple):
   """What a rule looks at, of a trajectory of T steps."""
 
   online: Predicted
@@ -71,14 +71,14 @@ class Inputs(NamedTuple):
   scaled_advantages: Array  # [T, B, A] f32
 
 
-class State(NamedTuple):
+class DiscoRuleState(NamedTuple):
   """What a rule knows of an agent's lifetime, [M] each."""
 
   hidden: Array
   cell: Array
 
 
-class Targets(NamedTuple):
+class DiscoTargets(NamedTuple):
   """Where the predictions should move: logits, of which the loss is a KL divergence."""
 
   policy: Array  # [T, B, A] f32
@@ -128,7 +128,7 @@ class Sizes:
     return with_biases(linear)
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
     return cls(**{field: params[name].shape[axis] for field, (name, axis) in WIDTHS.items()})
 
 
@@ -170,24 +170,28 @@ def init(key: Array, sizes: Sizes) -> dict[str, Array]:
 # --- the network -----------------------------------------------------------------------------------------
 
 
-def initial_state(lifetime: int) -> State:
+def initial_state(lifetime: int) -> DiscoRuleState:
   """Of a new agent; `lifetime` is that of `Sizes`."""
-  return State(jnp.zeros(lifetime), jnp.zeros(lifetime))
+  return DiscoRuleState(jnp.zeros(lifetime), jnp.zeros(lifetime))
 
 
-def update(params: Params, state: State, inputs: Inputs) -> tuple[Targets, State]:
+def update(
+  params: RuleParams, state: DiscoRuleState, inputs: DiscoInputs
+) -> tuple[DiscoTargets, DiscoRuleState]:
   """One step of a rule."""
   found, summary = targets(params, state, inputs)
   return found, remember(params, state, summary)
 
 
-def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Array]:
+def targets(
+  params: RuleParams, state: DiscoRuleState, inputs: DiscoInputs
+) -> tuple[DiscoTargets, Array]:
   """Targets of a trajectory, and its summary [summary], to be averaged over the devices."""
   rows, actions = describe(params, 'lstm', inputs)
   x = backwards(params, 'lstm/lstm/linear', rows, inputs.last)
   x = x * dense(params, 'lstm/linear', state.hidden[None])[None]
   y, z = dense(params, 'lstm/linear_2', x), dense(params, 'lstm/linear_3', x)
-  found = Targets(policy_target(params, x, actions), y, z)
+  found = DiscoTargets(policy_target(params, x, actions), y, z)
   rows, _ = describe(params, HIDDEN, inputs)
   parts = [
     rows,
@@ -198,14 +202,14 @@ def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Arra
   return found, jnp.mean(summary, axis=(0, 1))
 
 
-def remember(params: Params, state: State, summary: Array) -> State:
+def remember(params: RuleParams, state: DiscoRuleState, summary: Array) -> DiscoRuleState:
   """The state after an update of this summary [summary]."""
   name = f'{HIDDEN}/lstm/linear'
   gates = dense(params, name, jnp.concatenate([summary, state.hidden])[None])
-  return State(*lstm(gates[0], state.cell))
+  return DiscoRuleState(*lstm(gates[0], state.cell))
 
 
-def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]:
+def describe(params: RuleParams, prefix: str, inputs: DiscoInputs) -> tuple[Array, Array]:
   """Each step as numbers [T, B, N], and each action in it as [T, B, A, C].
 
   Probabilities and values are data; a meta-gradient goes through y and z alone.
@@ -238,7 +242,7 @@ def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]
   return jnp.concatenate([x.reshape(t, b, -1) for x in parts], axis=-1), actions
 
 
-def policy_target(params: Params, x: Array, actions: Array) -> Array:
+def policy_target(params: RuleParams, x: Array, actions: Array) -> Array:
   """Logits [T, B, A] from steps [T, B, H] and actions [T, B, A, C]."""
   t, b, num_actions, _ = actions.shape
   steps = jnp.broadcast_to(x[:, :, None], (t, b, num_actions, x.shape[-1]))
@@ -246,7 +250,7 @@ def policy_target(params: Params, x: Array, actions: Array) -> Array:
   return dense(params, 'lstm/linear_4', found)[..., 0]
 
 
-def pool(params: Params, name: str, x: Array) -> Array:
+def pool(params: RuleParams, name: str, x: Array) -> Array:
   """A layer for each action [T, B, A, N] that sees the mean of all of them as well."""
   w, size = params[f'{name}/w'][0], x.shape[-1]
   mean = jnp.mean(x, axis=2)

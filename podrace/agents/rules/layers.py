@@ -12,7 +12,7 @@ from jax import lax
 
 from podrace.types import Array
 
-Params = Mapping[str, Any]  # name in the file -> f32 array
+RuleParams = Mapping[str, Any]  # name in the file -> f32 array
 
 
 def with_biases(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -42,13 +42,13 @@ def initial(
   return params
 
 
-def dense(params: Params, name: str, x: Array) -> Array:
+def dense(params: RuleParams, name: str, x: Array) -> Array:
   """A linear layer on [..., N]."""
   w, b = params[f'{name}/w'], params[f'{name}/b']
   return (x.reshape(-1, w.shape[0]) @ w + b[None]).reshape(*x.shape[:-1], -1)
 
 
-def embed(params: Params, name: str, x: Array) -> Array:
+def embed(params: RuleParams, name: str, x: Array) -> Array:
   """A prediction [..., Y] as one number [..., 1]."""
   return dense(params, f'{name}/~/linear_1', jax.nn.relu(dense(params, f'{name}/~/linear_0', x)))
 
@@ -60,7 +60,7 @@ def lstm(gates: Array, cell: Array) -> tuple[Array, Array]:
   return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 
 
-def backwards(params: Params, name: str, rows: Array, last: Array) -> Array:
+def backwards(params: RuleParams, name: str, rows: Array, last: Array) -> Array:
   """An LSTM over a trajectory [T, B, N], from its end; it begins anew where an episode ends, `last` [T, B]."""
   w, b = params[f'{name}/w'], params[f'{name}/b']
   inputs, size = rows.shape[-1], b.shape[0] // 4

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace.agents.rules.layers import (
-  Params,
+  RuleParams,
   backwards,
   dense,
   embed,
@@ -36,7 +36,7 @@ REGULARISERS = {  # metrics of an agent that learns by it -> their weights in me
 INPUTS = 6  # numbers that describe a step
 
 
-class Inputs(NamedTuple):
+class LPGInputs(NamedTuple):
   """What the rule looks at, of a trajectory of T steps."""
 
   reward: Array  # [T, B] f32
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
   y: Array  # [T+1, B, Y] f32 logits
 
 
-class Targets(NamedTuple):
+class LPGTargets(NamedTuple):
   """How the agent should change."""
 
   policy: Array  # [T, B] f32: by how much the logarithm of the action's probability should grow
@@ -74,7 +74,7 @@ class Sizes:
     )
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
     (trajectory, predictions), width = params['y/linear/w'].shape, params['embedding/~/linear_0/b']
     return cls(predictions, trajectory, width.shape[0])
 
@@ -84,7 +84,7 @@ def init(key: Array, sizes: Sizes) -> dict[str, Array]:
   return initial(key, sizes.shapes(), {})
 
 
-def targets(params: Params, inputs: Inputs, discount: float) -> Targets:
+def targets(params: RuleParams, inputs: LPGInputs, discount: float) -> LPGTargets:
   """What a trajectory says to an agent of this discount."""
   y = embed(params, 'embedding', jax.nn.softmax(inputs.y))[..., 0]
   rows = (
@@ -96,4 +96,4 @@ def targets(params: Params, inputs: Inputs, discount: float) -> Targets:
     y[1:] * inputs.discount,
   )
   x = backwards(params, 'lstm/linear', jnp.stack(rows, axis=-1), inputs.last)
-  return Targets(dense(params, 'policy/linear', x)[..., 0], dense(params, 'y/linear', x))
+  return LPGTargets(dense(params, 'policy/linear', x)[..., 0], dense(params, 'y/linear', x))

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from podrace.agents.rules.layers import Params
+from podrace.agents.rules.layers import RuleParams
 from podrace.errors import UnreadableFile, UsageError
 from podrace.system.files import save_arrays, write_whole
 from podrace.system.files.reading import read_bytes, read_npz
@@ -32,7 +32,7 @@ class Sizes(Protocol):
     ...
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
     """The widths that a rule has."""
     ...
 
@@ -89,7 +89,7 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   return params
 
 
-def _agent_of(params: Params, kind: type[Sizes]) -> str:
+def _agent_of(params: RuleParams, kind: type[Sizes]) -> str:
   """The other agent that learns by such arrays; '' if none does."""
   from podrace.agents.rules import disco, lpg
 
@@ -99,7 +99,7 @@ def _agent_of(params: Params, kind: type[Sizes]) -> str:
   )
 
 
-def check(params: Params, path: str, kind: type[Sizes]) -> None:
+def check(params: RuleParams, path: str, kind: type[Sizes]) -> None:
   """Raises UsageError unless these arrays make a rule of the kind."""
   names = kind().shapes()
   if other := _agent_of(params, kind):
@@ -136,7 +136,7 @@ def check_fits(path: str, ours: dict[str, tuple[int, int]]) -> None:
       raise UsageError(f'the rule {path} needs {option} {needed}, not {has}')
 
 
-def save(path: str | Path, params: Params) -> None:
+def save(path: str | Path, params: RuleParams) -> None:
   """Writes a rule as `load` reads it, whole or not at all."""
   arrays: Any = {name: np.asarray(x) for name, x in params.items()}
   content = io.BytesIO()
