@@ -2,29 +2,37 @@
 
 The four are `podrace.types.Agent`. The others:
 
-- `memory(num_envs, unroll_length, stack) -> Replay`: what it learns from. Without, it learns from the newest
-  trajectory. `stack` is how many frames an observation of the environment is made of; 0 if it is no stack.
+- `memory(num_envs, unroll_length, stack) -> Replay`: what it learns from. Without, it learns from
+  the newest trajectory. `stack` is how many frames an observation of the environment is made of; 0
+  if it is no stack.
 - `greedy: bool = False`, a field: whether it takes its best action, for evaluation. Without, only
   `podrace eval --sample` can evaluate it.
-- fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
-- `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
-- `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in JAX. For agents
-  that try out actions by its rules.
-- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does not fit; '' if all
-  is well. A run prints the first one.
+- fields with `bind(observation_space, action_space)`, such as networks: they are bound before the
+  run begins.
+- `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for
+  schedules.
+- `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in
+  JAX. For agents that try out actions by its rules.
+- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does
+  not fit; '' if all is well. A run prints the first one.
 - `opening() -> str`: what a run says of it when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
-- `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer targets in their
-  `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be refreshed.
-- `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's length.
-- `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
-  `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
-- `sharding_rules`, of its networks: tuples (pattern, axis) for `--model-devices`, see docs/model_axis.md.
-- `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its place.
-- `settings: int` and `init_members(keys) -> TrainState`: how many settings of hyper-parameters it has, for runs
-  of several seeds in one program, and the beginning of all members; each setting has the same seeds.
-- `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn` with code that
-  does not trace under that check, such as loops whose carries start from literals.
+- `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
+  targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
+  refreshed.
+- `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
+  length.
+- `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
+  for `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
+- `sharding_rules`, of its networks: tuples (pattern, axis) for `--model-devices`, see
+  docs/model_axis.md.
+- `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its
+  place.
+- `settings: int` and `init_members(keys) -> TrainState`: how many settings of hyper-parameters it
+  has, for runs of several seeds in one program, and the beginning of all members; each setting has
+  the same seeds.
+- `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn`
+  with code that does not trace under that check, such as loops whose carries start from literals.
 
 Importing this does not import jax.
 """
@@ -53,6 +61,7 @@ def lacks(agent: Any) -> list[str]:
 
 
 def learns_from_replay(agent: Any) -> bool:
+  """Return whether the agent learns from replay."""
   return hasattr(agent, 'memory')
 
 
@@ -81,6 +90,7 @@ def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay
 
 
 def can_be_greedy(agent: Any) -> bool:
+  """Return whether the agent can take its best action."""
   return hasattr(agent, 'greedy')
 
 
@@ -124,6 +134,7 @@ def gradient_steps(agent: Any) -> int:
 
 
 def can_refresh(agent: Any) -> bool:
+  """Return whether the agent can refresh the targets in its replay."""
   return hasattr(agent, 'refresh') and learns_from_replay(agent)
 
 

@@ -130,7 +130,8 @@ def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformati
 def scale_by_adam(epsilon: float) -> optax.GradientTransformation:
   """Adam for agents whose rule is learned: no meta-gradient goes through its denominator (Oh et al. 2025, Nature).
 
-  Without meta-gradients it is optax's. With them that one gives NaN, as the root has no derivative at 0.
+  Without meta-gradients it is optax's. With them that one gives NaN, as the root has no derivative
+  at 0.
   """
   b1, b2 = 0.9, 0.999
   adam = optax.scale_by_adam(b1, b2, epsilon)

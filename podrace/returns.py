@@ -64,8 +64,9 @@ def vtrace(
   `rho_tm1` is pi(a|s) / mu(a|s), not clipped, of the action at t-1. Where `lambda_t` is 0 the
   policy gradient too bootstraps from v_t and not from the (foreign) target behind it.
 
-  `clip_mix` is the share of the clipped weight in each weight; the rest is the weight that is not clipped. Less
-  than 1 is leaky V-trace (Zahavy et al. 2020, arXiv 2002.12928), with one share for all weights.
+  `clip_mix` is the share of the clipped weight in each weight; the rest is the weight that is not
+  clipped. Less than 1 is leaky V-trace (Zahavy et al. 2020, arXiv 2002.12928), with one share for
+  all weights.
 
   Shapes: all [T] f32, `clip_mix` [].
   """
@@ -89,8 +90,9 @@ def clipped(rho: Array, limit: float, mix: float | Array) -> Array:
 def retrace(r_t: Array, discount_t: Array, c_t: Array, q_t: Array, v_t: Array) -> Array:
   """Retrace's estimates of Q_{t-1}, of the actions that were taken (Munos et al. 2016, arXiv 1606.02647, eq. 4).
 
-  `q_t` is the value of the action taken at t, `v_t` the expectation over the target policy's, and `c_t` the trace,
-  lambda min(1, pi / mu) of that action; 0 where timestep t is LAST. The last step bootstraps from v_t.
+  `q_t` is the value of the action taken at t, `v_t` the expectation over the target policy's, and
+  `c_t` the trace, lambda min(1, pi / mu) of that action; 0 where timestep t is LAST. The last step
+  bootstraps from v_t.
 
   Shapes: all [T] f32.
   """
@@ -159,9 +161,9 @@ def unscale(x: Array, epsilon: float = 1e-3) -> Array:
 def project(atoms: Array, probabilities: Array, support: Array) -> Array:
   """Return a distribution over any atoms [N] as one over an ascending support [M] (C51's projection).
 
-  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M]. Each gap of the support
-  counts by its own width. The gaps of an even support differ by rounding, and with one width for all of them the
-  probabilities add up to 1 only within that.
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M]. Each gap
+  of the support counts by its own width. The gaps of an even support differ by rounding, and with
+  one width for all of them the probabilities add up to 1 only within that.
   """
   gaps = jnp.diff(support)
   below, above = jnp.concatenate([gaps[:1], gaps]), jnp.concatenate([gaps, gaps[-1:]])
@@ -174,8 +176,8 @@ def project(atoms: Array, probabilities: Array, support: Array) -> Array:
 def quantile_loss(quantiles: Array, targets: Array, threshold: float = 1.0) -> Array:
   """The quantile Huber loss of quantiles [N] against sampled targets [M], [] f32.
 
-  Dabney et al. 2018 (arXiv 1710.10044, eq. 10), divided by the threshold, so that the smallest ones give
-  the quantile loss itself (arXiv 1806.06923, eq. 3).
+  Dabney et al. 2018 (arXiv 1710.10044, eq. 10), divided by the threshold, so that the smallest ones
+  give the quantile loss itself (arXiv 1806.06923, eq. 3).
   """
   n = quantiles.shape[0]
   tau = (jnp.arange(n, dtype=jnp.float32) + 0.5) / n

@@ -58,7 +58,8 @@ def split_devices(
   """A topology from lists of device numbers, `0,1`, of the first `num_devices` of each process.
 
   None: of all. If only one of the two lists is given, the others do the other thing; if none is, a
-  quarter acts, at least one, and the others learn. A single device does both. The learners' mesh is as `mesh_of` makes it.
+    quarter acts, at least one, and the others learn. A single device does both. The learners' mesh
+    is as `mesh_of` makes it.
 
   Raises:
     ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
@@ -131,7 +132,8 @@ def learner_mesh(num_devices: int | None = None, model: int = 1) -> Mesh:
   """A mesh over `num_devices` of all processes' devices (None: all of them), as `mesh_of` makes it.
 
   Raises:
-    ValueError: if there are fewer, if they leave a process of the run without any, or do not divide by `model`.
+    ValueError: if there are fewer, if they leave a process of the run without any, or do not divide
+      by `model`.
   """
   devices = jax.devices()
   if num_devices is None:
@@ -158,7 +160,8 @@ def mesh_of(devices: Sequence[jax.Device], model: int = 1) -> Mesh:
   """
   if len(devices) % model:
     raise ValueError(
-      f'--model-devices {model} does not divide the {len(devices)} devices that learn: give a divisor of '
+      f'--model-devices {model} does not divide the {len(devices)} devices that learn: give a '
+      'divisor of '
       f'{len(devices)}, or other --devices{_fake_advice(model)}'
     )
   if model == 1:

@@ -19,13 +19,16 @@ Metrics = dict[str, 'Array']  # scalars, all of the same meaning on every device
 
 FIRST, MID, LAST = 0, 1, 2  # values of TimeStep.step_type
 
-# The largest reward or score, in size. Learning squares returns in float32 and adds them up: with a discount of 0.9999 and a
-# million timesteps in a batch that makes (1e12 * 1e4)^2 * 1e6 = 1e38, and float32 ends at 3.4e38.
+# The largest reward or score, in size. Learning squares returns in float32 and adds them up: with a
+# discount of 0.9999 and a million timesteps in a batch that makes (1e12 * 1e4)^2 * 1e6 = 1e38, and
+# float32 ends at 3.4e38.
 LARGEST_REWARD = 1e12
-# The largest float that another process may send as an observation or action, in size. Optimisers square gradients, which
-# are products of two activations: (1e9)^4 = 1e36. Observations of this process are its user's own, and not bounded.
+# The largest float that another process may send as an observation or action, in size. Optimisers
+# square gradients, which are products of two activations: (1e9)^4 = 1e36. Observations of this
+# process are its user's own, and not bounded.
 LARGEST_OBSERVATION = 1e9
-# The largest float that another process may send of what its agent computed, in size: as returns of such rewards.
+# The largest float that another process may send of what its agent computed, in size: as returns of
+# such rewards.
 LARGEST_OUTPUT = 2.0**54
 
 
@@ -35,6 +38,20 @@ def __getattr__(name: str) -> Any:
 
     return jax.Array
   raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
+
+
+def round_inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+  """Return bounds in a narrower float type, rounded towards each other.
+
+  They are rounded to the nearest number where the type has no number between them.
+  """
+  with np.errstate(over='ignore'):
+    near_low, near_high = low.astype(dtype), high.astype(dtype)
+  inf = np.array(np.inf, dtype)
+  up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
+  down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
+  crossed = up > down
+  return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
 
 
 class TimeStep(NamedTuple):
@@ -109,8 +126,8 @@ class Environment(Protocol):
 
   `step` after LAST ignores the action and returns FIRST, of a new episode (next-step reset).
 
-  It may also have `infos(state) -> {name: number}`: of the episode that ends in `state`, for the log
-  (`info_NAME`, the mean over the episodes).
+  It may also have `infos(state) -> {name: number}`: of the episode that ends in `state`, for the
+  log (`info_NAME`, the mean over the episodes).
   """
 
   @property
@@ -119,9 +136,17 @@ class Environment(Protocol):
     ...
 
   @property
-  def action_space(self) -> Any: ...
-  def reset(self, key: Array) -> tuple[Any, TimeStep]: ...
-  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]: ...
+  def action_space(self) -> Any:
+    """A gymnasium.spaces.Space, of one environment."""
+    ...
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    """Begin an episode."""
+    ...
+
+  def step(self, state: Any, action: Any, key: Array) -> tuple[Any, TimeStep]:
+    """Take an action."""
+    ...
 
 
 class Arrival(NamedTuple):
@@ -148,10 +173,21 @@ class HostEnvironment(Protocol):
   batch_size: int  # how many `recv` returns
   watches_itself: bool  # replaces what hangs or dies; else somebody else must have an eye on it
 
-  def reset(self) -> None: ...
-  def send(self, env_id: np.ndarray, action: Any) -> None: ...
-  def recv(self) -> Arrival: ...
-  def close(self) -> None: ...
+  def reset(self) -> None:
+    """Begin an episode."""
+    ...
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    """Send actions to environments."""
+    ...
+
+  def recv(self) -> Arrival:
+    """Wait for environments that are ready."""
+    ...
+
+  def close(self) -> None:
+    """Close the environments."""
+    ...
 
   def kill(self) -> None:
     """Ends processes at once, from another thread than the one that steps; if there are any."""
@@ -161,15 +197,17 @@ class HostEnvironment(Protocol):
 class Agent(Protocol):
   """An algorithm: a frozen dataclass of hyper-parameters with four pure functions."""
 
-  def init(self, key: Array) -> TrainState: ...
+  def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
+    ...
 
   def initial_state(self, env_id: Array) -> Any:
     """The state of acting for environments [B]; () if there is none."""
     ...
 
-  def act(
-    self, params: Any, state: Any, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, Any]: ...
+  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
+    ...
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array

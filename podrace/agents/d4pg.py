@@ -74,16 +74,19 @@ class D4PG:
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     actor_key, critic_key = jax.random.split(key)
     learned = D4PGLearned(self.actor.init(actor_key), self.critic.init(critic_key))
     rest = D4PGRest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
     return TrainState(learned.actor, rest)
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     del env_id
     return ()
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     action = self.policy(params, timestep)
     if not self.greedy:
       action = action + self.noise * jax.random.normal(key, action.shape)
@@ -97,6 +100,7 @@ class D4PG:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     del key
     rest: D4PGRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
@@ -141,5 +145,6 @@ class D4PG:
     return project(atoms, jax.nn.softmax(logits), self.support)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rates = dict(actor=self.actor_learning_rate, critic=self.critic_learning_rate)
     return separately(rates, D4PGLearned)

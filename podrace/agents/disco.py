@@ -1,16 +1,19 @@
 """Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
 
-The rule, a network (`podrace.agents.rules.disco`), looks at a trajectory and says where the policy and two predictions, y and z,
-should move; the loss is a KL divergence to that. What an action is worth is learned from Retrace (Munos et al. 2016,
-arXiv 1606.02647), and a further head foresees the policy one step later. What the rule remembers of an agent's
-lifetime, the moments of the advantages and the target network are part of the agent's state.
+The rule, a network (`podrace.agents.rules.disco`), looks at a trajectory and says where the policy
+and two predictions, y and z, should move; the loss is a KL divergence to that. What an action is
+worth is learned from Retrace (Munos et al. 2016, arXiv 1606.02647), and a further head foresees the
+policy one step later. What the rule remembers of an agent's lifetime, the moments of the advantages
+and the target network are part of the agent's state.
 
-Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from them; a mean over
-steps counts those of all devices together; past a time limit a value is bootstrapped from, while for the rule
-the episode has ended; actions that an observation forbids are so in the target of the policy as well.
+Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from
+them; a mean over steps counts those of all devices together; past a time limit a value is
+bootstrapped from, while for the rule the episode has ended; actions that an observation forbids are
+so in the target of the policy as well.
 
-There are two all-reduces in a gradient step, where other agents have one: the rule is given advantages that are
-divided by their size in this batch too, on all devices, so that is averaged first.
+There are two all-reduces in a gradient step, where other agents have one: the rule is given
+advantages that are divided by their size in this batch too, on all devices, so that is averaged
+first.
 """
 
 from __future__ import annotations
@@ -127,7 +130,8 @@ class Disco:
     """
     if not self.rule:
       raise UsageError(
-        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, is at '
+        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released '
+        'one, is at '
         f'{rules.SOURCE}'
       )
     params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
@@ -146,18 +150,22 @@ class Disco:
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     moments = DiscoMoments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
     memory = rules.initial_state(self.lifetime)
     return TrainState(network, DiscoRest(network, self.optimiser().init(network), memory, moments))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     said, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
     x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
@@ -168,6 +176,7 @@ class Disco:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     train, metrics, _ = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
@@ -176,7 +185,8 @@ class Disco:
   ) -> tuple[TrainState, Metrics]:
     """Make `step`, differentiable in the rule, with entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    Meta-training regularises these entropies. Before the step they do not depend on what the rule
+    says in it.
     """
     train, metrics, weight = self.step(rule, train, window)
     after = entropies(self.unroll_taken(train.params, window), weight)
@@ -244,7 +254,8 @@ class Disco:
     value = jnp.sum(pi * q, axis=-1)
     c = jnp.where(t.last[:-1], 0.0, self.lambda_ * jnp.minimum(1.0, rho))
     q_taken = rules.chosen(q[:-1], action)
-    # Retrace's value and trace of an action belong to the step that it begins; the last one's is not looked at.
+    # Retrace's value and trace of an action belong to the step that it begins; the last one's is
+    # not looked at.
     c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))
     retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
     q_target = retrace(t.reward[1:], self.discount * t.discount[1:], c_t, q_t, value[1:])
@@ -293,6 +304,7 @@ class Disco:
     return total, means | entropies(said, weight)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     return flatten(
       optax.chain(
         scale_by_adam(self.adam_epsilon),
@@ -341,6 +353,7 @@ def inputs_of(
 
 
 def mean_and_variance(moments: DiscoMoments) -> tuple[Array, Array]:
+  """Return the mean and the variance, corrected for the start at 0."""
   known = 1 / (1 - moments.start)
   mean = known * moments.first
   return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))

@@ -78,7 +78,8 @@ class DQN:
   epsilon_base: float = 0.4  # the first one's
   epsilon_power: float = 7.0  # the last one's is base^(1 + power)
   actor_priorities: bool = False
-  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or more
+  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or
+  #   more
   greedy: bool = False  # for evaluation: no random actions, no noise
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
@@ -90,7 +91,8 @@ class DQN:
       raise ValueError(f'huber must be more than 0 for quantiles, not {self.huber}')
     if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
-        'actor_priorities needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
+        'actor_priorities needs an n_step of at least 2, so that acting has seen what is '
+        'bootstrapped from, '
         f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
       )
 
@@ -102,6 +104,7 @@ class DQN:
     )
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     rest = DQNRest(network, self.optimiser().init(network), jnp.int32(0))
     return TrainState(DQNParams(network, jnp.float32(1)), rest)
@@ -112,6 +115,7 @@ class DQN:
     return TrainState(learned, train.rest._replace(target=params.network))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     if not self.epsilon_ladder:
       return ()
     return value_based.epsilon_ladder(
@@ -121,6 +125,7 @@ class DQN:
   def act(
     self, params: DQNParams, state: Any, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
     drawn = noise_key if noisy else None
@@ -146,6 +151,7 @@ class DQN:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     rest: DQNRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
@@ -209,12 +215,14 @@ class DQN:
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-      # Rainbow, section 3, ranks by the divergence: what of the loss is not the target's own entropy.
+      # Rainbow, section 3, ranks by the divergence: what of the loss is not the target's own
+      # entropy.
       negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
       return loss, jnp.maximum(loss + negative_entropy, 0.0)
     loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)
     return loss, jnp.abs(loss)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

@@ -69,6 +69,7 @@ class Impala:
     check_fields(self)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     params = policy_gradient.init_params(
       self.network,
       key,
@@ -79,6 +80,7 @@ class Impala:
     return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
+    """Return the state of acting before the first timestep."""
     return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
@@ -88,6 +90,7 @@ class Impala:
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
+    """Choose the actions of timesteps [B]."""
     return policy_gradient.act(
       self.network,
       params,
@@ -170,6 +173,7 @@ class Impala:
     return self.loss(params, trajectory, key)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       rate = optax.linear_schedule(self.learning_rate, 0.0, self.total_updates)

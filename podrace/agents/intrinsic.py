@@ -1,18 +1,21 @@
 """Learned intrinsic rewards (Zheng et al. 2020, arXiv 1912.05500): a reward that is learned over lifetimes.
 
-Each environment is a lifetime, with a policy of its own that begins as nothing and learns from the intrinsic reward
-alone. The reward is a recurrent network over the whole lifetime, across episodes. What is learned, and shared by all,
-is the reward: by the gradient, through the policies' updates in an unroll, of what the lifetimes give (equation 3),
-with a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a recurrent state is, and
-`learn` lives an unroll again, as data, to differentiate it.
+Each environment is a lifetime, with a policy of its own that begins as nothing and learns from the
+intrinsic reward alone. The reward is a recurrent network over the whole lifetime, across episodes.
+What is learned, and shared by all, is the reward: by the gradient, through the policies' updates in
+an unroll, of what the lifetimes give (equation 3), with a lifetime value function behind the unroll
+(equation 4). So a policy is state of acting, as a recurrent state is, and `learn` lives an unroll
+again, as data, to differentiate it.
 
-A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving average of them, is given
-to the actions of the episode before it, discounted; and every `period` steps the sum becomes one step of gradient
-ascent. Without that average a constant reward would drive policies, and be all that is learned.
+A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving
+average of them, is given to the actions of the episode before it, discounted; and every `period`
+steps the sum becomes one step of gradient ascent. Without that average a constant reward would
+drive policies, and be all that is learned.
 
-From the paper: the objective, the reward's inputs, the truncated meta-gradient with a bootstrapped value. Ours, as its
-appendix was not at hand: traces in the place of returns of whole episodes, the average, the tanh that bounds the
-reward, sizes and rates. All policies of an environment begin as the same one.
+From the paper: the objective, the reward's inputs, the truncated meta-gradient with a bootstrapped
+value. Ours, as its appendix was not at hand: traces in the place of returns of whole episodes, the
+average, the tanh that bounds the reward, sizes and rates. All policies of an environment begin as
+the same one.
 """
 
 from __future__ import annotations
@@ -105,16 +108,19 @@ class Intrinsic:
       return self.episodes
     if self.episodes and self.episodes != env.episodes:
       raise UsageError(
-        f'--agent.episodes {self.episodes}: the lifetimes of the environment have {env.episodes} episodes; leave it out'
+        f'--agent.episodes {self.episodes}: the lifetimes of the environment have {env.episodes} '
+        'episodes; leave it out'
       )
     return env.episodes
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     reward_key, value_key = jax.random.split(key)
     params = IntrinsicParams(self.reward.init(reward_key), self.value.init(value_key))
     return TrainState(params, self.optimiser().init(params))
 
   def initial_state(self, env_id: Array) -> IntrinsicState:
+    """Return the state of acting before the first timestep."""
     n = env_id.shape[0]
     keys = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(0), i))(env_id)
     policy = jax.vmap(self.policy.init)(keys)
@@ -125,6 +131,7 @@ class Intrinsic:
   def act(
     self, params: IntrinsicParams, state: IntrinsicState, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, IntrinsicState]:
+    """Choose the actions of timesteps [B]."""
     begins, episode = self.counted(state.episode, timestep)
     seen = jax.tree.map(lambda x: x[None], (timestep, state.action, begins))
     reward, reward_state = self.reward.recall(params.reward, state.reward_state, *seen)
@@ -193,6 +200,8 @@ class Intrinsic:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
+
     def loss(params: IntrinsicParams) -> tuple[Array, Metrics]:
       total, metrics = self.loss(params, sample.trajectory)
       return total, dict(loss=total, **metrics)
@@ -220,8 +229,8 @@ class Intrinsic:
   def relive(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, ...]:
     """An unroll once more, differentiable in the reward.
 
-    What `recalled` gives, [T+1, B] each, and of the policies the log-probabilities of the actions and the entropies,
-    [T, B].
+    What `recalled` gives, [T+1, B] each, and of the policies the log-probabilities of the actions
+    and the entropies, [T, B].
     """
     begins, raw, value = self.recalled(params, trajectory)
 
@@ -266,6 +275,7 @@ class Intrinsic:
     return found
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rates = IntrinsicParams(self.learning_rate, self.value_learning_rate)._asdict()
 
     def adam(rate: float) -> Any:

@@ -1,11 +1,12 @@
 """LPG: learning by a policy gradient that was itself learned (Oh et al. 2020, arXiv 2007.08794), given as a file.
 
-The rule (`podrace.agents.rules.lpg`) looks at the newest trajectory. It says how much more likely each action should be, and
-where the agent's prediction y should move (equation 2): one gradient of log pi(a|s) times the first, and of the KL
-divergence from y to its target. There are no values: what y means is the rule's.
+The rule (`podrace.agents.rules.lpg`) looks at the newest trajectory. It says how much more likely
+each action should be, and where the agent's prediction y should move (equation 2): one gradient of
+log pi(a|s) times the first, and of the KL divergence from y to its target. There are no values:
+what y means is the rule's.
 
-From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the optimiser's settings,
-since the paper draws them for each agent; a mean over steps and not a sum.
+From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the
+optimiser's settings, since the paper draws them for each agent; a mean over steps and not a sum.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class LPG:
     """
     if not self.rule:
       raise UsageError(
-        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
+        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how '
+        'one is made'
       )
     params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
     storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
@@ -72,13 +74,16 @@ class LPG:
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     return TrainState(network, self.optimiser().init(network))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     said, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
     x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
@@ -87,6 +92,7 @@ class LPG:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     train, metrics = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
@@ -95,7 +101,8 @@ class LPG:
   ) -> tuple[TrainState, Metrics]:
     """Make `step`, differentiable in the rule, with entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    Meta-training regularises these entropies. Before the step they do not depend on what the rule
+    says in it.
     """
     train, metrics = self.step(rule, train, window)
     output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
@@ -148,6 +155,7 @@ class LPG:
     return {name: jnp.mean(mask * entropy(x[:-1])) for name, x in parts.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
     clip = clip_norm(self.max_grad_norm)
     return flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

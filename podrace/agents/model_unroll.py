@@ -31,8 +31,8 @@ def spread(x: Array, roots: int, actions: int) -> Array:
 def ends(t: TimeStep, roots: int, actions: int) -> Ends:
   """The only rule about episode ends, for timesteps [P, B].
 
-  Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A state
-  that is LAST is not unrolled from.
+  Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is
+  nothing. A state that is LAST is not unrolled from.
   """
   last = spread(t.last, roots, actions)
   passed = jnp.cumsum(last, axis=0) - last > 0
@@ -49,7 +49,8 @@ def ends(t: TimeStep, roots: int, actions: int) -> Ends:
 def imagine(model: Model, network: Any, root: Any, actions: Any) -> tuple[Any, Array]:
   """Hidden states after 0 to U actions [U, N, ...], [U + 1, N, ...], and the actions' rewards [U, N, bins].
 
-  The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, arXiv 1911.08265, appendix G).
+  The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, arXiv
+  1911.08265, appendix G).
   """
 
   def step(hidden: Any, action: Any) -> Any:

@@ -1,19 +1,22 @@
 """Muesli: a policy gradient regularised by one step of a learned model (Hessel et al. 2021, arXiv 2104.06159).
 
-It acts by its policy, without a search. The model, unrolled as MuZero's, says how good each action is, and the policy
-stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Values are learned from Retrace (Munos et al.
-2016, arXiv 1606.02647) over the model's action values. Advantages are divided by a moving average of their size
-(section 4.5). What targets are made of is a network that follows by a moving average, the prior.
+It acts by its policy, without a search. The model, unrolled as MuZero's, says how good each action
+is, and the policy stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Values
+are learned from Retrace (Munos et al. 2016, arXiv 1606.02647) over the model's action values.
+Advantages are divided by a moving average of their size (section 4.5). What targets are made of is
+a network that follows by a moving average, the prior.
 
-Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size that was known
-before its batch, so that one all-reduce is enough, and counts as 0 in the first gradient of a run; in the policy
-gradient it is divided by at least what its batch will make of that size; the target of a value is
-E q + lambda rho (G - q), the value that Retrace bootstraps from, with E over the prior's actions; the losses of
-K unrolled steps are weighted 1/K, as MuZero's; there is no weight decay unless it is set. Past the end of an episode
-value and reward are 0 and the policy is masked; past a time limit all is masked. Actions are discrete.
+Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size
+that was known before its batch, so that one all-reduce is enough, and counts as 0 in the first
+gradient of a run; in the policy gradient it is divided by at least what its batch will make of that
+size; the target of a value is E q + lambda rho (G - q), the value that Retrace bootstraps from,
+with E over the prior's actions; the losses of K unrolled steps are weighted 1/K, as MuZero's; there
+is no weight decay unless it is set. Past the end of an episode value and reward are 0 and the
+policy is masked; past a time limit all is masked. Actions are discrete.
 
-A window begins with each unroll. New ones are drawn by a priority such that each is learned from once while it is new
-and replay_share / (1 - replay_share) times more from replay, which makes `replay_share` of a batch in the long run.
+A window begins with each unroll. New ones are drawn by a priority such that each is learned from
+once while it is new and replay_share / (1 - replay_share) times more from replay, which makes
+`replay_share` of a batch in the long run.
 """
 
 from __future__ import annotations
@@ -120,8 +123,8 @@ class Muesli:
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """What is learned from: a window for each unroll, with the steps behind it that the model needs.
 
-    After it was learned from, a window's priority is 1. A new one's is such that the new windows of one unroll of all
-    environments are (1 - replay_share) of all priority, once replay is full.
+    After it was learned from, a window's priority is 1. A new one's is such that the new windows of
+    one unroll of all environments are (1 - replay_share) of all priority, once replay is full.
     """
     fresh = 1 - self.replay_share
     buffer = Buffer(
@@ -140,17 +143,21 @@ class Muesli:
     )  # fmt: skip
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     opt_state = self.optimiser().init(network)
     return TrainState(network, MuesliRest(network, opt_state, jnp.float32(0), jnp.float32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params, state, one)
     said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
@@ -163,6 +170,7 @@ class Muesli:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     rest, window = train.rest, sample.trajectory
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     known = rest.weight > 0
@@ -193,8 +201,9 @@ class Muesli:
   def bounded(self, scale: Array, square: Array) -> Array:
     """A scale that makes of advantages with this mean square no more than the average with them would.
 
-    Before the first reward advantages are the model's rounding. Multiplied by 1 / that, the first real ones would fill
-    Adam's second moment for tens of thousands of steps, in which nothing is learned.
+    Before the first reward advantages are the model's rounding. Multiplied by 1 / that, the first
+    real ones would fill Adam's second moment for tens of thousands of steps, in which nothing is
+    learned.
     """
     return jnp.minimum(
       scale, lax.rsqrt(self.moved(jnp.float32(0), square) + self.advantage_epsilon)
@@ -211,7 +220,8 @@ class Muesli:
     hidden, length = merge_time(hidden), t.reward.shape[0]
     said = self.network.predict(target, hidden)
     prior, v = mask_policy(said.policy, merge_time(t.observation)), self.numbers(said.value)
-    # What would be done in the last state nobody knows; its value is bootstrapped from, and no more.
+    # What would be done in the last state nobody knows; its value is bootstrapped from, and no
+    # more.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
     )
@@ -228,6 +238,7 @@ class Muesli:
     return MuesliTargets(policy[:-1], value, g - v[:-1])
 
   def numbers(self, outputs: Array) -> Array:
+    """Return the numbers that outputs of the model stand for."""
     return decode(outputs, self.network.support)
 
   def one_step(self, target: Any, hidden: Any, action: Array) -> Array:
@@ -316,6 +327,7 @@ class Muesli:
     return -rho * advantage * log_prob, rho
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       windows = self.total_updates * self.total_envs / (1 - self.replay_share)
@@ -351,7 +363,8 @@ def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
 def sampled_cmpo(advantage: Array, limit: float) -> Array:
   """Weights [C] of C actions drawn from the prior, for one state; of many, they make CMPO's policy.
 
-  Each has a normaliser of the others, and of 1 in its own place, so as not to depend on it (section 4.2).
+  Each has a normaliser of the others, and of 1 in its own place, so as not to depend on it (section
+  4.2).
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))
   return size / (1.0 + jnp.sum(size) - size)

@@ -1,15 +1,17 @@
 """MuZero: search in a learned model (Schrittwieser et al. 2020, arXiv 1911.08265), as settings its successors.
 
-tree.Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303) by
-`sampled_actions`; Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) by `reanalyse`; the consistency loss of
-EfficientZero (Ye et al. 2021, arXiv 2111.00210) by `consistency`. The search is mctx's.
+tree.Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021,
+arXiv 2104.06303) by `sampled_actions`; Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) by
+`reanalyse`; the consistency loss of EfficientZero (Ye et al. 2021, arXiv 2111.00210) by
+`consistency`. The search is mctx's.
 
-Against the paper: Adam with weight decay in the place of SGD with momentum; a tree.Gumbel search by default, whose root
-value is the value of the improved policy, and not the mean over all visits; replay's priorities are exponentiated by
-`buffer.priority_exponent`; after learning, a priority is by the network's value and not by the search's, which would
-never change. Past the end of an episode, value and reward are 0 and the policy is masked; the actions there are
-those that replay has next. Past a time limit all is masked. Networks are smaller: see `LearnedModel`.
-The paper's sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, discount 0.997.
+Against the paper: Adam with weight decay in the place of SGD with momentum; a tree.Gumbel search by
+default, whose root value is the value of the improved policy, and not the mean over all visits;
+replay's priorities are exponentiated by `buffer.priority_exponent`; after learning, a priority is
+by the network's value and not by the search's, which would never change. Past the end of an
+episode, value and reward are 0 and the policy is masked; the actions there are those that replay
+has next. Past a time limit all is masked. Networks are smaller: see `LearnedModel`. The paper's
+sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, discount 0.997.
 """
 
 from __future__ import annotations
@@ -71,7 +73,8 @@ class MuZero:
   network: LearnedModel = LearnedModel()
   buffer: Buffer = Buffer(batch_size=128, priority_exponent=1.0, importance_exponent=1.0)
   model: Literal['learned', 'rules'] = 'learned'
-  # ^ what is searched in: the network's, or the environment itself (AlphaZero); needs --env LIB:NAME,state=true
+  # ^ what is searched in: the network's, or the environment itself (AlphaZero); needs --env
+  #   LIB:NAME,state=true
   search: Literal['gumbel', 'puct'] = 'gumbel'
   simulations: int = 16  # of each search; 0: it acts by the policy's prior
   max_depth: int = 0  # of the tree; 0: no limit
@@ -86,7 +89,8 @@ class MuZero:
   dirichlet_fraction: float = 0.25
   temperature: float = 1.0  # puct: of the visits that an action is drawn by
   sampled_actions: int = 0
-  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be counted
+  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be
+  #   counted
   sampled_temperature: float = 1.0  # of the policy that they are drawn from
   unroll: int = 5  # actions that the model is unrolled for
   n_step: int = 10  # rewards before a search's value is bootstrapped from; 0: the target is it
@@ -153,6 +157,7 @@ class MuZero:
 
   @property
   def recurrent(self) -> bool:
+    """Whether the network has a recurrent state."""
     return bool(jax.tree.leaves(jax.eval_shape(lambda: self.network.initial_state(1))))
 
   @property
@@ -166,20 +171,24 @@ class MuZero:
     return 0 if self.model == 'rules' else self.unroll
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     rest = MuZeroRest(network, self.optimiser().init(network))
     return TrainState(MuZeroParams(network, jnp.int32(0)), rest)
 
   def warm_start(self, train: TrainState, params: MuZeroParams) -> TrainState:
+    """Start from the parameters of another run."""
     learned = train.params._replace(network=params.network)
     return TrainState(learned, train.rest._replace(target=params.network))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(
     self, params: MuZeroParams, state: Any, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
     hidden = jax.tree.map(lambda x: x[0], hidden)
@@ -203,6 +212,7 @@ class MuZero:
     return x, plans
 
   def advice(self, line: dict[str, Any]) -> str:
+    """Return advice for the user about a line of metrics."""
     return muzero_targets.support_advice(line.get('outside_support') or 0.0, self.network.support)
 
   # --- learning
@@ -210,6 +220,7 @@ class MuZero:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     rest, before = train.rest, train.params
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
     window = sample.trajectory
@@ -345,6 +356,7 @@ class MuZero:
     return jnp.mean(valid * (error + 1e-6), axis=0)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))
 
@@ -356,7 +368,8 @@ def check_settings(agent: MuZero) -> None:
     raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
   if not agent.n_step and agent.bootstrap == 'target':
     raise ValueError(
-      "n_step 0 takes the value of the search as the target, and bootstrap target the target network's: give "
+      'n_step 0 takes the value of the search as the target, and bootstrap target the target '
+      "network's: give "
       '--agent.bootstrap search, or an n_step of at least 1'
     )
   if agent.model == 'rules' and agent.consistency:
@@ -375,18 +388,22 @@ def check_memory(agent: MuZero, unroll_length: int) -> None:
   """Raises ValueError if nothing would be learned, or only from a part, of unrolls of that length."""
   if agent.simulations < 1 and (agent.reanalyse < 1 or agent.reanalyse_simulations < 1):
     raise ValueError(
-      f'simulations {agent.simulations}: training needs a search to learn from, so simulations must be at least 1; '
+      f'simulations {agent.simulations}: training needs a search to learn from, so simulations '
+      'must be at least 1; '
       'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
     )
   if agent.model == 'rules' and rules(agent.environment) is None:
     raise ValueError(
-      'model rules tries out actions in the environment itself, which has to be one in JAX with its state in its '
+      'model rules tries out actions in the environment itself, which has to be one in JAX with '
+      'its state in its '
       'observations: give --env LIB:NAME,state=true'
     )
   if agent.recurrent and unroll_length > agent.sequence:
     raise ValueError(
-      f'an unroll of {unroll_length} steps is longer than a sequence of {agent.sequence}, and with a core one begins '
-      f'with each unroll, so the rest would never be learned from; give --agent.sequence {unroll_length}'
+      f'an unroll of {unroll_length} steps is longer than a sequence of {agent.sequence}, and '
+      'with a core one begins '
+      'with each unroll, so the rest would never be learned from; give --agent.sequence '
+      f'{unroll_length}'
     )
   if agent.burn_in and not agent.recurrent:
     raise ValueError(f'burn_in {agent.burn_in} is for a network with a core; this one has none')

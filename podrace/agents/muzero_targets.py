@@ -85,6 +85,7 @@ def support_advice(share: float, support: Array | None) -> str:
     return ''
   low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
   return (
-    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the atoms end, and are cut '
+    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the '
+    'atoms end, and are cut '
     'off there: widen --agent.network.v-min or --agent.network.v-max'
   )

@@ -11,7 +11,8 @@ from podrace.types import Array
 
 GAP = 100.0  # times all that is nearer than a limit of OUTLIERS: else it is one distribution that happens to lie around it
 OUTLIERS = ((1e4, 0.05), (1e8, 0.5))
-# ^ from so many standard deviations on, or numbers if those are less than 1, if less than this share of a batch is as far
+# ^ from so many standard deviations on, or numbers if those are less than 1, if less than this
+#   share of a batch is as far
 LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32; beyond is always an outlier
 
 
@@ -42,9 +43,9 @@ def init(example: Any) -> Statistics:
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
   """This device's part of a batch whose first `batch_axes` axes are elements.
 
-  Outliers count as the mean: a sentinel such as 1e20 would be all that the variance tells of. The nearer they are, the
-  rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has no outliers. A dimension whose values go far
-  together is followed.
+  Outliers count as the mean: a sentinel such as 1e20 would be all that the variance tells of. The
+  nearer they are, the rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has no
+  outliers. A dimension whose values go far together is followed.
   """
   axes = tuple(range(batch_axes))
 

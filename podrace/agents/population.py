@@ -1,7 +1,7 @@
 """An agent in several settings of its hyper-parameters, all of them members of one program.
 
-Each member's values are part of what it learns (`TrainState.rest`), so one program serves all values, a checkpoint
-has them, and population-based training can change them.
+Each member's values are part of what it learns (`TrainState.rest`), so one program serves all
+values, a checkpoint has them, and population-based training can change them.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class Varied:
 
   @property
   def settings(self) -> int:
+    """Number of settings."""
     return len(self.values) // len(self.fields)
 
   def __getattr__(self, name: str) -> Any:
@@ -77,20 +78,24 @@ class Varied:
     return TrainState(train.params, VariedRest(values, train.rest))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     rest: VariedRest = train.rest
     began = hooks.warm_start(self.agent, TrainState(train.params, rest.rest), params)
     return TrainState(began.params, VariedRest(rest.values, began.rest))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.agent.initial_state(env_id)
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     found: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
     return found
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     values, rest = train.rest
     agent = with_values(self.agent, values)
     after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)

@@ -5,9 +5,9 @@ acting; advantages are normalised over the whole batch of all devices, once per 
 minibatch takes its own random steps of *every* environment (see `minibatch_indices`), which needs
 no sort and makes an update the same on any number of devices, but for what a loss itself draws.
 
-Against the paper: 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo); the clip of 0.2, which
-is the paper's of MuJoCo, is not annealed (on Atari 0.1, annealed to 0); the gradient's norm is clipped,
-advantages are normalised, and the value's cost is 0.5, as in OpenAI's code.
+Against the paper: 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo); the clip of 0.2,
+which is the paper's of MuJoCo, is not annealed (on Atari 0.1, annealed to 0); the gradient's norm
+is clipped, advantages are normalised, and the value's cost is 0.5, as in OpenAI's code.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ class PPO:
 
   @property
   def gradient_steps(self) -> int:
+    """Gradient steps of one update."""
     return self.epochs * self.minibatches
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     params = policy_gradient.init_params(
       self.network,
       key,
@@ -88,6 +90,7 @@ class PPO:
     return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
+    """Return the state of acting before the first timestep."""
     return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
@@ -97,6 +100,7 @@ class PPO:
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
+    """Choose the actions of timesteps [B]."""
     return policy_gradient.act(
       self.network,
       params,
@@ -241,9 +245,11 @@ class PPO:
 
   @property
   def recurrent(self) -> bool:
+    """Whether the network has a recurrent state."""
     return bool(jax.tree.leaves(self.network.initial_state(1)))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       steps = float(self.total_updates) * self.epochs * self.minibatches  # beyond 32 bits, maybe
@@ -260,7 +266,8 @@ def standardize(advantage: Array, mask: Array) -> Array:
   """Mean 0 and variance 1 over the valid steps of all devices' batches.
 
   The variance is each device's, around its own mean, and that of the means (Chan et al. 1979): as a
-  difference of squares, it is nothing but rounding where the mean is a thousand times the deviation.
+  difference of squares, it is nothing but rounding where the mean is a thousand times the
+  deviation.
   """
   count = jnp.sum(mask)
   own_mean = jnp.sum(mask * advantage) / jnp.maximum(count, 1)

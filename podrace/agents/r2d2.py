@@ -90,8 +90,10 @@ class R2D2:
     """
     if unroll_length > self.sequence:
       raise ValueError(
-        f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} are '
-        f'learned from: a sequence begins with each unroll, so {1 - self.sequence / unroll_length:.0%} '
+        f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} '
+        'are '
+        'learned from: a sequence begins with each unroll, so '
+        f'{1 - self.sequence / unroll_length:.0%} '
         f'of the steps would never be; give --unroll-length {self.sequence} or less, or '
         f'--agent.sequence {unroll_length} or more'
       )
@@ -102,13 +104,16 @@ class R2D2:
     )  # fmt: skip
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     return TrainState(network, R2D2Rest(network, self.optimiser().init(network), jnp.int32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> R2D2State:
+    """Return the state of acting before the first timestep."""
     epsilon = value_based.epsilon_ladder(
       env_id, self.total_envs, self.epsilon_base, self.epsilon_power
     )
@@ -117,6 +122,7 @@ class R2D2:
   def act(
     self, params: Any, state: R2D2State, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, R2D2State]:
+    """Choose the actions of timesteps [B]."""
     q, core = self.network.step(params, state.core, timestep)
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
@@ -127,6 +133,7 @@ class R2D2:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     del key
     rest: R2D2Rest = train.rest
 
@@ -193,5 +200,6 @@ class R2D2:
     return self.priority(error * (1.0 - late.last[:-1].astype(jnp.float32)))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

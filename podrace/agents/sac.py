@@ -70,6 +70,7 @@ class SAC:
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     actor_key, critic_key = jax.random.split(key)
     log_alpha = jnp.float32(math.log(self.initial_temperature))
     learned = SACLearned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
@@ -77,10 +78,12 @@ class SAC:
     return TrainState(learned.actor, SACRest(learned.critic, log_alpha, learned.critic, opt_state))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     del env_id
     return ()
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     outputs, _ = self.actor.step(params, (), timestep)
     policy = self.actor.distribution
     x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
@@ -89,6 +92,7 @@ class SAC:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     rest: SACRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
@@ -145,11 +149,13 @@ class SAC:
 
   @property
   def entropy_goal(self) -> float:
+    """The entropy that the temperature aims at."""
     if self.target_entropy is not None:
       return self.target_entropy
     return -float(sum(self.actor.distribution.free))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rates = dict(
       actor=self.actor_learning_rate,
       critic=self.critic_learning_rate,

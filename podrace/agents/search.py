@@ -329,11 +329,13 @@ def check_discount(discount: float, environment: Any) -> None:
   turns = takes_turns(environment)
   if turns and discount > 0:
     raise ValueError(
-      f'discount {discount}: two players take turns in this environment, so what is good for one of them is bad for '
+      f'discount {discount}: two players take turns in this environment, so what is good for one '
+      'of them is bad for '
       f'the other; give --agent.discount -{discount:g}'
     )
   if discount < 0 and not turns:
     raise ValueError(
-      f'discount {discount} is for two players that take turns, as in pgx:tic_tac_toe,opponent=self; here it must be '
+      f'discount {discount} is for two players that take turns, as in '
+      'pgx:tic_tac_toe,opponent=self; here it must be '
       'at least 0'
     )

@@ -1,7 +1,7 @@
 """The structure of gymnasium's spaces, walked in one place: Dicts and Tuples of whatever holds arrays.
 
-`box_bounds` and `number_encoding` say what is computed with in the place of a space's values: actions in units of a
-box, and observations as floats of about 1. A space tells what it is by itself, so this imports neither gymnasium nor jax.
+`number_encoding` makes floats of about 1 of observations. This imports neither gymnasium nor jax: all that is needed is
+the spaces' own attributes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ MASK = 'action_mask'  # an entry of observations: which choices are allowed
 STATE = 'podrace_state'  # likewise: the environment's state
 UNSEEN = (MASK, STATE)  # by networks' layers
 PIXELS = 36  # a side; smaller images are grids
-UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
 LOG_OF_BYTES = math.log(256)  # divides the logarithms of a grid's bytes
 
 
@@ -107,61 +106,6 @@ def convert(f: Callable[[Any], Any], space: Any) -> Any:
   found: Any = [convert(f, space[part]) for part in parts]
   kind: Any = type(space)
   return kind(dict(zip(parts, found, strict=True)) if isinstance(space, Mapping) else found)
-
-
-# --- boxes ----------------------------------------------------------------------------------------
-
-
-class BoxBounds(NamedTuple):
-  """A box of actions in float32, [n] each; a policy's raw sample x is the action `centre + scale * x`, clipped.
-
-  Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is the bound. Without
-  bounds, and where `low == high`, `scale` is 1.
-  """
-
-  low: np.ndarray  # within the space's own, however they are rounded
-  high: np.ndarray
-  bounded: np.ndarray  # bool, on both sides
-  free: np.ndarray  # bool, low < high: there is something to choose
-  centre: np.ndarray
-  scale: np.ndarray
-
-
-def inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Bounds in a narrower float type, rounded towards each other; to the nearest where none lies between."""
-  with np.errstate(over='ignore'):
-    near_low, near_high = low.astype(dtype), high.astype(dtype)
-  inf = np.array(np.inf, dtype)
-  up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
-  down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
-  crossed = up > down
-  return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
-
-
-def box_bounds(space: Any) -> BoxBounds:
-  """Return what is computed with in the place of a Box of float actions.
-
-  Raises:
-    ValueError: if a bound is NaN, a low bound is above the high one, or float32 has no number between them.
-  """
-  low, high = (np.reshape(b, -1) for b in (space.low, space.high))
-  if wrong := np.flatnonzero(~(low <= high)).tolist():
-    i = wrong[0]
-    raise ValueError(f'number {i} of the space {space} has no value: low {low[i]}, high {high[i]}')
-  largest = min(float(np.finfo(space.dtype).max), UNBOUNDED)
-  below, above = low > -largest, high < largest  # where there are bounds
-  low, high = inward(low, high, np.float32)
-  if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
-    raise ValueError(
-      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller bounds in a wrapper, as '
-      'gymnasium.wrappers.RescaleAction'
-    )
-  half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
-  both, free = below & above, low < high
-  centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)
-  centre = np.where(both, centre, 2 * centre)
-  scale = np.where(both & free, half_high - half_low, 1.0)
-  return BoxBounds(low, high, both, free, centre.astype(np.float32), scale.astype(np.float32))
 
 
 # --- observations ---------------------------------------------------------------------------------

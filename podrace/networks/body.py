@@ -36,14 +36,15 @@ class Body:
   """What the shipped networks have in common: from observations through torso and core.
 
   Observations may be any tree of boxes and discrete values; integers are divided by their bound
-  (pixels by 255), of integers without bounds and of small images' bytes the logarithm is taken, discrete
-  values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
+  (pixels by 255), of integers without bounds and of small images' bytes the logarithm is taken,
+  discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
   """
 
   UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
-  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
+  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers,
+  #   grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
@@ -51,9 +52,11 @@ class Body:
   core_size: int = 128
   transformer: Transformer = Transformer()  # used by that torso
   scaling: Literal['space', 'plain'] = 'space'
-  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting had it
+  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting
+  #   had it
   sharding: tuple[tuple[PlainText, int], ...] = ()
-  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
+  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none:
+  #   docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -78,7 +81,8 @@ class Body:
     shapes = [s.shape for _, s in leaves(seen(observation_space))]
     if not any(shape is None or math.prod(shape) for shape in shapes):  # None is refused below
       raise ValueError(
-        f'an empty observation space: {observation_space}; add a number, such as a constant, in a wrapper as '
+        f'an empty observation space: {observation_space}; add a number, such as a constant, in a '
+        'wrapper as '
         'gymnasium.wrappers.TransformObservation'
       )
     distributions.check_range(action_space, bound.distribution)
@@ -121,6 +125,7 @@ class Body:
 
   @property
   def kernel_init(self) -> Any:
+    """The initializer of the layers."""
     return INITIALIZERS[self.initializer]()
 
   def make_torso(self) -> nn.Module:
@@ -140,7 +145,8 @@ class Body:
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
           f"the observation's action_mask has shape {mask.shape[1:]}; "
-          f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
+          f'expected one entry for each of the {self.distribution.size} choices of '
+          f'{self.action_space}'
         )
       mask = distributions.allowed(mask)
     encode = functools.partial(as_floats, plain=self.scaling == 'plain')
@@ -152,16 +158,19 @@ class Body:
     return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
 
   def init(self, key: Array) -> Any:
+    """Return the first state of training."""
     timesteps = jax.tree.map(lambda x: x[None], self.example())
     return self.module.init(key, self.initial_state(1), timesteps)['params']
 
   def initial_state(self, batch_size: int) -> Any:
+    """Return the state of acting before the first timestep."""
     zeros = jnp.zeros([batch_size, self.core_size])
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 
   def step(
     self, params: Any, state: Any, timestep: TimeStep, key: Any = None, per_row: bool = False
   ) -> Any:
+    """Take an action."""
     timesteps = jax.tree.map(lambda x: x[None], timestep)
     outputs, state = self.unroll(params, state, timesteps, key, per_row)
     return jax.tree.map(lambda x: x[0], outputs), state
@@ -184,6 +193,7 @@ def _check_pattern(pattern: str) -> None:
   repeats, choices = len(re.findall(r'[*+{]', plain)), len(re.findall(r'[?|]', plain))
   if repeats > REPEATS or choices > CHOICES or re.search(r'\)[*+?{]', plain):
     raise ValueError(
-      f'sharding: {pattern!r:.200} may be slow; expected at most {REPEATS} of * + {{ and {CHOICES} of ? | in a pattern, '
+      f'sharding: {pattern!r:.200} may be slow; expected at most {REPEATS} of * + '
+      f'{{ and {CHOICES} of ? | in a pattern, '
       'none of them behind a group: write several rules'
     )

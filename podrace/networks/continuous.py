@@ -47,10 +47,12 @@ class Actor(Body):
 
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
     return distributions.squashed(self.action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Actor(self)
 
 
@@ -88,13 +90,16 @@ class Critic(Body):
 
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
     return distributions.squashed(self.action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Critic(self)
 
   def init(self, key: Array) -> Any:
+    """Return the first state of training."""
     action = jnp.zeros((1, math.prod(self.action_space.shape)))
     return self.module.init(key, self.example().observation, action)['params']
 

@@ -16,8 +16,9 @@ from podrace.types import Array
 def orthonormal(matrix: Array) -> Array:
   """The columns of `matrix` [M, N], M >= N, made orthonormal; the triangular factor's diagonal is positive.
 
-  Classical Gram-Schmidt, twice for each column (Giraud et al. 2005). It is QR without LAPACK: jaxlib's
-  batched LAPACK calls wait for each other's threads for ever where two of them run at once on a CPU.
+  Classical Gram-Schmidt, twice for each column (Giraud et al. 2005). It is QR without LAPACK:
+  jaxlib's batched LAPACK calls wait for each other's threads for ever where two of them run at once
+  on a CPU.
   """
 
   def orthogonalize(j: Array, done: Array) -> Array:
@@ -49,7 +50,7 @@ def orthogonal(scale: float = 1.0) -> Callable[..., Array]:
 INITIALIZERS = {
   # Schulman et al.'s PPO as released in OpenAI's baselines
   'orthogonal': lambda: orthogonal(math.sqrt(2)),
-  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is 1/sqrt(fan in)
-  # here, where Sonnet's is what truncation leaves of that, 0.88 of it
+  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is
+  # 1/sqrt(fan in) here, where Sonnet's is what truncation leaves of that, 0.88 of it
   'lecun': nn.initializers.lecun_normal,
 }

@@ -43,7 +43,8 @@ def _product_backward(saved: Any, g: Array) -> tuple[Array, Array]:
     if x.size <= g.size + kernel.size:
       narrow = x.shape[-1] < 8  # not worth a copy
       return (x.T if narrow else barrier(x.T)) @ g
-    # `g.T` by a product, because XLA would transpose it together with what made it, element by element
+    # `g.T` by a product, because XLA would transpose it together with what made it, element by
+    # element
     identity = jnp.eye(g.shape[-1], dtype=g.dtype)
     transposed = jax.lax.dot_general(identity, g, (((1,), (1,)), ((), ())))
     return barrier(transposed @ x).T
@@ -150,7 +151,8 @@ class Conv(nn.Module):
   def __call__(self, x: Array) -> Array:
     if self.padding == 'VALID' and min(x.shape[1:3]) < self.size:
       raise ValueError(
-        f'a convolution of {self.size}x{self.size} does not fit an image of {x.shape[1]}x{x.shape[2]}, which is '
+        f'a convolution of {self.size}x{self.size} does not fit an image of '
+        f'{x.shape[1]}x{x.shape[2]}, which is '
         'what is left of the observation in its turn: take another torso (auto, grid or mlp)'
       )
     shape = (self.size, self.size, x.shape[-1], self.features)

@@ -50,11 +50,13 @@ class Policy(Body):
       )
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Policy(self)
 
 
@@ -85,9 +87,9 @@ class _LifetimeNetwork(nn.Module):
 class LifetimeNetwork(Body):
   """One number for each timestep [T, B], from all that came before it in a lifetime, across episodes.
 
-  It looks at the observation, the action that led to it, the reward, and whether the episode has ended; its core is
-  reset where a lifetime begins, and not where an episode does. The last layer has the newest step besides what the core
-  remembers. Without a core it knows the newest step only.
+  It looks at the observation, the action that led to it, the reward, and whether the episode has
+  ended; its core is reset where a lifetime begins, and not where an episode does. The last layer
+  has the newest step besides what the core remembers. Without a core it knows the newest step only.
   """
 
   hidden: tuple[int, ...] = (32,)
@@ -97,6 +99,7 @@ class LifetimeNetwork(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _LifetimeNetwork(self)
 
   def recall(
@@ -104,7 +107,8 @@ class LifetimeNetwork(Body):
   ) -> tuple[Array, Any]:
     """[T, B] f32, and the state after.
 
-    `action` [T, B] i32 is what was done before each timestep, `begins` [T, B] bool where a lifetime does.
+    `action` [T, B] i32 is what was done before each timestep, `begins` [T, B] bool where a lifetime
+    does.
     """
     found: tuple[Array, Any] = self.module.apply(
       {'params': params}, state, timesteps, action, begins

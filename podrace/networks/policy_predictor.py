@@ -29,6 +29,7 @@ class _PolicyPredictor(nn.Module):
   settings: PolicyPredictor
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     small = nn.initializers.truncated_normal(0.01)
     self.torso = s.make_torso()
@@ -61,8 +62,10 @@ class PolicyPredictor(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _PolicyPredictor(self)
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)

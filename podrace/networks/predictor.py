@@ -34,6 +34,7 @@ class _Predictor(nn.Module):
   settings: Predictor
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
     self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
@@ -115,6 +116,7 @@ class Predictor(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Predictor(self)
 
   def unroll_taken(
@@ -125,6 +127,7 @@ class Predictor(Body):
     return said
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)
 

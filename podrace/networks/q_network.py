@@ -22,6 +22,7 @@ class _QNetwork(nn.Module):
   settings: QNetwork
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     self.torso = s.make_torso()
     if s.core != 'none':
@@ -113,4 +114,5 @@ class QNetwork(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _QNetwork(self)

@@ -1,7 +1,7 @@
 """Residual towers, as MuZero's (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
 
-Against the paper: layers are normalised over the channels of each place, not over the batch, so that there are no
-statistics to keep.
+Against the paper: layers are normalised over the channels of each place, not over the batch, so
+that there are no statistics to keep.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class Tower(nn.Module):
 class Downsample(nn.Module):
   """An observation's image to a hidden state: boards keep their size, pixels become a sixteenth a side.
 
-  The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks; average pooling; three
-  blocks; average pooling; then the tower. What else is in the observation becomes planes of one number each.
+  The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks;
+  average pooling; three blocks; average pooling; then the tower. What else is in the observation
+  becomes planes of one number each.
   """
 
   channels: int

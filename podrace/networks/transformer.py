@@ -13,7 +13,8 @@ from podrace.fields import check_fields
 from podrace.networks.layers import Conv, flat
 from podrace.types import Array
 
-# Heads, and what is between the two layers behind attention, are on different devices; the rest is on all.
+# Heads, and what is between the two layers behind attention, are on different devices; the rest is
+# on all.
 SHARDING = (
   (r'attention/(query|key|value)/kernel$', -2),
   (r'attention/(query|key|value)/bias$', -2),
@@ -60,8 +61,8 @@ class Tokens(nn.Module):
   """Observations to tokens [B, N, width]: the patches of images (Dosovitskiy et al. 2021, arXiv 2010.11929), and each
   number of all else by itself (Gorishniy et al. 2021, arXiv 2106.11959).
 
-  A token is an embedding of its content plus one of its place. Both begin with the same size, as the norm of their sum is
-  not seen.
+  A token is an embedding of its content plus one of its place. Both begin with the same size, as
+  the norm of their sum is not seen.
   """
 
   width: int

@@ -1,13 +1,14 @@
 """The rule of DiscoRL (Oh et al. 2025, Nature).
 
-A rule looks at a trajectory with what the agent predicted there, and gives the
-targets of its policy and of two predictions, y and z, which mean only what the rule makes of them. One LSTM runs
-backwards over the trajectory, as returns do; a second one goes one step with each update, over the lifetime of an
-agent. What a rule says does not depend on the number of actions or on observations.
+A rule looks at a trajectory with what the agent predicted there, and gives the targets of its
+policy and of two predictions, y and z, which mean only what the rule makes of them. One LSTM runs
+backwards over the trajectory, as returns do; a second one goes one step with each update, over the
+lifetime of an agent. What a rule says does not depend on the number of actions or on observations.
 
-Everything is a pure function of `params`, the arrays of the file under their names there, and of `state`.
-`targets` and `remember` are two functions because a mean over devices belongs between them; `update` is both.
-Names of arrays are those of google-deepmind/disco_rl's released weights. Sizes may differ.
+Everything is a pure function of `params`, the arrays of the file under their names there, and of
+`state`. `targets` and `remember` are two functions because a mean over devices belongs between
+them; `update` is both. Names of arrays are those of google-deepmind/disco_rl's released weights.
+Sizes may differ.
 """
 
 from __future__ import annotations
@@ -129,6 +130,7 @@ class Sizes:
 
   @classmethod
   def of(cls, params: RuleParams) -> Self:
+    """Return the widths of a rule."""
     return cls(**{field: params[name].shape[axis] for field, (name, axis) in WIDTHS.items()})
 
 
@@ -271,4 +273,5 @@ def pair(x: Array) -> Array:
 
 
 def signed_log(x: Array) -> Array:
+  """Return sign(x) * log(1 + |x|)."""
   return jnp.sign(x) * jnp.log1p(jnp.abs(x))

@@ -1,12 +1,13 @@
 """The rule of LPG, the learned policy gradient (Oh et al. 2020, arXiv 2007.08794).
 
-An LSTM runs backwards over a trajectory. In each step it is given reward, end, discount, the probability of the
-action that was taken, and what the agent predicts before and after the step. It says by how much the action should
-become more likely, and where the prediction y should move. It looks at no observation and at no other action, so it
-is the same for all of them.
+An LSTM runs backwards over a trajectory. In each step it is given reward, end, discount, the
+probability of the action that was taken, and what the agent predicts before and after the step. It
+says by how much the action should become more likely, and where the prediction y should move. It
+looks at no observation and at no other action, so it is the same for all of them.
 
-Ours: what comes after a terminated episode predicts nothing; where a time limit cuts an episode, the LSTM begins anew
-and the prediction of the last observation counts, as at the end of a trajectory.
+Ours: what comes after a terminated episode predicts nothing; where a time limit cuts an episode,
+  the LSTM begins anew and the prediction of the last observation counts, as at the end of a
+  trajectory.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Sizes:
 
   @classmethod
   def of(cls, params: RuleParams) -> Self:
+    """Return the widths of a rule."""
     (trajectory, predictions), width = params['y/linear/w'].shape, params['embedding/~/linear_0/b']
     return cls(predictions, trajectory, width.shape[0])
 

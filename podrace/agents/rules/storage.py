@@ -54,7 +54,8 @@ def pin(agent: Any) -> None:
   """
   if agent.rule_sha256 and not agent.rule:
     raise UsageError(
-      f'--agent.rule-sha256 {agent.rule_sha256:.100} is of the file --agent.rule, which is not given'
+      f'--agent.rule-sha256 {agent.rule_sha256:.100} is of the file --agent.rule, which is not '
+      'given'
     )
   if agent.rule and not agent.rule_sha256:
     object.__setattr__(agent, 'rule_sha256', sha256(agent.rule))
@@ -79,7 +80,8 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   content = _read(path)
   if (found := hashlib.sha256(content).hexdigest()) != expected:
     raise UsageError(
-      f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected {expected}'
+      f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected '
+      f'{expected}'
     )
   try:
     params = read_npz(content, UNPACKED_BYTES)
