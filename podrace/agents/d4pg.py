@@ -29,17 +29,17 @@ from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep,
 
 
 class D4PGLearned(NamedTuple):
-  """All that takes gradient steps."""
+  """Everything that takes gradient steps."""
 
   actor: Any
   critic: Any
 
 
 class D4PGRest(NamedTuple):
-  """What else is learned, and not sent to actors."""
+  """Learned state that is not sent to actors."""
 
   critic: Any
-  target: D4PGLearned  # what is bootstrapped from
+  target: D4PGLearned  # target networks, for bootstrapping
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
@@ -57,7 +57,7 @@ class D4PG:
   critic_learning_rate: float = 1e-4
   discount: float = 0.99
   n_step: int = 5
-  noise: float = 0.3  # standard deviation of what is added to actions, which are within [-1, 1]
+  noise: float = 0.3  # standard deviation of the noise on actions, which are within [-1, 1]
   target_period: int = 100  # gradient steps between copies to the target networks
   target_rate: float = 1.0  # how far they move then; with a period of 1, Polyak's average
   greedy: bool = False  # act without noise, for evaluation
@@ -70,7 +70,7 @@ class D4PG:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
@@ -93,7 +93,7 @@ class D4PG:
     return ActorOutput(self.actor.distribution.from_unit(action)), state
 
   def policy(self, actor: Any, timestep: TimeStep) -> Array:
-    """The best actions [B, n], within [-1, 1]."""
+    """Return the best actions [B, n], within [-1, 1]."""
     outputs, _ = self.actor.step(actor, (), timestep)
     return self.actor.distribution.only_free(jnp.tanh(outputs))
 
@@ -129,15 +129,15 @@ class D4PG:
 
   @property
   def support(self) -> Array:
-    """The returns [atoms] that the critic gives probabilities to."""
+    """Returns [atoms] that the critic gives probabilities to."""
     return jnp.linspace(self.v_min, self.v_max, self.critic.atoms)
 
   def mean(self, logits: Array) -> Array:
-    """Expected returns [B] of a critic's outputs [B, atoms]."""
+    """Return the expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
   def target(self, target: D4PGLearned, step: value_based.NStepTransitions) -> Array:
-    """The probabilities [B, atoms] that the critic should give; equation 2 of the paper."""
+    """Return the target probabilities [B, atoms] of the critic; equation 2 of the paper."""
     action = self.policy(target.actor, step.after)
     logits = self.critic.value(target.critic, step.after.observation, action)[0]
     atoms = step.r_t[:, None] + step.discount_t[:, None] * self.support[None]

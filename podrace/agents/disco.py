@@ -1,19 +1,20 @@
-"""Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
+"""Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature).
 
-The rule, a network (`podrace.agents.rules.disco`), looks at a trajectory and says where the policy
-and two predictions, y and z, should move; the loss is a KL divergence to that. What an action is
-worth is learned from Retrace (Munos et al. 2016, arXiv 1606.02647), and a further head foresees the
-policy one step later. What the rule remembers of an agent's lifetime, the moments of the advantages
-and the target network are part of the agent's state.
+The rule, a network in a file (`podrace.agents.rules.disco`), reads a trajectory. It returns targets of the
+policy and of two predictions, y and z. The loss is the KL divergence to them. Action values are
+learned from Retrace (Munos et al. 2016, arXiv 1606.02647), and a further head predicts the policy
+one step later. The rule's memory of an agent's lifetime, the moments of the advantages and the
+target network are part of the agent's state.
 
-Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from
-them; a mean over steps counts those of all devices together; past a time limit a value is
-bootstrapped from, while for the rule the episode has ended; actions that an observation forbids are
-so in the target of the policy as well.
+Against google-deepmind/disco_rl:
 
-There are two all-reduces in a gradient step, where other agents have one: the rule is given
-advantages that are divided by their size in this batch too, on all devices, so that is averaged
-first.
+- The moments of TD errors are left out, as nothing is learned from them.
+- A mean over steps counts the steps of all devices together.
+- Past a time limit a value is bootstrapped from, while for the rule the episode has ended.
+- Actions that an observation forbids are masked in the target of the policy as well.
+
+A gradient step has two all-reduces, one more than that of other agents. The rule is given
+advantages that are divided by their size in this batch, which is averaged over the devices first.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class DiscoMoments(NamedTuple):
 
 
 class DiscoRest(NamedTuple):
-  """What else is learned, and what the rule remembers."""
+  """Learned state besides the parameters, and the memory of the rule."""
 
   target: Any  # the network that targets are made by
   opt_state: Any
@@ -70,13 +71,13 @@ class DiscoRest(NamedTuple):
 
 
 class DiscoExtras(NamedTuple):
-  """What learning wants to know of each action."""
+  """Record of an action, for learning."""
 
   policy: Array  # [B, A] f32 logits that it was drawn by
 
 
 class DiscoEstimates(NamedTuple):
-  """What values say of a trajectory, by the target network and the online policy."""
+  """Values of a trajectory, by the target network and for the online policy."""
 
   value: Array  # [T+1, B] f32 by the online network
   q_target: Array  # [T, B] f32 Retrace's, of the actions that were taken
@@ -116,17 +117,17 @@ class Disco:
     storage.pin(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: the unrolls of the past, all alike."""
+    """Return the replay: all unrolls of the past, drawn alike."""
     self.params()
     ratio = self.replay_ratio / unroll_length
     buffer = Buffer(self.capacity, self.batch_size, self.min_size, ratio)
     return windows(buffer, unroll_length, num_envs, unroll_length, keep_state=True, stack=stack)
 
   def params(self) -> dict[str, np.ndarray]:
-    """The arrays of the rule.
+    """Return the arrays of the rule.
 
     Raises:
-      UsageError: if there is none, or not one that this agent can learn by.
+      UsageError: if there is no rule, or it does not fit this agent.
     """
     if not self.rule:
       raise UsageError(
@@ -139,14 +140,14 @@ class Disco:
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
-    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
     return {
       '--agent.network.predictions': (self.network.predictions, sizes.predictions),
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
 
   def opening(self) -> str:
-    """What a run says of the rule when it begins."""
+    """Return the line about the rule that a run prints when it begins."""
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -183,10 +184,10 @@ class Disco:
   def learn_by(
     self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+    """Make `step`, differentiable in the rule, and measure entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule
-    says in it.
+    Meta-training regularises these entropies. The entropies before the step do not depend on the
+    rule's targets in it.
     """
     train, metrics, weight = self.step(rule, train, window)
     after = entropies(self.unroll_taken(train.params, window), weight)
@@ -245,7 +246,7 @@ class Disco:
   def estimates(
     self, online: Predictions, target: Predictions, window: Trajectory
   ) -> DiscoEstimates:
-    """Retrace by the target network's values [T+1, B, A, bins], for the online policy."""
+    """Return Retrace's values by the target network [T+1, B, A, bins], for the online policy."""
     t, action = window.timesteps, window.outputs.action
     pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
     log_mu = jax.nn.log_softmax(window.outputs.extras.policy)
@@ -268,7 +269,7 @@ class Disco:
     )
 
   def moved(self, moments: DiscoMoments, first: Array, second: Array) -> DiscoMoments:
-    """The moving averages, one batch later."""
+    """Return the moving averages, one batch later."""
     keep = self.moments_decay
     return DiscoMoments(
       keep * moments.first + (1 - keep) * first,
@@ -284,9 +285,9 @@ class Disco:
     weight: Array,
     window: Trajectory,
   ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a batch, a mean of each step's with these weights [T, B], and metrics.
+    """Return the loss of a batch and metrics: means over steps with the weights [T, B].
 
-    `said` is of the actions that were taken.
+    `said` are the predictions of the actions that were taken.
     """
     now = jax.tree.map(lambda x: x[:-1], said)
     value_loss = number_loss(merge_time(now.q), q_target.reshape(-1), self.network.support)
@@ -321,7 +322,7 @@ def entropies(output: Predictions, weight: Array) -> dict[str, Array]:
 
 
 def observations(window: Trajectory) -> Any:
-  """Of the T steps."""
+  """Return the observations of the T steps."""
   return jax.tree.map(lambda x: x[:-1], window.timesteps.observation)
 
 
@@ -332,7 +333,7 @@ def inputs_of(
   window: Trajectory,
   moments: DiscoMoments,
 ) -> rules.DiscoInputs:
-  """What the rule looks at."""
+  """Return the inputs of the rule."""
   t, outputs = window.timesteps, window.outputs
   mean, variance = mean_and_variance(moments)
   scale = 1 / (jnp.sqrt(variance + 1e-12) + 1e-6)

@@ -1,15 +1,22 @@
-"""DQN (Mnih et al. 2015, Nature 518) and what was found to better it, up to Rainbow.
+"""DQN (Mnih et al. 2015, Nature 518) and its extensions, up to Rainbow.
 
 Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
 distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
 
-Against Nature's DQN: Adam in the place of RMSProp; the gradient's norm is clipped; actions are
-double by default; the replay has 100,000 steps, not a million; target copies and epsilon are
-counted in gradient steps and are faster (250, not 10,000; 10,000 steps to 0.05, not a million
-frames to 0.1). Rewards are clipped by the environment, if at all.
-Against Rainbow: the gradient's norm is clipped at 10, as Wang et al. 2016 do (arXiv 1511.06581).
-Draws are stratified where replay is on the device, and independent in tables on the host.
-Importance weights are divided by the largest of each device's batch.
+Against Nature's DQN:
+
+- Adam instead of RMSProp, and the gradient's norm is clipped.
+- Double by default.
+- The replay has 100,000 steps, not a million.
+- Target copies and epsilon are counted in gradient steps and are faster: 250, not 10,000, and
+  10,000 steps to 0.05, not a million frames to 0.1.
+- Rewards are clipped by the environment, if at all.
+
+Against Rainbow:
+
+- The gradient's norm is clipped at 10, as in Wang et al. 2016 (arXiv 1511.06581).
+- Draws are stratified where replay is on the device, and independent in tables on the host.
+- Importance weights are divided by the largest of each device's batch.
 """
 
 from __future__ import annotations
@@ -43,16 +50,16 @@ from podrace.types import (
 
 
 class DQNParams(NamedTuple):
-  """All that acting needs."""
+  """Everything that acting needs."""
 
   network: Any
   epsilon: Array  # [] f32, how often an action is random
 
 
 class DQNRest(NamedTuple):
-  """What else is learned."""
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that is bootstrapped from
+  target: Any  # parameters of the target network
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
@@ -97,7 +104,7 @@ class DQN:
       )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     initial = self.initial_priority if self.actor_priorities else None
     return windows(
       self.buffer, self.n_step, num_envs, unroll_length, stack=stack, initial_priority=initial
@@ -110,7 +117,7 @@ class DQN:
     return TrainState(DQNParams(network, jnp.float32(1)), rest)
 
   def warm_start(self, train: TrainState, params: DQNParams) -> TrainState:
-    """It explores as if it were new: epsilon is that of `train`."""
+    """Start from the parameters of another run, but explore from the beginning."""
     learned = train.params._replace(network=params.network)
     return TrainState(learned, train.rest._replace(target=params.network))
 
@@ -140,7 +147,10 @@ class DQN:
     return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""
+    """Return the errors [B] of new windows, by the values that acting computed.
+
+    The value of the last timestep of a window is not known, so that of the one before is used.
+    """
     step = value_based.transitions(window, self.discount)
     extras: value_based.ValueExtras = window.outputs.extras
     streams = jnp.arange(step.end.shape[0])
@@ -177,9 +187,9 @@ class DQN:
     return TrainState(params, DQNRest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
-    """The network's [B, A, atoms], with noise if it has any: one sample for the batch.
+    """Return the network's outputs [B, A, atoms], with one sample of its noise for the batch.
 
-    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) hold it fixed across the batch, too.
+    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) also hold it fixed across the batch.
     """
     q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
     return q
@@ -192,7 +202,7 @@ class DQN:
     target_key: Array,
     select_key: Array,
   ) -> Array:
-    """What the outputs [B, atoms] should be: returns, or probabilities of the categorical head.
+    """Return the targets [B, atoms]: returns, or probabilities of the categorical head.
 
     Double: van Hasselt et al. 2016 (arXiv 1509.06461, eq. 4).
     """
@@ -208,14 +218,14 @@ class DQN:
     return project(r_t + discount_t * support[None], jax.nn.softmax(q_t), support)
 
   def losses(self, q: Array, target: Array) -> tuple[Array, Array]:
-    """The loss [B] of outputs [B, atoms], and how wrong they are [B], which is the priority."""
+    """Return the losses [B] of outputs [B, atoms], and their errors [B], the priorities."""
     if self.network.head == 'value':
       error = (target - q)[:, 0]
       loss = optax.huber_loss(error, delta=self.huber) if self.huber else 0.5 * error**2
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-      # Rainbow, section 3, ranks by the divergence: what of the loss is not the target's own
+      # Rainbow, section 3, ranks by the divergence: the loss without the target's own
       # entropy.
       negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
       return loss, jnp.maximum(loss + negative_entropy, 0.0)

@@ -1,8 +1,11 @@
 """IMPALA: a V-trace actor-critic (Espeholt et al. 2018, arXiv 1802.01561).
 
-One gradient per trajectory. Against the paper: the loss is a mean over the batch instead of a
-sum, so the learning rate does not depend on its size; Adam is the default, RMSProp an option; the
-learning rate stays as it is unless `anneal_learning_rate` says so, where the paper anneals it to 0.
+One gradient per trajectory. Against the paper:
+
+- The loss is a mean over the batch instead of a sum, so the learning rate does not depend on its
+  size.
+- Adam is the default, RMSProp an option.
+- The learning rate is constant unless `anneal_learning_rate` is set. The paper anneals it to 0.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ class Impala:
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0
   # ^ mixes n-step targets, as in TD(lambda)
   clip_rho: float = 1.0  # of the importance weights in the targets; 0: not clipped
-  clip_pg_rho: float = 1.0  # of those in the policy gradient; 0: not clipped
+  clip_pg_rho: float = 1.0  # of the weights in the policy gradient; 0: not clipped
   clip_mix: float = 1.0  # share of the clipped weight in each weight; less than 1: leaky V-trace
   policy_cost: float = 1.0
   value_cost: float = 0.5
@@ -104,7 +107,7 @@ class Impala:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    """One gradient step, with the settings as they are."""
+    """Make one gradient step."""
     params, trajectory = train.params, sample.trajectory
 
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
@@ -128,7 +131,10 @@ class Impala:
   def loss(
     self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
-    """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
+    """Return the loss and metrics: equation 1 and section 4.2 of the paper.
+
+    The loss is a mean over [T, B]. Masked transitions count as 0.
+    """
     policy, extras = self.network.distribution, trajectory.outputs.extras
     output, _ = self.network.unroll(
       params.network,
@@ -169,7 +175,7 @@ class Impala:
   def outer_loss(
     self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
-    """Of self-tuning: that of all streams at once."""
+    """Return the loss of all streams at once, for self-tuning."""
     return self.loss(params, trajectory, key)
 
   def optimiser(self) -> optax.GradientTransformation:

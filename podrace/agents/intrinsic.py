@@ -1,21 +1,20 @@
-"""Learned intrinsic rewards (Zheng et al. 2020, arXiv 1912.05500): a reward that is learned over lifetimes.
+"""Learned intrinsic rewards (Zheng et al. 2020, arXiv 1912.05500): rewards learned over lifetimes.
 
-Each environment is a lifetime, with a policy of its own that begins as nothing and learns from the
-intrinsic reward alone. The reward is a recurrent network over the whole lifetime, across episodes.
-What is learned, and shared by all, is the reward: by the gradient, through the policies' updates in
-an unroll, of what the lifetimes give (equation 3), with a lifetime value function behind the unroll
-(equation 4). So a policy is state of acting, as a recurrent state is, and `learn` lives an unroll
-again, as data, to differentiate it.
+Each environment is a lifetime. Its policy starts from scratch and learns from the intrinsic reward
+alone. The reward is a recurrent network over the whole lifetime, across episodes. Only the reward
+is learned and shared. Its gradient goes through the policies' updates in an unroll (equation 3),
+with a lifetime value function behind the unroll (equation 4). So a policy is state of acting, as a
+recurrent state is, and `learn` repeats an unroll, as data, to differentiate it.
 
-A policy learns by REINFORCE (Williams 1992) with traces: each intrinsic reward, less a moving
-average of them, is given to the actions of the episode before it, discounted; and every `period`
-steps the sum becomes one step of gradient ascent. Without that average a constant reward would
-drive policies, and be all that is learned.
+A policy learns by REINFORCE (Williams 1992) with traces. Each intrinsic reward, less the moving
+average of them, is credited to the earlier actions of the episode, discounted. Every `period`
+steps the sum becomes one step of gradient ascent. Without the average a constant reward would
+drive policies, and nothing else would be learned.
 
 From the paper: the objective, the reward's inputs, the truncated meta-gradient with a bootstrapped
-value. Ours, as its appendix was not at hand: traces in the place of returns of whole episodes, the
-average, the tanh that bounds the reward, sizes and rates. All policies of an environment begin as
-the same one.
+value. Ours, as its appendix was not at hand: traces instead of returns of whole episodes, the
+average, the tanh that bounds the reward, sizes and rates. All policies of an environment start
+from the same parameters.
 """
 
 from __future__ import annotations
@@ -40,14 +39,14 @@ from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainSt
 
 
 class IntrinsicParams(NamedTuple):
-  """What is learned over lifetimes, and shared by them."""
+  """Parameters that are learned over lifetimes and shared by them."""
 
   reward: Any
   value: Any
 
 
 class PolicyLearner(NamedTuple):
-  """A policy that learns, [B, ...]: three trees of the policy's parameters, and what is known of rewards."""
+  """A policy that learns, [B, ...]: parameters, traces, gradients, and reward statistics."""
 
   policy: Any
   trace: Any  # of d log pi(a|s), of the episode so far
@@ -58,7 +57,7 @@ class PolicyLearner(NamedTuple):
 
 
 class IntrinsicState(NamedTuple):
-  """What acting carries along: lifetimes [B, ...]."""
+  """State of acting: lifetimes [B, ...]."""
 
   learner: PolicyLearner
   beginning: Any  # the policy that each lifetime begins with
@@ -90,7 +89,7 @@ class Intrinsic:
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
   # ^ mixes n-step returns of a lifetime, as in TD(lambda)
   objective: Literal['lifetime', 'episode'] = 'lifetime'
-  # ^ episode: returns end with the episode, to see what a lifetime is good for
+  # ^ episode: returns end with the episode, to measure the use of lifetimes
   environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
 
   def __post_init__(self) -> None:
@@ -101,7 +100,7 @@ class Intrinsic:
     """Episodes of a lifetime; 0: it has no end.
 
     Raises:
-      UsageError: if the environment's have another length.
+      UsageError: if the lifetimes of the environment have another length.
     """
     env = self.environment
     if not isinstance(env, Lifetimes):
@@ -146,13 +145,13 @@ class Intrinsic:
   # --- a lifetime
 
   def counted(self, episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
-    """Where a lifetime begins [B] bool, and how many of its episodes are over after a timestep."""
+    """Return whether a lifetime begins [B] bool, and its finished episodes after a timestep [B]."""
     over = (episode >= self.lifetime) if self.lifetime else jnp.zeros_like(timestep.first)
     begins = timestep.first & over
     return begins, jnp.where(begins, 0, episode) + timestep.last
 
   def logits(self, policy: Any, timestep: TimeStep) -> Array:
-    """[B, A] by the policy [B, ...] of each lifetime."""
+    """Return the logits [B, A] of each lifetime's policy."""
     return jax.vmap(self._logits)(policy, timestep)
 
   def _logits(self, policy: Any, timestep: TimeStep) -> Array:
@@ -162,7 +161,7 @@ class Intrinsic:
   def rewarded(
     self, life: IntrinsicState, begins: Array, timestep: TimeStep, reward: Array
   ) -> PolicyLearner:
-    """The policies after intrinsic rewards [B] for what led to a timestep; updated, where that is due."""
+    """Return the policies after intrinsic rewards [B] of the last step; updated, if due."""
     learner = select(begins, new_learner(life.beginning), life.learner)
     happened = 1.0 - timestep.first
     rewards = learner.rewards + happened
@@ -180,7 +179,7 @@ class Intrinsic:
   def acted(
     self, learner: PolicyLearner, timestep: TimeStep, action: Array
   ) -> tuple[PolicyLearner, Any]:
-    """The policies after they chose actions [B]; and [B] each, what is said of that."""
+    """Return the policies after actions [B], with log-probabilities and entropies [B]."""
 
     def of_one(policy: Any, timestep: TimeStep, action: Array) -> Any:
       logits = self._logits(policy, timestep)[None]
@@ -190,7 +189,7 @@ class Intrinsic:
 
     each = jax.vmap(jax.jacrev(of_one))(learner.policy, timestep, action)
     said = jax.vmap(of_one)(learner.policy, timestep, action)
-    counts = 1.0 - timestep.last  # what is done at LAST is ignored
+    counts = 1.0 - timestep.last  # the action at LAST is ignored
     trace = plus(learner.trace, each[0], counts)
     gradient = plus(learner.gradient, each[1], counts * self.policy_entropy_cost)
     return learner._replace(trace=trace, gradient=gradient), said
@@ -210,7 +209,10 @@ class Intrinsic:
     return TrainState(params, opt_state), jnp.ones_like(sample.weight), metrics
 
   def loss(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, Metrics]:
-    """Equations 3 and 4 of the paper; a mean over [T, B], masked transitions counting as 0."""
+    """Return the loss and metrics: equations 3 and 4 of the paper.
+
+    The loss is a mean over [T, B]. Masked transitions count as 0.
+    """
     begins, raw, value, log_prob, entropy = self.relive(params, trajectory)
     mask = 1.0 - trajectory.timesteps.last[:-1]
     advantage = self.advantages(trajectory.timesteps, begins, lax.stop_gradient(value))
@@ -227,10 +229,11 @@ class Intrinsic:
     return total + self.reward_cost * jnp.mean(jnp.square(raw)), parts
 
   def relive(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, ...]:
-    """An unroll once more, differentiable in the reward.
+    """Repeat an unroll, differentiable in the reward.
 
-    What `recalled` gives, [T+1, B] each, and of the policies the log-probabilities of the actions
-    and the entropies, [T, B].
+    Returns:
+      The results of `recalled`, [T+1, B] each, and the log-probabilities and entropies [T, B] of
+      the actions by the policies.
     """
     begins, raw, value = self.recalled(params, trajectory)
 
@@ -246,7 +249,7 @@ class Intrinsic:
     return begins, raw, value, log_prob, entropy
 
   def recalled(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, Array, Array]:
-    """Where lifetimes begin, bool, intrinsic rewards before the tanh, and values, [T+1, B] each."""
+    """Return where lifetimes begin, bool, raw intrinsic rewards, and values, [T+1, B] each."""
     t, life = trajectory.timesteps, trajectory.agent_state
 
     def count(episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
@@ -260,7 +263,10 @@ class Intrinsic:
     return begins, raw, value
 
   def advantages(self, timesteps: TimeStep, begins: Array, value: Array) -> Array:
-    """[T, B], over the lifetime: an episode's end takes no time, and only a lifetime's cuts."""
+    """Return advantages [T, B] over the lifetime.
+
+    The end of an episode takes no time, and only the end of a lifetime cuts.
+    """
     before, after = (
       jax.tree.map(lambda x, s=s: x[s], timesteps) for s in (slice(-1), slice(1, None))
     )
@@ -287,17 +293,17 @@ class Intrinsic:
 
 
 def new_learner(policy: Any) -> PolicyLearner:
-  """Before its first step; `policy` [B, ...]."""
+  """Return the state of policies [B, ...] before their first step."""
   zeros = jax.tree.map(jnp.zeros_like, policy)
   none = jnp.zeros(jax.tree.leaves(policy)[0].shape[0])
   return PolicyLearner(policy, zeros, zeros, none.astype(jnp.int32), none, none)
 
 
 def of_each(x: Array, like: Array) -> Array:
-  """Numbers [B] with the axes of what they are multiplied by, [B, ...]."""
+  """Return numbers [B] with trailing axes of 1, to multiply `like` [B, ...] by."""
   return x.reshape(x.shape + (1,) * (like.ndim - 1))
 
 
 def plus(tree: Any, other: Any, scale: Array) -> Any:
-  """tree + scale * other, of trees [B, ...] and a scale [B]."""
+  """Return tree + scale * other, of trees [B, ...] and a scale [B]."""
   return jax.tree.map(lambda x, y: x + of_each(scale, y) * y, tree, other)

@@ -1,12 +1,12 @@
-"""LPG: learning by a policy gradient that was itself learned (Oh et al. 2020, arXiv 2007.08794), given as a file.
+"""LPG: learning by a learned policy gradient (Oh et al. 2020, arXiv 2007.08794), read from a file.
 
-The rule (`podrace.agents.rules.lpg`) looks at the newest trajectory. It says how much more likely
-each action should be, and where the agent's prediction y should move (equation 2): one gradient of
-log pi(a|s) times the first, and of the KL divergence from y to its target. There are no values:
-what y means is the rule's.
+The rule (`podrace.agents.rules.lpg`) reads the newest trajectory. It returns an increase of each
+action's log-probability, and a target of the agent's prediction y. The loss (equation 2) is the
+policy gradient with these increases plus the KL divergence from y to its target. There are no
+values: the meaning of y is left to the rule.
 
 From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the
-optimiser's settings, since the paper draws them for each agent; a mean over steps and not a sum.
+optimiser's settings, since the paper draws them for each agent, and a mean over steps, not a sum.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class LPG:
     storage.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
-    """The arrays of the rule.
+    """Return the arrays of the rule.
 
     Raises:
-      UsageError: if there is none, or not one that this agent can learn by.
+      UsageError: if there is no rule, or it does not fit this agent.
     """
     if not self.rule:
       raise UsageError(
@@ -66,11 +66,11 @@ class LPG:
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
-    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
     return {'--agent.network.predictions': (self.network.predictions, sizes.predictions)}
 
   def opening(self) -> str:
-    """What a run says of the rule when it begins."""
+    """Return the line about the rule that a run prints when it begins."""
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
@@ -99,10 +99,10 @@ class LPG:
   def learn_by(
     self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+    """Make `step`, differentiable in the rule, and measure entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule
-    says in it.
+    Meta-training regularises these entropies. The entropies before the step do not depend on the
+    rule's targets in it.
     """
     train, metrics = self.step(rule, train, window)
     output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
@@ -124,7 +124,7 @@ class LPG:
     return TrainState(network, opt_state), metrics
 
   def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.LPGInputs:
-    """What the rule looks at."""
+    """Return the inputs of the rule."""
     t = window.timesteps
     log_prob = self.network.distribution.log_prob(said.policy[:-1], window.outputs.action)
     return rules.LPGInputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
@@ -132,9 +132,10 @@ class LPG:
   def losses(
     self, said: PolicyPrediction, goals: rules.LPGTargets, window: Trajectory
   ) -> tuple[Array, dict[str, Array]]:
-    """Equation 2 of the paper; a mean over [T, B], masked transitions counting as 0.
+    """Return the loss, equation 2 of the paper, and metrics.
 
-    The metrics are means of the same kind: what meta-training regularises is among them.
+    All are means over [T, B] in which masked transitions count as 0. Meta-training regularises some
+    of the metrics.
     """
     mask = 1.0 - window.timesteps.last[:-1]
     policy, y = said.policy[:-1], said.y[:-1]

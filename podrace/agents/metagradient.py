@@ -78,7 +78,7 @@ class Tunable(Agent, Protocol):
 
   @property
   def self_tuning(self) -> bool:
-    """Whether the agent tunes itself. Its optimiser must then be differentiable at a gradient of 0."""
+    """Whether the agent tunes itself. If so, its optimiser is differentiable at a gradient of 0."""
     ...
 
   @property

@@ -1,20 +1,26 @@
-"""Muesli: a policy gradient regularised by one step of a learned model (Hessel et al. 2021, arXiv 2104.06159).
+"""Muesli: a policy gradient regularised by a learned model (Hessel et al. 2021, arXiv 2104.06159).
 
-It acts by its policy, without a search. The model, unrolled as MuZero's, says how good each action
-is, and the policy stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Values
-are learned from Retrace (Munos et al. 2016, arXiv 1606.02647) over the model's action values.
-Advantages are divided by a moving average of their size (section 4.5). What targets are made of is
-a network that follows by a moving average, the prior.
+It acts by its policy, without a search. One step of the model, which is unrolled as MuZero's,
+values each action. The policy stays close to CMPO's, the prior times exp(clip(advantage)) (section
+4.1). Values are learned from Retrace (Munos et al. 2016, arXiv 1606.02647) over the model's action
+values. Advantages are divided by a moving average of their size (section 4.5). Targets come from
+the prior, a network that follows the parameters by a moving average.
 
-Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size
-that was known before its batch, so that one all-reduce is enough, and counts as 0 in the first
-gradient of a run; in the policy gradient it is divided by at least what its batch will make of that
-size; the target of a value is E q + lambda rho (G - q), the value that Retrace bootstraps from,
-with E over the prior's actions; the losses of K unrolled steps are weighted 1/K, as MuZero's; there
-is no weight decay unless it is set. Past the end of an episode value and reward are 0 and the
-policy is masked; past a time limit all is masked. Actions are discrete.
+Against the paper:
 
-A window begins with each unroll. New ones are drawn by a priority such that each is learned from
+- The policy gradient has no beta-LOO baseline.
+- An advantage is divided by its size as known before its batch, so that one all-reduce is enough.
+  It counts as 0 in the first gradient of a run. In the policy gradient it is divided by at least
+  the size that follows from its batch.
+- The target of a value is E q + lambda rho (G - q), the value that Retrace bootstraps from, with E
+  over the prior's actions.
+- The losses of K unrolled steps are weighted 1/K, as MuZero's.
+- There is no weight decay unless it is set.
+- Past the end of an episode value and reward are 0 and the policy is masked. Past a time limit
+  everything is masked.
+- Actions are discrete.
+
+A window begins with each unroll. A new window is drawn by a priority such that it is learned from
 once while it is new and replay_share / (1 - replay_share) times more from replay, which makes
 `replay_share` of a batch in the long run.
 """
@@ -54,22 +60,22 @@ from podrace.types import (
 
 
 class MuesliRest(NamedTuple):
-  """What else is learned."""
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that targets are made by
+  target: Any  # parameters of the prior, for targets
   opt_state: Any
   square: Array  # [] f32 moving average of squared advantages, which begins as 0
   weight: Array  # [] f32 the share of it that is not this 0
 
 
 class MuesliExtras(NamedTuple):
-  """What learning wants to know of each action, [B]."""
+  """Record of an action, for learning, [B]."""
 
   log_prob: Array  # f32 under the acting policy
 
 
 class MuesliTargets(NamedTuple):
-  """What the target network makes of the states of windows, [L, B, ...]."""
+  """Targets from the target network, for the states of windows, [L, B, ...]."""
 
   policy: Array  # [L, B, A] f32 CMPO's; sampled ones add up to 1 on average only
   value: Array  # f32
@@ -77,10 +83,10 @@ class MuesliTargets(NamedTuple):
 
 
 class MuesliGoals(NamedTuple):
-  """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
+  """Targets of the model after 0 to U actions from each of N states: [U + 1, N, ...]."""
 
   targets: MuesliTargets
-  reward: Array  # f32 of the action before; unused where there is none
+  reward: Array  # f32 of the action before; unused after 0 actions
   policy_mask: Array  # f32
   value_mask: Array
   reward_mask: Array
@@ -121,18 +127,19 @@ class Muesli:
     check_settings(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: a window for each unroll, with the steps behind it that the model needs.
+    """Return the replay: a window for each unroll, and the steps behind it that the model needs.
 
-    After it was learned from, a window's priority is 1. A new one's is such that the new windows of
-    one unroll of all environments are (1 - replay_share) of all priority, once replay is full.
+    Once a window was learned from, its priority is 1. The priority of a new window is such that the
+    new windows of one unroll of all environments are (1 - replay_share) of the sum, once replay is
+    full.
     """
     fresh = 1 - self.replay_share
     buffer = Buffer(
       self.capacity, self.batch_size, self.min_size, 1 / (fresh * unroll_length),
       priority_exponent=1.0, importance_exponent=0.0,
     )  # fmt: skip
-    others = self.replay_share * num_envs * unroll_length
-    priority = max(1.0, fresh * self.capacity / others) if others else 1e6
+    replayed = self.replay_share * num_envs * unroll_length
+    priority = max(1.0, fresh * self.capacity / replayed) if replayed else 1e6
 
     def initial_priority(window: Trajectory) -> Array:
       return jnp.full_like(window.timesteps.reward[0], priority)
@@ -199,29 +206,28 @@ class Muesli:
     return TrainState(network, new), jnp.ones_like(sample.weight), metrics
 
   def bounded(self, scale: Array, square: Array) -> Array:
-    """A scale that makes of advantages with this mean square no more than the average with them would.
+    """Return `scale`, limited by the mean square of a batch's advantages.
 
-    Before the first reward advantages are the model's rounding. Multiplied by 1 / that, the first
-    real ones would fill Adam's second moment for tens of thousands of steps, in which nothing is
-    learned.
+    Advantages divided by the moving average with this batch are the limit. Before the first reward
+    advantages are rounding of the model. Divided by their own size, the first real ones would fill
+    Adam's second moment for tens of thousands of steps, in which nothing is learned.
     """
     return jnp.minimum(
       scale, lax.rsqrt(self.moved(jnp.float32(0), square) + self.advantage_epsilon)
     )
 
   def moved(self, average: Array, x: Array) -> Array:
-    """The moving average of advantages, one batch later."""
+    """Return a moving average of advantages, one batch later."""
     return self.advantage_decay * average + (1 - self.advantage_decay) * x
 
   def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> MuesliTargets:
-    """What the target network makes of a window; advantages times `scale` have a variance of 1."""
+    """Return the targets of a window; advantages times `scale` have a variance of 1."""
     t, outputs = window.timesteps, window.outputs
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
     said = self.network.predict(target, hidden)
     prior, v = mask_policy(said.policy, merge_time(t.observation)), self.numbers(said.value)
-    # What would be done in the last state nobody knows; its value is bootstrapped from, and no
-    # more.
+    # The last state has no action. Its value is used for bootstrapping only.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
     )
@@ -242,7 +248,7 @@ class Muesli:
     return decode(outputs, self.network.support)
 
   def one_step(self, target: Any, hidden: Any, action: Array) -> Array:
-    """The values [N] of actions [N], by one step of the model: reward, and the value behind it."""
+    """Return the values [N] of actions [N]: the model's reward plus the discounted next value."""
     hidden, reward = self.network.dynamics(target, hidden, action)
     value = self.network.predict(target, hidden).value
     return self.numbers(reward) + self.discount * self.numbers(value)
@@ -250,7 +256,7 @@ class Muesli:
   def action_values(
     self, target: Any, hidden: Any, prior: Array, key: Array
   ) -> tuple[Array, Array, Array]:
-    """Candidate actions [N, C], each one's share of the prior, and its value."""
+    """Return candidate actions [N, C], the share of each in the prior, and their values."""
     n, num_actions = prior.shape
     if self.sampled_actions:
       many = jnp.repeat(prior[:, None], self.sampled_actions, axis=1)
@@ -263,7 +269,7 @@ class Muesli:
     return candidates, share, each(candidates)
 
   def cmpo(self, prior: Array, candidates: Array, advantage: Array) -> Array:
-    """CMPO's policy [N, A] from logits [N, A] of the prior, and normalised advantages [N, C]."""
+    """Return CMPO's policy [N, A] of the prior's logits [N, A] and scaled advantages [N, C]."""
     if not self.sampled_actions:
       return cmpo(prior, advantage, no_limit(self.clip_advantage))
     weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, no_limit(self.clip_advantage))
@@ -273,7 +279,7 @@ class Muesli:
   def losses(
     self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a batch, a mean over states with those that are masked counting as 0, and metrics."""
+    """Return the loss of a batch, a mean over states in which masked ones count as 0, and metrics."""
     policy, value, reward = self.imagined(network, window)
     share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
 
@@ -305,7 +311,7 @@ class Muesli:
     )
 
   def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """The model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of the actions."""
+    """Return the model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of actions."""
     roots = window.outputs.action.shape[0] - self.unroll
     action = spread(window.outputs.action, roots, self.unroll)[:-1]
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
@@ -318,7 +324,7 @@ class Muesli:
   def policy_gradient(
     self, policy: Array, window: Trajectory, advantage: Array
   ) -> tuple[Array, Array]:
-    """A loss [N] whose gradient is the policy gradient, and its importance ratios, within [0, 1]."""
+    """Return a loss [N] with the policy gradient as its gradient, and importance ratios in [0, 1]."""
     roots = window.outputs.action.shape[0] - self.unroll
     outputs = window.outputs
     action, before = (merge_time(x[:roots]) for x in (outputs.action, outputs.extras.log_prob))
@@ -343,7 +349,7 @@ class Muesli:
 
 
 def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
-  """What the model should say, of timesteps [L, B] and their targets."""
+  """Return the targets of the model from timesteps [L, B] and the values of the prior."""
   roots = t.reward.shape[0] - unroll
   wide = functools.partial(spread, roots=roots, actions=unroll)
   end, found = ends(t, roots, unroll), jax.tree.map(wide, targets)
@@ -353,7 +359,7 @@ def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
-  """CMPO's policy [..., A]: the prior of these logits [..., A] times exp of the clipped advantages.
+  """Return CMPO's policy [..., A]: the prior (logits [..., A]) times exp(clip(advantage)).
 
   Its total variation from the prior is at most tanh(limit / 2) (section 4.1).
   """
@@ -361,17 +367,17 @@ def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
 
 
 def sampled_cmpo(advantage: Array, limit: float) -> Array:
-  """Weights [C] of C actions drawn from the prior, for one state; of many, they make CMPO's policy.
+  """Return weights [C] of C actions drawn from the prior, for one state.
 
-  Each has a normaliser of the others, and of 1 in its own place, so as not to depend on it (section
-  4.2).
+  In expectation they are CMPO's policy. Each weight's normaliser leaves out its own action, in
+  whose place there is a 1, so as not to depend on it (section 4.2).
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))
   return size / (1.0 + jnp.sum(size) - size)
 
 
 def check_settings(agent: Muesli) -> None:
-  """Raises ValueError for the first setting that cannot be."""
+  """Raise ValueError for the first setting that is impossible."""
   from gymnasium import spaces
 
   check_fields(agent)

@@ -1,17 +1,24 @@
-"""MuZero: search in a learned model (Schrittwieser et al. 2020, arXiv 1911.08265), as settings its successors.
+"""MuZero: search in a learned model (Schrittwieser et al. 2020, arXiv 1911.08265).
 
-tree.Gumbel MuZero (Danihelka et al. 2022, ICLR) by `search`; Sampled MuZero (Hubert et al. 2021,
-arXiv 2104.06303) by `sampled_actions`; Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294) by
-`reanalyse`; the consistency loss of EfficientZero (Ye et al. 2021, arXiv 2111.00210) by
-`consistency`. The search is mctx's.
+Its successors are settings:
 
-Against the paper: Adam with weight decay in the place of SGD with momentum; a tree.Gumbel search by
-default, whose root value is the value of the improved policy, and not the mean over all visits;
-replay's priorities are exponentiated by `buffer.priority_exponent`; after learning, a priority is
-by the network's value and not by the search's, which would never change. Past the end of an
-episode, value and reward are 0 and the policy is masked; the actions there are those that replay
-has next. Past a time limit all is masked. Networks are smaller: see `LearnedModel`. The paper's
-sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, discount 0.997.
+- `search`: Gumbel MuZero (Danihelka et al. 2022, ICLR).
+- `sampled_actions`: Sampled MuZero (Hubert et al. 2021, arXiv 2104.06303).
+- `reanalyse`: Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294).
+- `consistency`: the consistency loss of EfficientZero (Ye et al. 2021, arXiv 2111.00210).
+
+Against the paper:
+
+- Adam with weight decay instead of SGD with momentum.
+- A Gumbel search by default. Its root value is the value of the improved policy, not the mean over
+  all visits.
+- Replay's priorities are exponentiated by `buffer.priority_exponent`. After learning, a priority
+  is by the network's value, since the search's value would never change.
+- Past the end of an episode, value and reward are 0 and the policy is masked. The actions there
+  are the next ones in replay. Past a time limit everything is masked.
+- Networks are smaller: see `LearnedModel`.
+
+The paper's sizes for Atari: unroll 5, 50 simulations, n-step 10, batch 1,024, discount 0.997.
 """
 
 from __future__ import annotations
@@ -53,14 +60,14 @@ CANDIDATES = 16  # of continuous and multi-discrete actions, unless a number is 
 
 
 class MuZeroRest(NamedTuple):
-  """What else is learned."""
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that reanalyses
+  target: Any  # parameters of the target network, which reanalyses
   opt_state: Any
 
 
 class MuZeroExtras(NamedTuple):
-  """What learning wants to know of each action, [B, ...]."""
+  """Record of an action, for learning, [B, ...]."""
 
   sample: Any  # the action before it was squashed into the space
   plan: Plan
@@ -73,14 +80,14 @@ class MuZero:
   network: LearnedModel = LearnedModel()
   buffer: Buffer = Buffer(batch_size=128, priority_exponent=1.0, importance_exponent=1.0)
   model: Literal['learned', 'rules'] = 'learned'
-  # ^ what is searched in: the network's, or the environment itself (AlphaZero); needs --env
+  # ^ model of the search: the network's, or the environment itself (AlphaZero); needs --env
   #   LIB:NAME,state=true
   search: Literal['gumbel', 'puct'] = 'gumbel'
   simulations: int = 16  # of each search; 0: it acts by the policy's prior
   max_depth: int = 0  # of the tree; 0: no limit
   acts: Literal['search', 'prior'] = 'search'
-  # ^ what draws the actions: the search, or the policy's prior, and the search is only learned from
-  epsilon: float = 0.0  # share of actions by chance, of those that are allowed
+  # ^ source of the actions: the search, or the policy's prior, so that the search is learned from only
+  epsilon: float = 0.0  # share of random actions, drawn from the allowed ones
   target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
   considered_actions: int = 16  # gumbel: at the root, the most
   value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
@@ -95,7 +102,7 @@ class MuZero:
   unroll: int = 5  # actions that the model is unrolled for
   n_step: int = 10  # rewards before a search's value is bootstrapped from; 0: the target is it
   bootstrap: Literal['search', 'target'] = 'search'
-  # ^ whose value: the search's of acting, or the target network's, which is newer
+  # ^ value to bootstrap from: that of the search of acting, or the target network's, which is newer
   sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
   burn_in: int = 0  # steps before them, with a core
   reanalyse: float = 0.0  # share of each batch with new searches, by the target network
@@ -120,7 +127,7 @@ class MuZero:
 
   @property
   def num_candidates(self) -> int:
-    """Of each state; 0: they are all actions."""
+    """Candidates of each state; 0: all actions."""
     countable = isinstance(self.network.distribution, distributions.Categorical)
     return self.sampled_actions or (0 if countable else CANDIDATES)
 
@@ -144,7 +151,7 @@ class MuZero:
     )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of the states that are unrolled from, and what follows them.
+    """Return the replay: windows of the states that are unrolled from, and the steps after them.
 
     Raises:
       ValueError: if nothing searches, or sequences would leave out a part of every unroll.
@@ -162,12 +169,12 @@ class MuZero:
 
   @property
   def positions(self) -> int:
-    """Steps of a window behind the burn-in, of whose searches something is learned."""
+    """Steps of a window behind the burn-in with searches that are learned from."""
     return self.sequence + self.ahead + self.n_step
 
   @property
   def ahead(self) -> int:
-    """Actions that the model is unrolled for; the true rules are not learned."""
+    """Actions that the model is unrolled for; 0 with the true rules, which are not learned."""
     return 0 if self.model == 'rules' else self.unroll
 
   def init(self, key: Array) -> TrainState:
@@ -198,7 +205,10 @@ class MuZero:
   def choose(
     self, params: MuZeroParams, hidden: Any, observation: Any, key: Array
   ) -> tuple[Any, Plan]:
-    """Raw samples [B, ...] to act by, and the plans to learn from (Hamrick et al. 2021, arXiv 2011.04021)."""
+    """Return raw samples [B, ...] to act by, and the plans to learn from.
+
+    Acting and learning may differ, as in Hamrick et al. 2021 (arXiv 2011.04021).
+    """
     key, act_key, random_key, target_key = jax.random.split(key, 4)
     settings = self.search_settings
     x, plans = plan(settings, params, hidden, observation, key, self.simulations)
@@ -251,11 +261,11 @@ class MuZero:
     return TrainState(params, MuZeroRest(target, opt_state)), priority, metrics
 
   def behind(self, tree: Any) -> Any:
-    """What is behind the burn-in."""
+    """Return the part of a tree [T, ...] behind the burn-in."""
     return jax.tree.map(lambda x: x[self.burn_in :], tree)
 
   def represent(self, network: Any, window: Trajectory, length: int) -> Any:
-    """Hidden states of the first `length` timesteps [length, B, ...] behind the burn-in."""
+    """Return hidden states of the first `length` timesteps [length, B, ...] behind the burn-in."""
     timesteps, state = window.timesteps, window.agent_state if self.recurrent else ()
     if self.burn_in:
       early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
@@ -265,11 +275,11 @@ class MuZero:
 
   @property
   def searches(self) -> int:
-    """Of each window that is refreshed."""
+    """Searches in each window that is refreshed."""
     return self.positions
 
   def refreshed(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
-    """The plans [positions, B, ...] of a window's states, with what is newer of the target network's."""
+    """Return the plans [positions, B, ...] of a window, in part renewed by the target network."""
     kept: Plan = self.behind(window.outputs.extras.plan)
     if self.bootstrap == 'target':
       hidden = merge_time(self.represent(target, window, self.positions))
@@ -286,7 +296,7 @@ class MuZero:
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
   def searched(self, params: MuZeroParams, window: Trajectory, key: Array) -> Plan:
-    """The plans [positions, B, ...] of new searches in a window's states."""
+    """Return the plans [positions, B, ...] of new searches in a window's states."""
     hidden = merge_time(self.represent(params.network, window, self.positions))
     observation = self.behind(window.timesteps.observation)
     observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
@@ -296,7 +306,7 @@ class MuZero:
     return split_time(plans, self.positions)
 
   def refresh(self, params: MuZeroParams, window: Trajectory, key: Array) -> Trajectory:
-    """The window with the plans of new searches; those of the burn-in stay, as nothing learns from them."""
+    """Return the window with plans of new searches behind its burn-in."""
     extras, behind = window.outputs.extras, slice(self.burn_in, self.burn_in + self.positions)
     fresh = self.searched(params, window, key)
     plans = jax.tree.map(lambda old, new: old.at[behind].set(new), extras.plan, fresh)
@@ -305,7 +315,7 @@ class MuZero:
   def losses(
     self, network: Any, window: Trajectory, goals: muzero_targets.MuZeroGoals
   ) -> tuple[Array, Array, dict[str, Array]]:
-    """The loss [N] of each state, the value [N] there, and metrics."""
+    """Return the loss [N] of each state, the value [N] there, and metrics."""
     roots = self.sequence + (self.ahead if self.consistency else 0)
     observed = self.represent(network, window, roots)
     root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
@@ -345,7 +355,7 @@ class MuZero:
     return total, now, metrics
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The priority [B] of new windows: how far the searches' values are from their targets."""
+    """Return the priority [B] of new windows: the error of the searches' values."""
     timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
     target = muzero_targets.value_targets(
       timesteps, value, n_step=self.n_step, discount=self.discount
@@ -362,7 +372,7 @@ class MuZero:
 
 
 def check_settings(agent: MuZero) -> None:
-  """Raises ValueError for the first setting that cannot be."""
+  """Raise ValueError for the first setting that is impossible."""
   check_fields(agent)
   if agent.consistency and not getattr(agent.network, 'projection', 0):
     raise ValueError(f'consistency {agent.consistency} needs network.projection above 0')
@@ -385,7 +395,7 @@ def check_settings(agent: MuZero) -> None:
 
 
 def check_memory(agent: MuZero, unroll_length: int) -> None:
-  """Raises ValueError if nothing would be learned, or only from a part, of unrolls of that length."""
+  """Raise ValueError if nothing, or only a part, of unrolls of that length would be learned from."""
   if agent.simulations < 1 and (agent.reanalyse < 1 or agent.reanalyse_simulations < 1):
     raise ValueError(
       f'simulations {agent.simulations}: training needs a search to learn from, so simulations '

@@ -1,4 +1,4 @@
-"""How policy-gradient agents act, and the transitions they learn from."""
+"""Acting of policy-gradient agents, and the transitions that they learn from."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
 class PolicyParams(NamedTuple):
-  """All that acting needs."""
+  """Everything that acting needs."""
 
   network: Any
-  observation: Any = ()  # normalize.Statistics, or () where observations are taken as they are
+  observation: Any = ()  # normalize.Statistics; () if observations are not normalised
   reward: Any = ()  # likewise, of discounted returns
 
 
 class PolicyState(NamedTuple):
-  """What acting carries along, [B, ...]."""
+  """State of acting, [B, ...]."""
 
   core: Any  # the network's recurrent state
   discounted_return: Any = ()  # [B] f32, kept where rewards are normalised
 
 
 class PolicyExtras(NamedTuple):
-  """What learning wants to know of each action, [B, ...]."""
+  """Record of an action, for learning, [B, ...]."""
 
   sample: Array  # the action before it was clipped or squashed into the space
   log_prob: Array  # f32 of `sample` under the acting policy
@@ -46,7 +46,7 @@ class PolicyTransitions(NamedTuple):
 
 
 def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
-  """The timestep with its observation as the network wants it."""
+  """Return the timestep with its observation normalised, as the network takes it."""
   if not params.observation:
     return timestep
   observation = timestep.observation
@@ -55,14 +55,17 @@ def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
 
 
 def floats(observation: Any) -> list[Array]:
-  """What is normalised of an observation: the floats, but of an `action_mask` or a state; not pixels or indices."""
+  """Return the leaves of an observation that are normalised.
+
+  They are the floats, except in an `action_mask` or a state. Pixels and indices are not floats.
+  """
   return [x for x in jax.tree.leaves(seen(observation)) if _is_float(x)]
 
 
 def with_floats(observation: Any, floats: list[Array]) -> Any:
-  """The observation with others in the place of its `floats`."""
-  others = iter(floats)
-  changed = jax.tree.map(lambda x: next(others) if _is_float(x) else x, seen(observation))
+  """Return the observation with `floats` in place of its own."""
+  replacements = iter(floats)
+  changed = jax.tree.map(lambda x: next(replacements) if _is_float(x) else x, seen(observation))
   return {**observation, **changed} if isinstance(observation, dict) else changed
 
 
@@ -111,7 +114,7 @@ def act(
 def transitions(
   trajectory: Trajectory, params: PolicyParams, discount: float, lambda_: float
 ) -> PolicyTransitions:
-  """Cuts a trajectory into transitions. The only rule about episode ends is here."""
+  """Cut a trajectory into transitions. This is the only rule about episode ends."""
   before = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   reward = normalize.scale(params.reward, after.reward) if params.reward else after.reward
@@ -147,7 +150,10 @@ def init_params(
 
 
 def new_moments(params: PolicyParams, trajectory: Trajectory) -> Any:
-  """What this device's trajectory adds to the statistics; each timestep is counted once."""
+  """Return the contribution of this device's trajectory to the statistics.
+
+  Each timestep is counted once.
+  """
   observation: Any = ()
   if params.observation:
     seen = jax.tree.map(lambda x: x[:-1], trajectory.timesteps.observation)
@@ -159,7 +165,7 @@ def new_moments(params: PolicyParams, trajectory: Trajectory) -> Any:
 
 
 def merge_moments(params: PolicyParams, joined: Any, num_devices: int) -> PolicyParams:
-  """The statistics after this update, from moments averaged over the devices."""
+  """Return the parameters with new statistics, from moments averaged over the devices."""
   observation, reward = joined
   return params._replace(
     observation=observation and normalize.merge(params.observation, observation, num_devices),

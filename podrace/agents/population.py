@@ -1,7 +1,7 @@
-"""An agent in several settings of its hyper-parameters, all of them members of one program.
+"""An agent in different settings of its hyper-parameters, as members of one program.
 
-Each member's values are part of what it learns (`TrainState.rest`), so one program serves all
-values, a checkpoint has them, and population-based training can change them.
+Each member's values are in its `TrainState.rest`. So one program serves all values, a checkpoint
+holds them, and population-based training can change them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainSt
 
 
 class VariedRest(NamedTuple):
-  """What a member has besides its parameters."""
+  """`TrainState.rest` of a member."""
 
   values: dict[str, Array]  # of its setting, [] f32 each
   rest: Any  # of the agent
@@ -27,9 +27,9 @@ class VariedRest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-  """`agent` with other values of some of its fields; of the agents' optional hooks it has those of `agent`.
+  """`agent` with different values of some fields. It has the optional hooks of `agent`.
 
-  Acting must not read these fields: parameters are all that acting is given.
+  Acting must not read these fields, since it is given the parameters only.
   """
 
   agent: Any
@@ -59,11 +59,11 @@ class Varied:
     return getattr(self.agent, name)
 
   def init(self, key: Array) -> TrainState:
-    """The first setting's."""
+    """Return the state of the first setting."""
     return self._init(key, jnp.asarray(self._rows()[0], jnp.float32))
 
   def init_members(self, keys: Array) -> TrainState:
-    """All members [N], the seeds of one setting after those of another."""
+    """Return the states of all members [N]: the seeds of the first setting, then of the next."""
     rows = jnp.asarray(self._rows(), jnp.float32)
     each = jnp.repeat(rows, keys.shape[0] // len(rows), axis=0)
     return lax.map(lambda member: self._init(*member), (keys, each))
@@ -113,7 +113,7 @@ def _value(settings: Any, path: str) -> Any:
 
 
 def with_values(settings: Any, values: dict[str, Any]) -> Any:
-  """A dataclass with other values in its fields, which may be tracers: nothing checks them."""
+  """Return a dataclass with new values in its fields. They may be tracers, so they are not checked."""
   found = copy.copy(settings)
   for path, value in values.items():
     name, _, rest = path.partition('.')

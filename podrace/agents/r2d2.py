@@ -42,15 +42,15 @@ from podrace.types import (
 
 
 class R2D2Rest(NamedTuple):
-  """What else is learned."""
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that is bootstrapped from
+  target: Any  # parameters of the target network
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
 
 class R2D2State(NamedTuple):
-  """What acting carries along, [B, ...]."""
+  """State of acting, [B, ...]."""
 
   core: Any  # the network's recurrent state
   epsilon: Array  # [B] f32
@@ -83,7 +83,7 @@ class R2D2:
       raise ValueError('r2d2 learns values: its network has the head value and no noise')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: sequences that begin where unrolls do, with the state of acting.
+    """Return the replay: sequences that begin with unrolls, with the state of acting.
 
     Raises:
       ValueError: if sequences would leave out a part of every unroll.
@@ -151,7 +151,7 @@ class R2D2:
     return TrainState(network, R2D2Rest(target, opt_state, steps)), priority, metrics
 
   def errors(self, network: Any, target: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """Errors, their mask and the values of the actions taken, [sequence, B] each."""
+    """Return errors, their mask, and the values of the actions taken, [sequence, B] each."""
     early, late = self.split(window.timesteps)
     core = window.agent_state.core
     if self.burn_in:
@@ -170,12 +170,15 @@ class R2D2:
     return goal - taken, mask, taken
 
   def split(self, timesteps: TimeStep) -> tuple[TimeStep, TimeStep]:
-    """The burn-in, and what is learned from."""
+    """Split timesteps into the burn-in and the part that is learned from."""
     early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
     return early, jax.tree.map(lambda x: x[self.burn_in :], timesteps)
 
   def targets(self, timesteps: TimeStep, v_t: Array) -> Array:
-    """What the values [T, B] at timesteps[:-1] should be, from rescaled values v_t [T, B] behind."""
+    """Return the targets of the values [T, B] at timesteps[:-1].
+
+    `v_t` [T, B] are the rescaled values at the next timesteps.
+    """
     one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
     target = one(
       timesteps.reward[1:],
@@ -187,12 +190,15 @@ class R2D2:
     return returns.rescale(target, self.rescale_epsilon)
 
   def priority(self, error: Array) -> Array:
-    """[B] of masked errors [T, B]; section 2.3 of the paper."""
+    """Return priorities [B] of masked errors [T, B]; section 2.3 of the paper."""
     size = jnp.abs(error)
     return self.max_share * jnp.max(size, 0) + (1 - self.max_share) * jnp.mean(size, 0) + 1e-6
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The priority of new sequences, by the values that acting saw; the last step has none yet."""
+    """Return the priority of new sequences, by the values that acting computed.
+
+    The last step is left out, as its next value is not known yet.
+    """
     _, late = self.split(window.timesteps)
     late = jax.tree.map(lambda x: x[:-1], late)
     extras = jax.tree.map(lambda x: x[self.burn_in :], window.outputs.extras)

@@ -28,7 +28,7 @@ from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep,
 
 
 class SACLearned(NamedTuple):
-  """All that takes gradient steps."""
+  """Everything that takes gradient steps."""
 
   actor: Any
   critic: Any
@@ -36,11 +36,11 @@ class SACLearned(NamedTuple):
 
 
 class SACRest(NamedTuple):
-  """What else is learned, and not sent to actors."""
+  """Learned state that is not sent to actors."""
 
   critic: Any
   log_alpha: Array
-  target: Any  # the critics that are bootstrapped from
+  target: Any  # parameters of the target critics
   opt_state: Any
 
 
@@ -66,7 +66,7 @@ class SAC:
     check_fields(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
@@ -132,7 +132,7 @@ class SAC:
     return TrainState(learned.actor, rest), priority, metrics
 
   def draw(self, actor: Any, timestep: TimeStep, key: Array) -> tuple[Array, Array]:
-    """Actions [B, n] within [-1, 1] by the policy, and the logarithms of their densities [B]."""
+    """Return actions [B, n] within [-1, 1] by the policy, and their log-densities [B]."""
     outputs, _ = self.actor.step(actor, (), timestep)
     policy = self.actor.distribution
     x = policy.sample(outputs, key)
@@ -141,7 +141,7 @@ class SAC:
   def target(
     self, actor: Any, rest: SACRest, step: value_based.NStepTransitions, key: Array
   ) -> Array:
-    """What the critics should say, [B]; equation 3 of the paper."""
+    """Return the targets [B] of the critics; equation 3 of the paper."""
     action, log_prob = self.draw(actor, step.after, key)
     q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)
     v_t = q_t - jnp.exp(rest.log_alpha) * log_prob
