@@ -279,7 +279,7 @@ class Muesli:
   def losses(
     self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
-    """Return the loss of a batch, a mean over states in which masked ones count as 0, and metrics."""
+    """Return the loss of a batch, a mean over states with masked ones as 0, and metrics."""
     policy, value, reward = self.imagined(network, window)
     share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
 
@@ -311,7 +311,7 @@ class Muesli:
     )
 
   def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """Return the model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of actions."""
+    """Return policies and values [U + 1, N, ...] of the model, and rewards [U, N, bins]."""
     roots = window.outputs.action.shape[0] - self.unroll
     action = spread(window.outputs.action, roots, self.unroll)[:-1]
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
@@ -324,7 +324,7 @@ class Muesli:
   def policy_gradient(
     self, policy: Array, window: Trajectory, advantage: Array
   ) -> tuple[Array, Array]:
-    """Return a loss [N] with the policy gradient as its gradient, and importance ratios in [0, 1]."""
+    """Return a loss [N] with the policy gradient as its gradient, and the clipped ratios."""
     roots = window.outputs.action.shape[0] - self.unroll
     outputs = window.outputs
     action, before = (merge_time(x[:roots]) for x in (outputs.action, outputs.extras.log_prob))
@@ -369,8 +369,8 @@ def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
 def sampled_cmpo(advantage: Array, limit: float) -> Array:
   """Return weights [C] of C actions drawn from the prior, for one state.
 
-  In expectation they are CMPO's policy. Each weight's normaliser leaves out its own action, in
-  whose place there is a 1, so as not to depend on it (section 4.2).
+  In expectation they are CMPO's policy. The normaliser of each action's weight has a 1 in place of
+  that action, so as not to depend on it (section 4.2).
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))
   return size / (1.0 + jnp.sum(size) - size)

@@ -86,7 +86,7 @@ class MuZero:
   simulations: int = 16  # of each search; 0: it acts by the policy's prior
   max_depth: int = 0  # of the tree; 0: no limit
   acts: Literal['search', 'prior'] = 'search'
-  # ^ source of the actions: the search, or the policy's prior, so that the search is learned from only
+  # ^ source of the actions: the search, or the policy's prior; learning uses the search
   epsilon: float = 0.0  # share of random actions, drawn from the allowed ones
   target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
   considered_actions: int = 16  # gumbel: at the root, the most
@@ -395,7 +395,7 @@ def check_settings(agent: MuZero) -> None:
 
 
 def check_memory(agent: MuZero, unroll_length: int) -> None:
-  """Raise ValueError if nothing, or only a part, of unrolls of that length would be learned from."""
+  """Raise ValueError if unrolls of that length would be learned from in part or not at all."""
   if agent.simulations < 1 and (agent.reanalyse < 1 or agent.reanalyse_simulations < 1):
     raise ValueError(
       f'simulations {agent.simulations}: training needs a search to learn from, so simulations '

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 
 from podrace.types import Array
 
-GAP = 100.0  # times all that is nearer than a limit of OUTLIERS: else it is one distribution that happens to lie around it
+GAP = 100.0  # between outliers and the largest number that is none; else both are one distribution
 OUTLIERS = ((1e4, 0.05), (1e8, 0.5))
-# ^ from so many standard deviations on, or numbers if those are less than 1, if less than this
-#   share of a batch is as far
-LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32; beyond is always an outlier
+# ^ distance in standard deviations of at least 1, and the largest share of a batch that may be as
+#   far: beyond that share the numbers are no outliers
+LARGEST = 1e15  # deviation with a square and sums that are finite in float32; beyond: an outlier
 
 
 class Statistics(NamedTuple):
@@ -44,8 +44,8 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
   """Return the contribution of a batch; its first `batch_axes` axes are elements.
 
   Outliers count as the mean, since a sentinel such as 1e20 would dominate the variance. The nearer
-  outliers are, the rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has none. A
-  dimension with all of its values moving far together is followed.
+  outliers are, the rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has none.
+  A dimension with all of its values moving far together is followed.
   """
   axes = tuple(range(batch_axes))
 

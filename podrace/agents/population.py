@@ -113,7 +113,7 @@ def _value(settings: Any, path: str) -> Any:
 
 
 def with_values(settings: Any, values: dict[str, Any]) -> Any:
-  """Return a dataclass with new values in its fields. They may be tracers, so they are not checked."""
+  """Return a dataclass with new values in its fields, unchecked, since they may be tracers."""
   found = copy.copy(settings)
   for path, value in values.items():
     name, _, rest = path.partition('.')

@@ -184,8 +184,8 @@ class PPO:
   ) -> tuple[Array, Metrics]:
     """Return the loss and metrics: equation 9 of the paper, negated.
 
-    The loss is a mean over the minibatch. Masked steps count as 0. `batch` is [T, B], and `state` is
-    the recurrent state before its first step.
+    The loss is a mean over the minibatch, in which masked steps count as 0. `batch` is [T, B], and
+    `state` is the recurrent state before its first step.
     """
     policy = self.network.distribution
     output, _ = self.network.unroll(params.network, state, batch.timesteps)

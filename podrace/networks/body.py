@@ -33,11 +33,11 @@ CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through c
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-  """What the shipped networks have in common: from observations through torso and core.
+  """The common part of the shipped networks: from observations through torso and core.
 
-  Observations may be any tree of boxes and discrete values; integers are divided by their bound
-  (pixels by 255), of integers without bounds and of small images' bytes the logarithm is taken,
-  discrete values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
+  Observations may be any tree of boxes and discrete values. Integers are divided by their bound
+  (pixels by 255). Integers without bounds and the bytes of small images become logarithms. Discrete
+  values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
   """
 
   UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
@@ -101,6 +101,7 @@ class Body:
 
   @functools.cached_property
   def image_torso(self) -> str:
+    """The convolutions for images; mlp: none."""
     images = images_in(self.observation_space)
     if self.torso in IMAGE_TORSOS and not images:
       raise ValueError(
@@ -134,7 +135,7 @@ class Body:
     return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
-    """Observations [B, ...] as floats, but pixels as bytes; and what the action mask allows, if there is one."""
+    """Return observations [B, ...] as floats (pixels as bytes), and the allowed actions, if masked."""
     mask = None
     if isinstance(observation, dict) and MASK in observation:
       if not isinstance(
@@ -178,18 +179,18 @@ class Body:
   def unroll(
     self, params: Any, state: Any, timesteps: TimeStep, key: Any = None, per_row: bool = False
   ) -> Any:
-    """`key` is for networks that draw noise, one sample or one `per_row`; without, there is none."""
+    """Draw noise by `key`, one sample or one `per_row`; without a key there is no noise."""
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
 
 
 def _check_pattern(pattern: str) -> None:
-  """Check a pattern, which the record of another user may have; a slow one would be searched for without end."""
+  """Raise ValueError for an unsafe pattern: one from another user's record may never end."""
   try:
     re.compile(pattern)
   except (re.error, RecursionError, OverflowError) as e:
     raise ValueError(f'sharding: {pattern!r:.200} is no pattern of names: {e}') from e
-  plain = re.sub(r'\\.', 'x', pattern)  # without what is escaped
+  plain = re.sub(r'\\.', 'x', pattern)  # without escaped characters
   repeats, choices = len(re.findall(r'[*+{]', plain)), len(re.findall(r'[?|]', plain))
   if repeats > REPEATS or choices > CHOICES or re.search(r'\)[*+?{]', plain):
     raise ValueError(

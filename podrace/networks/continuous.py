@@ -33,7 +33,7 @@ class _Actor(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Actor(Body):
-  """A policy over a bounded box: what a tanh-Normal takes, or raw actions before tanh."""
+  """A policy over a bounded box: parameters of a tanh-Normal, or raw actions before tanh."""
 
   hidden: tuple[int, ...] = (256, 256)
   activation: Literal['tanh', 'relu'] = 'relu'

@@ -25,9 +25,9 @@ from podrace.types import Array, TimeStep
 
 
 class Prediction(NamedTuple):
-  """What a model says of hidden states [B, ...]."""
+  """Outputs of a model for hidden states [B, ...]."""
 
-  policy: Array  # [B, P] f32 what the action distribution takes
+  policy: Array  # [B, P] f32 parameters of the action distribution
   value: Array  # [B, bins] f32 logits over the model's support; [B, 1] without one: the value
 
 
@@ -45,7 +45,7 @@ class Model(Protocol):
 
   @property
   def support(self) -> Array | None:
-    """[bins] rescaled returns (`returns.rescale`), evenly spaced; None: values and rewards are numbers."""
+    """Evenly spaced rescaled returns [bins] (`returns.rescale`); None: values are plain numbers."""
     ...
 
   def example(self) -> TimeStep:
@@ -103,7 +103,7 @@ def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
 
 
 def scale_hidden(hidden: Array) -> Array:
-  """Each hidden state [B, ...] within [0, 1], by its minimum and maximum (appendix G of the paper)."""
+  """Scale each hidden state [B, ...] to [0, 1] by its minimum and maximum (the paper, appendix G)."""
   axes = tuple(range(1, hidden.ndim))
   low = jnp.min(hidden, axis=axes, keepdims=True)
   high = jnp.max(hidden, axis=axes, keepdims=True)
@@ -111,21 +111,21 @@ def scale_hidden(hidden: Array) -> Array:
 
 
 def features(hidden: Array) -> Array:
-  """Hidden states [B, ...] as [B, n]; of images also the most of each channel, wherever it is.
+  """Return hidden states [B, ...] as [B, n]; for images also the maximum of each channel.
 
-  What matters may be anywhere, such as gold next to the player, and is then learned once for all
-  places.
+  An object may be anywhere, such as gold next to the player. The maximum is then learned once for
+  all places.
   """
   everywhere = (flat(hidden), jnp.max(hidden, axis=(1, 2))) if hidden.ndim == 4 else (flat(hidden),)
   return jnp.concatenate(everywhere, axis=-1)
 
 
 def scale_gradient(tree: Any, factor: float) -> Any:
-  """The same numbers, whose gradient is `factor` times as large."""
+  """Return the same numbers with a gradient that is `factor` times as large."""
   return jax.tree.map(lambda x: factor * x + (1 - factor) * jax.lax.stop_gradient(x), tree)
 
 
-# --- the model that ships --------------------------------------------------------------------------
+# --- the model that ships -------------------------------------------------------------------------
 
 
 class _LearnedModel(nn.Module):
@@ -291,7 +291,10 @@ class LearnedModel(Body):
     return self._apply(params, 'predict', hidden)
 
   def project(self, params: Any, hidden: Array, online: bool) -> Array:
-    """[B, projection] for the consistency loss; `online` is the side that has a predictor behind it."""
+    """Return projections [B, projection] for the consistency loss.
+
+    The `online` side has a predictor behind the projector.
+    """
     return self._apply(params, 'project', hidden, online)
 
   def _apply(self, params: Any, method: str, *args: Any) -> Any:

@@ -19,7 +19,7 @@ from podrace.types import Array, TimeStep
 
 
 class PolicyPrediction(NamedTuple):
-  """What the network says of timesteps [T, B]."""
+  """Outputs of the network for timesteps [T, B]."""
 
   policy: Array  # [T, B, A] f32 logits
   y: Array  # [T, B, Y] f32 logits
@@ -55,7 +55,7 @@ class _PolicyPredictor(nn.Module):
 class PolicyPredictor(Body):
   """Torso, core and two heads, built from an environment's spaces."""
 
-  hidden: tuple[int, ...] = (64, 64)  # none: what is predicted is a table of one-hot observations
+  hidden: tuple[int, ...] = (64, 64)  # none: predictions are a table over one-hot observations
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   predictions: int = 30  # numbers of y: as many as the rule's

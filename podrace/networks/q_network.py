@@ -1,4 +1,9 @@
-"""Values of discrete actions."""
+"""Values of discrete actions, or the distributions of their returns: [..., A, atoms].
+
+Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one value;
+the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
+(QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
+"""
 
 from __future__ import annotations
 
@@ -65,7 +70,7 @@ class _QNetwork(nn.Module):
 class QNetwork(Body):
   """Values of discrete actions, or the distributions of their returns: [..., A, atoms].
 
-  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` says what the atoms are: one value;
+  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one value;
   the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
   (QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
   """
@@ -89,10 +94,12 @@ class QNetwork(Body):
 
   @property
   def categorical(self) -> bool:
+    """Whether the head is categorical."""
     return self.head == 'categorical'
 
   @property
   def atoms(self) -> int:
+    """Numbers of the output for each action."""
     return 1 if self.head == 'value' else self.num_atoms
 
   @property
@@ -102,6 +109,7 @@ class QNetwork(Body):
 
   @property
   def num_actions(self) -> int:
+    """Number of actions."""
     if not isinstance(self.distribution, distributions.Categorical):
       raise ValueError(f'values of actions need a Discrete action space, not {self.action_space}')
     return self.distribution.num_actions

@@ -1,9 +1,9 @@
 """The rule of DiscoRL (Oh et al. 2025, Nature).
 
-A rule looks at a trajectory with what the agent predicted there, and gives the targets of its
-policy and of two predictions, y and z, which mean only what the rule makes of them. One LSTM runs
-backwards over the trajectory, as returns do; a second one goes one step with each update, over the
-lifetime of an agent. What a rule says does not depend on the number of actions or on observations.
+From a trajectory and the agent's predictions in it, a rule makes targets of the policy and of two
+predictions, y and z, with no meaning but the one that the rule gives them. One LSTM runs backwards
+over the trajectory, as returns do. A second one takes a step with each update, over the lifetime of
+an agent. A rule depends neither on the number of actions nor on observations.
 
 Everything is a pure function of `params`, the arrays of the file under their names there, and of
 `state`. `targets` and `remember` are two functions because a mean over devices belongs between
@@ -35,7 +35,7 @@ from podrace.types import Array
 
 SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
 HIDDEN = 'lstm/~/meta_lstm/~unroll'  # of the LSTM over the lifetime
-REGULARISERS = {  # metrics of an agent that learns by it -> their weights in meta-training: the release's
+REGULARISERS = {  # metrics of an agent that learns by it -> the release's weights in meta-training
   'y_entropy': -1e-3,
   'z_entropy': -1e-3,
   'policy_target_square': 1e-3,
@@ -43,12 +43,12 @@ REGULARISERS = {  # metrics of an agent that learns by it -> their weights in me
   'z_target_square': 1e-3,
   'target_divergence': 1e-2,
 }
-BASE = 23  # numbers that describe a step, without those that are pooled over the actions
+BASE = 23  # numbers that describe a step, without the numbers pooled over the actions
 EACH = 9  # numbers that describe an action in a step
 
 
 class Predicted(NamedTuple):
-  """What an agent's network says of timesteps, as far as a rule looks at it."""
+  """An agent's predictions at timesteps, as inputs of a rule."""
 
   policy: Array  # [T+1, B, A] f32 logits
   y: Array  # [T+1, B, Y] f32 logits
@@ -56,7 +56,7 @@ class Predicted(NamedTuple):
 
 
 class DiscoInputs(NamedTuple):
-  """What a rule looks at, of a trajectory of T steps."""
+  """Inputs of a rule, from a trajectory of T steps."""
 
   online: Predicted
   target: Predicted  # by parameters that follow the online ones slowly
@@ -73,7 +73,7 @@ class DiscoInputs(NamedTuple):
 
 
 class DiscoRuleState(NamedTuple):
-  """What a rule knows of an agent's lifetime, [M] each."""
+  """A rule's memory of an agent's lifetime, [M] each."""
 
   hidden: Array
   cell: Array
@@ -101,7 +101,7 @@ class Sizes:
   channels: int = 16  # of an action, before the mean of all is added
   pooled: int = 2
   policy: int = 16  # of an action, before it becomes its target
-  lifetime_embedding: int = 16  # the same, of what the LSTM over the lifetime is given
+  lifetime_embedding: int = 16  # the same, of the inputs of the LSTM over the lifetime
   lifetime_channels: int = 16
   lifetime_pooled: int = 2
   summary: int = 16  # of an update
@@ -169,11 +169,11 @@ def init(key: Array, sizes: Sizes) -> dict[str, Array]:
   return initial(key, sizes.shapes(), wide)
 
 
-# --- the network -----------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
 def initial_state(lifetime: int) -> DiscoRuleState:
-  """Of a new agent; `lifetime` is that of `Sizes`."""
+  """Return the memory of a new agent; `lifetime` is that of `Sizes`."""
   return DiscoRuleState(jnp.zeros(lifetime), jnp.zeros(lifetime))
 
 
@@ -237,8 +237,8 @@ def describe(params: RuleParams, prefix: str, inputs: DiscoInputs) -> tuple[Arra
     return [taken(z[:-1]), pair(jnp.sum(z * pi, axis=-1)), pair(jnp.max(z, axis=-1))]
 
   parts = [
-    taken(pi[:-1]), taken(mu), signed_log(inputs.reward), 1.0 - inputs.last, pair(value), advantage, scaled,
-    taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]), *of_actions(z), *of_actions(z_target),
+    taken(pi[:-1]), taken(mu), signed_log(inputs.reward), 1.0 - inputs.last, pair(value),
+    advantage, scaled, taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]), *of_actions(z), *of_actions(z_target),
     jnp.mean(actions, axis=2), taken(actions),
   ]  # fmt: skip
   return jnp.concatenate([x.reshape(t, b, -1) for x in parts], axis=-1), actions

@@ -1,4 +1,4 @@
-"""What the networks of rules share: layers as pure functions of a rule's arrays."""
+"""Layers of the networks of rules, as pure functions of a rule's arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RuleParams = Mapping[str, Any]  # name in the file -> f32 array
 
 
 def with_biases(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-  """Shapes of the arrays of layers, from those of their weights."""
+  """Return the shapes of all arrays of layers, from the shapes of their weights."""
   found: dict[str, tuple[int, ...]] = {}
   for name, shape in weights.items():
     found[f'{name}/b'], found[f'{name}/w'] = (shape[-1],), shape
@@ -31,7 +31,7 @@ def embedding(name: str, predictions: int, size: int) -> dict[str, tuple[int, ..
 def initial(
   key: Array, shapes: Mapping[str, tuple[int, ...]], wide: Mapping[str, float]
 ) -> dict[str, Array]:
-  """Arrays before they are trained; `wide` has standard deviations other than by the number of inputs."""
+  """Return arrays before training. `wide` has standard deviations that are not by the fan-in."""
   params = {}
   for i, (name, shape) in enumerate(shapes.items()):
     if name.endswith('/b'):
@@ -61,7 +61,10 @@ def lstm(gates: Array, cell: Array) -> tuple[Array, Array]:
 
 
 def backwards(params: RuleParams, name: str, rows: Array, last: Array) -> Array:
-  """An LSTM over a trajectory [T, B, N], from its end; it begins anew where an episode ends, `last` [T, B]."""
+  """Run an LSTM backwards over a trajectory [T, B, N].
+
+  It is reset where an episode ends, `last` [T, B].
+  """
   w, b = params[f'{name}/w'], params[f'{name}/b']
   inputs, size = rows.shape[-1], b.shape[0] // 4
   gates = (rows.reshape(-1, inputs) @ w[:inputs] + b[None]).reshape(*rows.shape[:2], -1)
@@ -78,7 +81,7 @@ def backwards(params: RuleParams, name: str, rows: Array, last: Array) -> Array:
 
 
 def entropy(logits: Array) -> Array:
-  """Of categorical distributions [...] by their logits [..., N], in nats."""
+  """Return the entropies [...] of categorical distributions, in nats, from logits [..., N]."""
   log_p = jax.nn.log_softmax(logits)
   return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 

@@ -1,4 +1,4 @@
-"""Files of rules: .npz of float32 arrays, in the format of google-deepmind/disco_rl's released weights."""
+"""Files of rules: .npz of float32 arrays, as google-deepmind/disco_rl's released weights."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ FILE_BYTES, UNPACKED_BYTES = (
   2**26,
   2**28,
 )  # largest rule, as a file and in memory; Disco103 has 3 MB
-KNOWN = {  # sha256 -> what is released under it
+KNOWN = {  # sha256 -> name of the release
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
 
 
 class Sizes(Protocol):
-  """Widths of a rule's layers; made without arguments it has all names of the arrays, and their axes."""
+  """Widths of a rule's layers. The defaults have all names of the arrays, and their axes."""
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of each array, by its name in the file."""
@@ -38,10 +38,10 @@ class Sizes(Protocol):
 
 
 def sha256(path: str) -> str:
-  """Of a file, in hexadecimal.
+  """Return the sha256 of a file, in hexadecimal.
 
   Raises:
-    UsageError: if it can't be read.
+    UsageError: if it cannot be read.
   """
   return hashlib.sha256(_read(path)).hexdigest()
 
@@ -102,7 +102,7 @@ def _agent_of(params: RuleParams, kind: type[Sizes]) -> str:
 
 
 def check(params: RuleParams, path: str, kind: type[Sizes]) -> None:
-  """Raises UsageError unless these arrays make a rule of the kind."""
+  """Raise UsageError unless these arrays make a rule of the kind."""
   names = kind().shapes()
   if other := _agent_of(params, kind):
     raise UsageError(f'{path} is a rule of {other}; give --agent {other}, or another rule')
@@ -132,14 +132,14 @@ def _some(names: list[str]) -> str:
 
 
 def check_fits(path: str, ours: dict[str, tuple[int, int]]) -> None:
-  """Raises UsageError for the first option, of (what the agent has, what the rule needs), where they differ."""
+  """Raise UsageError for the first option -> (agent's value, needed value) that differs."""
   for option, (has, needed) in ours.items():
     if has != needed:
       raise UsageError(f'the rule {path} needs {option} {needed}, not {has}')
 
 
 def save(path: str | Path, params: RuleParams) -> None:
-  """Writes a rule as `load` reads it, whole or not at all."""
+  """Write a rule as `load` reads it, whole or not at all."""
   arrays: Any = {name: np.asarray(x) for name, x in params.items()}
   content = io.BytesIO()
   save_arrays(content, arrays)
@@ -147,7 +147,7 @@ def save(path: str | Path, params: RuleParams) -> None:
 
 
 def opening(path: str, found: str) -> str:
-  """What a run says of the rule in a file of this sha256; '' without a file."""
+  """Return the line about the rule with this sha256 that a run prints; '' without a file."""
   if not path:
     return ''
   name = KNOWN.get(found, 'which is not a released one')
