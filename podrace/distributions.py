@@ -1,7 +1,7 @@
 """Action distributions over a network's raw outputs [..., size], one for each kind of space.
 
-`sample` gives a raw sample; `to_action` turns it into what the environment's space takes. Only
-the raw sample has a probability here (a clipped action has none), so that is what agents keep.
+`sample` gives a raw sample; `to_action` turns it into an action of the environment's space. Only
+the raw sample has a probability here (a clipped action has none), so agents keep the raw sample.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import numpy as np
 
 from podrace.types import Array, round_inward
 
-REBOUND = ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or take a policy without squash'
+REBOUND = (
+  ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
+)
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
 MASKED = -1e9  # the logit of an action that the environment forbids
 
@@ -267,7 +269,7 @@ class TanhNormal(Normal):
 
 
 class BoxBounds(NamedTuple):
-  """A box of actions in float32, [n] each; a policy's raw sample x is the action `centre + scale * x`, clipped.
+  """A box of actions in float32, [n] each. A raw sample x is the action centre + scale * x, clipped.
 
   Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is
   the bound. Without bounds, and where `low == high`, `scale` is 1.
@@ -310,15 +312,16 @@ def box_bounds(space: Any) -> BoxBounds:
 
 
 def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribution:
-  """The distribution for a gymnasium action space.
+  """Return the distribution for a gymnasium action space.
 
   Args:
+    space: the action space.
     squash: take TanhNormal for boxes.
     scaled: the unit of a Normal is half the range of a box, around its middle; else 1, around 0.
 
   Raises:
-    ValueError: if there is none, or if `squash` meets a space that has no bounds. The message says
-      what to do.
+    ValueError: if there is none, or if `squash` meets a space without bounds. The message has the
+      remedy.
   """
   from gymnasium import spaces
 

@@ -1,7 +1,7 @@
 """Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature).
 
-The rule is a network in a file (`podrace.agents.rules.disco`). From a trajectory it makes targets of
-the policy and of two predictions, y and z. The loss is the KL divergence to them. Action values are
+The rule is a network in a file (`podrace.agents.rules.disco`). It makes targets, from a trajectory,
+of the policy and of two predictions, y and z. The loss is the KL divergence to them. Action values are
 learned from Retrace (Munos et al. 2016, arXiv 1606.02647), and a further head predicts the policy
 one step later. The rule's memory of an agent's lifetime, the moments of the advantages and the
 target network are part of the agent's state.

@@ -27,7 +27,7 @@ class Ends(NamedTuple):
 
 
 def spread(x: Array, roots: int, actions: int) -> Array:
-  """Return the positions after 0 to U actions from the first `roots`: [P, B, ...] to [U + 1, N, ...]."""
+  """Return positions [P, B, ...] after 0 to U actions from the first `roots`: [U + 1, N, ...]."""
   return jnp.stack([merge_time(x[k : k + roots]) for k in range(actions + 1)])
 
 

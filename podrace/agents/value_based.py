@@ -52,7 +52,7 @@ def transitions(window: Trajectory, discount: float) -> NStepTransitions:
 
 
 def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
-  """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018, arXiv 1803.00933)."""
+  """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))
 
 

@@ -135,7 +135,7 @@ class Body:
     return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
-    """Return observations [B, ...] as floats (pixels as bytes), and the allowed actions, if masked."""
+    """Return observations [B, ...] as floats (pixels as bytes), and the mask of allowed actions."""
     mask = None
     if isinstance(observation, dict) and MASK in observation:
       if not isinstance(

@@ -87,9 +87,9 @@ class _LifetimeNetwork(nn.Module):
 class LifetimeNetwork(Body):
   """One number for each timestep [T, B], from the lifetime before it, across episodes.
 
-  Its inputs are the observation, the action before it, the reward, and whether the episode has ended.
-  Its core is reset where a lifetime begins, not where an episode does. The last layer sees the newest
-  step besides the core's output. Without a core it sees the newest step only.
+  Its inputs are the observation, the action before it, the reward, and whether the episode ended.
+  Its core is reset where a lifetime begins, not where an episode does. The last layer sees the
+  newest step besides the core's output. Without a core it sees the newest step only.
   """
 
   hidden: tuple[int, ...] = (32,)

@@ -103,7 +103,7 @@ def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
 
 
 def scale_hidden(hidden: Array) -> Array:
-  """Scale each hidden state [B, ...] to [0, 1] by its minimum and maximum (the paper, appendix G)."""
+  """Scale each hidden state [B, ...] to [0, 1] by minimum and maximum (the paper, appendix G)."""
   axes = tuple(range(1, hidden.ndim))
   low = jnp.min(hidden, axis=axes, keepdims=True)
   high = jnp.max(hidden, axis=axes, keepdims=True)

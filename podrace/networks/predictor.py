@@ -123,7 +123,7 @@ class Predictor(Body):
   def unroll_taken(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array
   ) -> Predictions:
-    """Unroll for the actions [T, B] only: the part that is learned from, at a fraction of the cost."""
+    """Unroll for the actions [T, B] only, at a fraction of the cost."""
     said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
     return said
 

@@ -1,9 +1,4 @@
-"""Values of discrete actions, or the distributions of their returns: [..., A, atoms].
-
-Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one value;
-the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
-(QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
-"""
+"""The network of value-based agents, and its dueling and noisy heads."""
 
 from __future__ import annotations
 
@@ -70,8 +65,8 @@ class _QNetwork(nn.Module):
 class QNetwork(Body):
   """Values of discrete actions, or the distributions of their returns: [..., A, atoms].
 
-  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one value;
-  the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
+  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one
+  value; the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
   (QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
   """
 

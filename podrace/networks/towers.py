@@ -70,8 +70,8 @@ class Downsample(nn.Module):
   """The hidden state of an observation: boards keep their size, pixels become a sixteenth a side.
 
   The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks;
-  average pooling; three blocks; average pooling; then the tower. The rest of the observation becomes
-  planes of one number each.
+  average pooling; three blocks; average pooling; then the tower. The rest of the observation
+  becomes planes of one number each.
   """
 
   channels: int

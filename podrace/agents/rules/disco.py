@@ -238,8 +238,8 @@ def describe(params: RuleParams, prefix: str, inputs: DiscoInputs) -> tuple[Arra
 
   parts = [
     taken(pi[:-1]), taken(mu), signed_log(inputs.reward), 1.0 - inputs.last, pair(value),
-    advantage, scaled, taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]), *of_actions(z), *of_actions(z_target),
-    jnp.mean(actions, axis=2), taken(actions),
+    advantage, scaled, taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]),
+    *of_actions(z), *of_actions(z_target), jnp.mean(actions, axis=2), taken(actions),
   ]  # fmt: skip
   return jnp.concatenate([x.reshape(t, b, -1) for x in parts], axis=-1), actions
 
