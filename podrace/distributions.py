@@ -269,7 +269,7 @@ class TanhNormal(Normal):
 
 
 class BoxBounds(NamedTuple):
-  """A box of actions in float32, [n] each. A raw sample x is the action centre + scale * x, clipped.
+  """A box of actions in float32, [n] each. Raw sample x is the action centre + scale * x, clipped.
 
   Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is
   the bound. Without bounds, and where `low == high`, `scale` is 1.
@@ -357,9 +357,9 @@ def squashed(space: Any) -> TanhNormal:
   Raises:
     ValueError: if the space is something else.
   """
-  found = for_space(space, squash=True)
-  assert isinstance(found, TanhNormal)
-  return found
+  distribution = for_space(space, squash=True)
+  assert isinstance(distribution, TanhNormal)
+  return distribution
 
 
 def check_range(space: Any, distribution: Distribution) -> None:

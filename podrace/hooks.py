@@ -81,11 +81,11 @@ def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay
   if is_ours(agent):
     ours: Replay = agent.memory(*sizes)
     return ours
-  given = f'num_envs {num_envs}, unroll_length {unroll_length}, stack {stack}'
-  found = calling(agent, 'memory', given, *sizes)
-  if not isinstance(found, Replay):
-    refuse(agent, 'memory', describe(found), 'a Replay, as podrace.replay.windows(...) makes it')
-  return found
+  inputs = f'num_envs {num_envs}, unroll_length {unroll_length}, stack {stack}'
+  result = calling(agent, 'memory', inputs, *sizes)
+  if not isinstance(result, Replay):
+    refuse(agent, 'memory', describe(result), 'a Replay, as podrace.replay.windows(...) makes it')
+  return result
 
 
 def can_be_greedy(agent: Any) -> bool:
@@ -148,8 +148,8 @@ def searches(agent: Any, length: int) -> int:
 def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
   """Return a new run's `train` with the parameters of another run."""
   if hasattr(agent, 'warm_start'):
-    found: TrainState = agent.warm_start(train, params)
-    return found
+    result: TrainState = agent.warm_start(train, params)
+    return result
   return train._replace(params=params)
 
 
@@ -209,8 +209,8 @@ def _bound(network: Any, observation_space: Any, action_space: Any) -> Any:
 
   if is_ours(network):
     return network.bind(observation_space, action_space)
-  given = f'the spaces {observation_space} and {action_space}'
-  found = calling(network, 'bind', given, observation_space, action_space)
-  if found is None:
+  inputs = f'the spaces {observation_space} and {action_space}'
+  result = calling(network, 'bind', inputs, observation_space, action_space)
+  if result is None:
     refuse(network, 'bind', 'None', 'the network for these spaces: dataclasses.replace(self, ...)')
-  return found
+  return result

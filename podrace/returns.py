@@ -70,21 +70,21 @@ def vtrace(
 
   Shapes: all [T] f32, `clip_mix` [].
   """
-  td_error = clipped(rho_tm1, clip_rho, clip_mix) * (r_t + discount_t * v_t - v_tm1)
-  c_tm1 = clipped(rho_tm1, 1.0, clip_mix)
+  td_error = clip_weights(rho_tm1, clip_rho, clip_mix) * (r_t + discount_t * v_t - v_tm1)
+  c_tm1 = clip_weights(rho_tm1, 1.0, clip_mix)
   error = discounted_sum(td_error, discount_t * lambda_t * c_tm1)
   target = error + v_tm1
   target_t = jnp.concatenate([target[1:], v_t[-1:]])  # v_{s+1}
   q = r_t + discount_t * (lambda_t * target_t + (1 - lambda_t) * v_t)
-  return VTrace(target, clipped(rho_tm1, clip_pg_rho, clip_mix) * (q - v_tm1))
+  return VTrace(target, clip_weights(rho_tm1, clip_pg_rho, clip_mix) * (q - v_tm1))
 
 
-def clipped(rho: Array, limit: float, mix: float | Array) -> Array:
+def clip_weights(rho: Array, limit: float, mix: float | Array) -> Array:
   """Return importance weights [T] f32, of which the share `mix` is clipped."""
-  most = jnp.minimum(limit, rho)
+  clipped = jnp.minimum(limit, rho)
   if isinstance(mix, float | int) and mix == 1:
-    return most  # also where rho is infinite
-  return mix * most + (1 - mix) * rho
+    return clipped  # also where rho is infinite
+  return mix * clipped + (1 - mix) * rho
 
 
 def retrace(r_t: Array, discount_t: Array, c_t: Array, q_t: Array, v_t: Array) -> Array:

@@ -228,8 +228,8 @@ def _on_the_only_one(f: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callab
     axes = jax.tree.map(lambda spec: None if spec == P() else 0, in_specs)
     each = jax.vmap(f, axes, axis_name=AXIS, axis_size=1)
     with on_mesh(mesh):
-      found = each(*jax.tree.map(longer, in_specs, args))
-    return jax.tree.map(lambda x: x[0], found)
+      results = each(*jax.tree.map(longer, in_specs, args))
+    return jax.tree.map(lambda x: x[0], results)
 
   return run
 

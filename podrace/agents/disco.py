@@ -1,8 +1,8 @@
 """Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature).
 
 The rule is a network in a file (`podrace.agents.rules.disco`). It makes targets, from a trajectory,
-of the policy and of two predictions, y and z. The loss is the KL divergence to them. Action values are
-learned from Retrace (Munos et al. 2016, arXiv 1606.02647), and a further head predicts the policy
+of the policy and of two predictions, y and z. The loss is the KL divergence to them. Action values
+are learned from Retrace (Munos et al. 2016, arXiv 1606.02647). A further head predicts the policy
 one step later. The rule's memory of an agent's lifetime, the moments of the advantages and the
 target network are part of the agent's state.
 
@@ -91,7 +91,7 @@ class Disco:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
+  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
   lifetime: int = 128  # numbers that the rule remembers of an agent's life: as many as the file has
   network: Predictor = Predictor()
   capacity: int = 100_000  # environment steps that replay keeps, of all environments
@@ -167,10 +167,10 @@ class Disco:
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B]."""
-    said, state = self.network.step(params, state, timestep)
+    predictions, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
-    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
-    return ActorOutput(kind.to_action(x), DiscoExtras(said.policy)), state
+    x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
+    return ActorOutput(kind.to_action(x), DiscoExtras(predictions.policy)), state
 
   # --- learning
 
@@ -205,12 +205,12 @@ class Disco:
       self.network.unroll(params, window.agent_state, window.timesteps)[0]
       for params in (train.params, rest.target)
     )
-    found = self.estimates(online, target, window)
+    estimates = self.estimates(online, target, window)
     mask = 1.0 - window.timesteps.last[:-1]
-    sums = jnp.mean(found.advantage), jnp.mean(jnp.square(found.advantage)), jnp.mean(mask)
+    sums = jnp.mean(estimates.advantage), jnp.mean(jnp.square(estimates.advantage)), jnp.mean(mask)
     first, second, valid = lax.pmean(sums, AXIS)
-    moments = self.moved(rest.moments, first, second)
-    inputs = inputs_of(online, target, found, window, moments)
+    moments = self.update_moments(rest.moments, first, second)
+    inputs = inputs_of(online, target, estimates, window, moments)
     goals, summary = rules.targets(rule, rest.memory, inputs)
     sizes = {
       f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
@@ -219,10 +219,10 @@ class Disco:
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      said = self.unroll_taken(network, window)
-      total, metrics = self.losses(said, goals, found.q_target, weight, window)
+      predictions = self.unroll_taken(network, window)
+      total, metrics = self.losses(predictions, goals, estimates.q_target, weight, window)
       away = divergence(lax.stop_gradient(target.policy[:-1]), goals.policy)
-      metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(found.value))
+      metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(estimates.value))
       return total, (dict(loss=total, **metrics, **sizes), summary)
 
     network, opt_state, (metrics, summary) = sgd(
@@ -250,11 +250,11 @@ class Disco:
     t, action = window.timesteps, window.outputs.action
     pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
     log_mu = jax.nn.log_softmax(window.outputs.extras.policy)
-    rho = jnp.exp(rules.chosen(log_pi - log_mu, action))
-    own_q, q = (decode(said.q, self.network.support) for said in (online, target))
+    rho = jnp.exp(rules.select_action(log_pi - log_mu, action))
+    own_q, q = (decode(predictions.q, self.network.support) for predictions in (online, target))
     value = jnp.sum(pi * q, axis=-1)
     c = jnp.where(t.last[:-1], 0.0, self.lambda_ * jnp.minimum(1.0, rho))
-    q_taken = rules.chosen(q[:-1], action)
+    q_taken = rules.select_action(q[:-1], action)
     # Retrace's value and trace of an action belong to the step that it begins; the last one's is
     # not looked at.
     c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))
@@ -268,7 +268,7 @@ class Disco:
       advantages=(q - value[..., None])[:-1],
     )
 
-  def moved(self, moments: DiscoMoments, first: Array, second: Array) -> DiscoMoments:
+  def update_moments(self, moments: DiscoMoments, first: Array, second: Array) -> DiscoMoments:
     """Return the moving averages, one batch later."""
     keep = self.moments_decay
     return DiscoMoments(
@@ -279,7 +279,7 @@ class Disco:
 
   def losses(
     self,
-    said: Predictions,
+    predictions: Predictions,
     goals: rules.DiscoTargets,
     q_target: Array,
     weight: Array,
@@ -287,11 +287,11 @@ class Disco:
   ) -> tuple[Array, dict[str, Array]]:
     """Return the loss of a batch and metrics: means over steps with the weights [T, B].
 
-    `said` are the predictions of the actions that were taken.
+    `predictions` are the predictions of the actions that were taken.
     """
-    now = jax.tree.map(lambda x: x[:-1], said)
+    now = jax.tree.map(lambda x: x[:-1], predictions)
     value_loss = number_loss(merge_time(now.q), q_target.reshape(-1), self.network.support)
-    later = divergence(lax.stop_gradient(said.policy[1:]), now.next_policy)
+    later = divergence(lax.stop_gradient(predictions.policy[1:]), now.next_policy)
     parts = dict(
       policy_loss=divergence(goals.policy, now.policy),
       y_loss=divergence(goals.y, now.y),
@@ -302,7 +302,7 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    return total, means | entropies(said, weight)
+    return total, means | entropies(predictions, weight)
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""
@@ -329,7 +329,7 @@ def observations(window: Trajectory) -> Any:
 def inputs_of(
   online: Predictions,
   target: Predictions,
-  found: DiscoEstimates,
+  estimates: DiscoEstimates,
   window: Trajectory,
   moments: DiscoMoments,
 ) -> rules.DiscoInputs:
@@ -344,12 +344,12 @@ def inputs_of(
     action=outputs.action,
     reward=t.reward[1:],
     last=t.last[1:],
-    value=found.value,
-    advantage=found.advantage,
-    scaled_advantage=(found.advantage - mean) * scale,
-    q=found.q,
-    advantages=found.advantages,
-    scaled_advantages=(found.advantages - mean) * scale,
+    value=estimates.value,
+    advantage=estimates.advantage,
+    scaled_advantage=(estimates.advantage - mean) * scale,
+    q=estimates.q,
+    advantages=estimates.advantages,
+    scaled_advantages=(estimates.advantages - mean) * scale,
   )
 
 

@@ -143,7 +143,9 @@ class DQN:
     action = value_based.epsilon_greedy(values, epsilon, explore_key)
     if not self.actor_priorities:
       return ActorOutput(action), state
-    extras = value_based.ValueExtras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(
+      value_based.select_action(values, action), jnp.max(values, axis=-1)
+    )
     return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
@@ -169,7 +171,7 @@ class DQN:
     target = self.target(rest.target, train.params.network, step, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      q = value_based.chosen(self.outputs(network, step.before, online_key), step.action)
+      q = value_based.select_action(self.outputs(network, step.before, online_key), step.action)
       each, error = self.losses(q, target)
       total = jnp.mean(sample.weight * step.mask * each)
       value = jnp.mean(self.network.mean(q))
@@ -209,7 +211,7 @@ class DQN:
     q_t = self.outputs(target, step.after, target_key)
     select = self.outputs(online, step.after, select_key) if self.double else q_t
     best = jnp.argmax(self.network.mean(select), axis=-1)
-    q_t = value_based.chosen(q_t, best)
+    q_t = value_based.select_action(q_t, best)
     r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]
     if not self.network.categorical:
       return r_t + discount_t * q_t

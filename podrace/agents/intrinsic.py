@@ -131,20 +131,20 @@ class Intrinsic:
     self, params: IntrinsicParams, state: IntrinsicState, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, IntrinsicState]:
     """Choose the actions of timesteps [B]."""
-    begins, episode = self.counted(state.episode, timestep)
+    begins, episode = self.count_episodes(state.episode, timestep)
     seen = jax.tree.map(lambda x: x[None], (timestep, state.action, begins))
     reward, reward_state = self.reward.recall(params.reward, state.reward_state, *seen)
     _, value_state = self.value.recall(params.value, state.value_state, *seen)
-    learner = self.rewarded(state, begins, timestep, jnp.tanh(reward[0]))
+    learner = self.reward_policies(state, begins, timestep, jnp.tanh(reward[0]))
     kind = self.policy.distribution
     action = kind.sample(self.logits(learner.policy, timestep), key)
-    learner, _ = self.acted(learner, timestep, action)
+    learner, _ = self.record_actions(learner, timestep, action)
     life = IntrinsicState(learner, state.beginning, reward_state, value_state, action, episode)
     return ActorOutput(kind.to_action(action)), life
 
   # --- a lifetime
 
-  def counted(self, episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
+  def count_episodes(self, episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
     """Return whether a lifetime begins [B] bool, and its finished episodes after a timestep [B]."""
     over = (episode >= self.lifetime) if self.lifetime else jnp.zeros_like(timestep.first)
     begins = timestep.first & over
@@ -158,7 +158,7 @@ class Intrinsic:
     one: Array = self.policy.step(policy, (), jax.tree.map(lambda x: x[None], timestep))[0]
     return one[0]
 
-  def rewarded(
+  def reward_policies(
     self, life: IntrinsicState, begins: Array, timestep: TimeStep, reward: Array
   ) -> PolicyLearner:
     """Return the policies after intrinsic rewards [B] of the last step; updated, if due."""
@@ -176,7 +176,7 @@ class Intrinsic:
     gradient = jax.tree.map(lambda x: jnp.where(of_each(due, x), 0.0, x), gradient)
     return PolicyLearner(policy, trace, gradient, jnp.where(due, 0, steps), mean, rewards)
 
-  def acted(
+  def record_actions(
     self, learner: PolicyLearner, timestep: TimeStep, action: Array
   ) -> tuple[PolicyLearner, Any]:
     """Return the policies after actions [B], with log-probabilities and entropies [B]."""
@@ -188,11 +188,11 @@ class Intrinsic:
       return kind.log_prob(logits, action[None])[0], entropy
 
     each = jax.vmap(jax.jacrev(of_one))(learner.policy, timestep, action)
-    said = jax.vmap(of_one)(learner.policy, timestep, action)
+    outputs = jax.vmap(of_one)(learner.policy, timestep, action)
     counts = 1.0 - timestep.last  # the action at LAST is ignored
     trace = plus(learner.trace, each[0], counts)
     gradient = plus(learner.gradient, each[1], counts * self.policy_entropy_cost)
-    return learner._replace(trace=trace, gradient=gradient), said
+    return learner._replace(trace=trace, gradient=gradient), outputs
 
   # --- learning
 
@@ -232,28 +232,30 @@ class Intrinsic:
     """Repeat an unroll, differentiable in the reward.
 
     Returns:
-      The results of `recalled`, [T+1, B] each, and the log-probabilities and entropies [T, B] of
-      the actions by the policies.
+      The results of `recall_unroll`, [T+1, B] each, and the log-probabilities and entropies
+      [T, B] of the actions by the policies.
     """
-    begins, raw, value = self.recalled(params, trajectory)
+    begins, raw, value = self.recall_unroll(params, trajectory)
 
     def step(life: IntrinsicState, x: Any) -> tuple[IntrinsicState, Any]:
       timestep, action, begins, reward = x
-      learner = self.rewarded(life, begins, timestep, reward)
-      learner, said = self.acted(learner, timestep, action)
-      return life._replace(learner=learner), said
+      learner = self.reward_policies(life, begins, timestep, reward)
+      learner, outputs = self.record_actions(learner, timestep, action)
+      return life._replace(learner=learner), outputs
 
     rows = jax.tree.map(lambda x: x[:-1], (trajectory.timesteps, begins, jnp.tanh(raw)))
     acting = (rows[0], trajectory.outputs.action, *rows[1:])
     _, (log_prob, entropy) = lax.scan(step, trajectory.agent_state, acting)
     return begins, raw, value, log_prob, entropy
 
-  def recalled(self, params: IntrinsicParams, trajectory: Trajectory) -> tuple[Array, Array, Array]:
+  def recall_unroll(
+    self, params: IntrinsicParams, trajectory: Trajectory
+  ) -> tuple[Array, Array, Array]:
     """Return where lifetimes begin, bool, raw intrinsic rewards, and values, [T+1, B] each."""
     t, life = trajectory.timesteps, trajectory.agent_state
 
     def count(episode: Array, timestep: TimeStep) -> tuple[Array, Array]:
-      begins, episode = self.counted(episode, timestep)
+      begins, episode = self.count_episodes(episode, timestep)
       return episode, begins
 
     _, begins = lax.scan(count, life.episode, t)
@@ -277,8 +279,8 @@ class Intrinsic:
       discount = self.discount * after.discount
       lambda_ = jnp.where(after.last, 0.0, self.lambda_)
     gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
-    found: Array = gae(after.reward, discount, lambda_, value[:-1], value[1:])
-    return found
+    advantage: Array = gae(after.reward, discount, lambda_, value[:-1], value[1:])
+    return advantage
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

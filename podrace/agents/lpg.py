@@ -36,7 +36,7 @@ class LPG:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
+  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
   network: PolicyPredictor = PolicyPredictor()
   optimizer: Literal['adam', 'sgd'] = 'adam'
   learning_rate: float = 1e-3
@@ -84,9 +84,9 @@ class LPG:
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B]."""
-    said, state = self.network.step(params, state, timestep)
+    predictions, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
-    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
+    x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
     return ActorOutput(kind.to_action(x)), state
 
   def learn(
@@ -112,8 +112,8 @@ class LPG:
     self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
     """Make one gradient step by the rule of these parameters; the metrics are of before it."""
-    said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
-    goals = rules.targets(rule, self.inputs(said, window), self.discount)
+    predictions, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
+    goals = rules.targets(rule, self.inputs(predictions, window), self.discount)
 
     def loss(network: Any) -> tuple[Array, Any]:
       now, _ = self.network.unroll(network, window.agent_state, window.timesteps)
@@ -123,14 +123,16 @@ class LPG:
     network, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
     return TrainState(network, opt_state), metrics
 
-  def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.LPGInputs:
+  def inputs(self, predictions: PolicyPrediction, window: Trajectory) -> rules.LPGInputs:
     """Return the inputs of the rule."""
     t = window.timesteps
-    log_prob = self.network.distribution.log_prob(said.policy[:-1], window.outputs.action)
-    return rules.LPGInputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
+    log_prob = self.network.distribution.log_prob(predictions.policy[:-1], window.outputs.action)
+    return rules.LPGInputs(
+      t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), predictions.y
+    )
 
   def losses(
-    self, said: PolicyPrediction, goals: rules.LPGTargets, window: Trajectory
+    self, predictions: PolicyPrediction, goals: rules.LPGTargets, window: Trajectory
   ) -> tuple[Array, dict[str, Array]]:
     """Return the loss, equation 2 of the paper, and metrics.
 
@@ -138,7 +140,7 @@ class LPG:
     of the metrics.
     """
     mask = 1.0 - window.timesteps.last[:-1]
-    policy, y = said.policy[:-1], said.y[:-1]
+    policy, y = predictions.policy[:-1], predictions.y[:-1]
     log_prob = self.network.distribution.log_prob(policy, window.outputs.action)
     parts = dict(
       policy_loss=-goals.policy * log_prob,
@@ -146,7 +148,9 @@ class LPG:
       policy_target_square=jnp.square(goals.policy),
       y_target_square=jnp.sum(jnp.square(jax.nn.softmax(goals.y)), axis=-1),
     )
-    means = {name: jnp.mean(mask * x) for name, x in parts.items()} | self.entropies(said, window)
+    means = {name: jnp.mean(mask * x) for name, x in parts.items()} | self.entropies(
+      predictions, window
+    )
     return means['policy_loss'] + self.y_cost * means['y_loss'], means
 
   def entropies(self, output: PolicyPrediction, window: Trajectory) -> dict[str, Array]:

@@ -167,8 +167,8 @@ class Muesli:
     """Choose the actions of timesteps [B]."""
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params, state, one)
-    said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
-    logits, kind = mask_policy(said.policy, timestep.observation), self.network.distribution
+    predictions = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
+    logits, kind = mask_policy(predictions.policy, timestep.observation), self.network.distribution
     x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
     return ActorOutput(kind.to_action(x), MuesliExtras(kind.log_prob(logits, x))), state
 
@@ -187,10 +187,10 @@ class Muesli:
     goals = goals_of(jax.tree.map(lambda x: x[:-1], window.timesteps), targets, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
-    bounded = self.bounded(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
+    limited = self.limit_scale(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
 
     def loss(network: Any) -> tuple[Array, Any]:
-      total, metrics = self.losses(network, window, goals, bounded)
+      total, metrics = self.losses(network, window, goals, limited)
       return total, (dict(loss=total, **metrics), sums)
 
     network, opt_state, (metrics, (square, valid)) = sgd(
@@ -200,12 +200,12 @@ class Muesli:
     new = MuesliRest(
       optax.incremental_update(network, rest.target, self.target_rate),
       opt_state,
-      self.moved(rest.square, square / jnp.maximum(valid, 1e-6)),
-      self.moved(rest.weight, jnp.float32(1)),
+      self.move_average(rest.square, square / jnp.maximum(valid, 1e-6)),
+      self.move_average(rest.weight, jnp.float32(1)),
     )
     return TrainState(network, new), jnp.ones_like(sample.weight), metrics
 
-  def bounded(self, scale: Array, square: Array) -> Array:
+  def limit_scale(self, scale: Array, square: Array) -> Array:
     """Return `scale`, limited by the mean square of a batch's advantages.
 
     Advantages divided by the moving average with this batch are the limit. Before the first reward
@@ -213,10 +213,10 @@ class Muesli:
     Adam's second moment for tens of thousands of steps, in which nothing is learned.
     """
     return jnp.minimum(
-      scale, lax.rsqrt(self.moved(jnp.float32(0), square) + self.advantage_epsilon)
+      scale, lax.rsqrt(self.move_average(jnp.float32(0), square) + self.advantage_epsilon)
     )
 
-  def moved(self, average: Array, x: Array) -> Array:
+  def move_average(self, average: Array, x: Array) -> Array:
     """Return a moving average of advantages, one batch later."""
     return self.advantage_decay * average + (1 - self.advantage_decay) * x
 
@@ -225,8 +225,11 @@ class Muesli:
     t, outputs = window.timesteps, window.outputs
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
-    said = self.network.predict(target, hidden)
-    prior, v = mask_policy(said.policy, merge_time(t.observation)), self.numbers(said.value)
+    predictions = self.network.predict(target, hidden)
+    prior, v = (
+      mask_policy(predictions.policy, merge_time(t.observation)),
+      self.numbers(predictions.value),
+    )
     # The last state has no action. Its value is used for bootstrapping only.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
@@ -280,7 +283,7 @@ class Muesli:
     self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
     """Return the loss of a batch, a mean over states with masked ones as 0, and metrics."""
-    policy, value, reward = self.imagined(network, window)
+    policy, value, reward = self.unroll_model(network, window)
     share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
 
     def mean(weight: Array, each: Array) -> Array:
@@ -310,16 +313,16 @@ class Muesli:
       value=jnp.mean(self.numbers(value[0])),
     )
 
-  def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
+  def unroll_model(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
     """Return policies and values [U + 1, N, ...] of the model, and rewards [U, N, bins]."""
     roots = window.outputs.action.shape[0] - self.unroll
     action = spread(window.outputs.action, roots, self.unroll)[:-1]
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
     root = merge_time(self.network.represent(network, window.agent_state, t)[0])
     hidden, reward = imagine(self.network, network, root, action)
-    said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    first = mask_policy(said.policy[0], merge_time(t.observation))
-    return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
+    predictions = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
+    first = mask_policy(predictions.policy[0], merge_time(t.observation))
+    return jnp.concatenate([first[None], predictions.policy[1:]]), predictions.value, reward
 
   def policy_gradient(
     self, policy: Array, window: Trajectory, advantage: Array
@@ -352,10 +355,10 @@ def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
   """Return the targets of the model from timesteps [L, B] and the values of the prior."""
   roots = t.reward.shape[0] - unroll
   wide = functools.partial(spread, roots=roots, actions=unroll)
-  end, found = ends(t, roots, unroll), jax.tree.map(wide, targets)
-  found = found._replace(value=jnp.where(end.within, found.value, 0.0))
+  end, spread_targets = ends(t, roots, unroll), jax.tree.map(wide, targets)
+  spread_targets = spread_targets._replace(value=jnp.where(end.within, spread_targets.value, 0.0))
   reward = jnp.where(end.passed, 0.0, wide(t.reward))
-  return MuesliGoals(found, reward, end.policy_mask, end.value_mask, end.reward_mask)
+  return MuesliGoals(spread_targets, reward, end.policy_mask, end.value_mask, end.reward_mask)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:

@@ -199,8 +199,8 @@ class MuZero:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params.network, state, one)
     hidden = jax.tree.map(lambda x: x[0], hidden)
-    x, found = self.choose(params, hidden, timestep.observation, key)
-    return ActorOutput(self.network.distribution.to_action(x), MuZeroExtras(x, found)), state
+    x, plans = self.choose(params, hidden, timestep.observation, key)
+    return ActorOutput(self.network.distribution.to_action(x), MuZeroExtras(x, plans)), state
 
   def choose(
     self, params: MuZeroParams, hidden: Any, observation: Any, key: Array
@@ -234,7 +234,7 @@ class MuZero:
     rest, before = train.rest, train.params
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
     window = sample.trajectory
-    plans = self.refreshed(rest.target, before.steps, window, own_key)
+    plans = self.renew_plans(rest.target, before.steps, window, own_key)
     goals = muzero_targets.make_goals(
       self.behind(window.timesteps),
       plans,
@@ -278,7 +278,7 @@ class MuZero:
     """Searches in each window that is refreshed."""
     return self.positions
 
-  def refreshed(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
+  def renew_plans(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
     """Return the plans [positions, B, ...] of a window, in part renewed by the target network."""
     kept: Plan = self.behind(window.outputs.extras.plan)
     if self.bootstrap == 'target':
@@ -292,10 +292,10 @@ class MuZero:
     pick_key, search_key = jax.random.split(key)
     rows = jax.random.permutation(pick_key, batch)[:count]  # a batch may be sorted by stream
     params = MuZeroParams(target, steps - steps % self.target_period)
-    fresh = self.searched(params, take_batch(window, rows), search_key)
+    fresh = self.search_window(params, take_batch(window, rows), search_key)
     return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
 
-  def searched(self, params: MuZeroParams, window: Trajectory, key: Array) -> Plan:
+  def search_window(self, params: MuZeroParams, window: Trajectory, key: Array) -> Plan:
     """Return the plans [positions, B, ...] of new searches in a window's states."""
     hidden = merge_time(self.represent(params.network, window, self.positions))
     observation = self.behind(window.timesteps.observation)
@@ -308,7 +308,7 @@ class MuZero:
   def refresh(self, params: MuZeroParams, window: Trajectory, key: Array) -> Trajectory:
     """Return the window with plans of new searches behind its burn-in."""
     extras, behind = window.outputs.extras, slice(self.burn_in, self.burn_in + self.positions)
-    fresh = self.searched(params, window, key)
+    fresh = self.search_window(params, window, key)
     plans = jax.tree.map(lambda old, new: old.at[behind].set(new), extras.plan, fresh)
     return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
 
@@ -324,16 +324,18 @@ class MuZero:
     )
     actions = jax.tree.map(lambda x: x[:-1], samples)
     hidden, reward = imagine(self.network, network, root, actions)
-    said = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
+    predictions = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
     share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
     support = self.network.support
 
     policy, entropy = muzero_losses.policy_losses(
-      self.network.distribution, said.policy, goals.plan, self.num_candidates
+      self.network.distribution, predictions.policy, goals.plan, self.num_candidates
     )
     policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
     value = jnp.sum(
-      share * goals.value_mask * muzero_losses.number_losses(said.value, goals.value, support),
+      share
+      * goals.value_mask
+      * muzero_losses.number_losses(predictions.value, goals.value, support),
       axis=0,
     )
     rewards = jnp.zeros_like(value)
@@ -341,7 +343,7 @@ class MuZero:
       each = goals.reward_mask[1:] * muzero_losses.number_losses(reward, goals.reward[1:], support)
       rewards = jnp.sum(share[1:] * each, axis=0)
     total = policy + self.value_cost * value + self.reward_cost * rewards
-    now = decode(said.value[0], support)
+    now = decode(predictions.value[0], support)
     parts = dict(policy_loss=policy, value_loss=value, reward_loss=rewards, value=now)
     metrics = muzero_losses.mean_metrics(parts, goals.policy_mask[0] * entropy[0], goals.plan)
     if support is not None:

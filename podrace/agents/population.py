@@ -89,8 +89,8 @@ class Varied:
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B]."""
-    found: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
-    return found
+    output: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
+    return output
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
@@ -114,9 +114,9 @@ def _value(settings: Any, path: str) -> Any:
 
 def with_values(settings: Any, values: dict[str, Any]) -> Any:
   """Return a dataclass with new values in its fields, unchecked, since they may be tracers."""
-  found = copy.copy(settings)
+  changed = copy.copy(settings)
   for path, value in values.items():
     name, _, rest = path.partition('.')
-    inner = with_values(getattr(found, name), {rest: value}) if rest else value
-    object.__setattr__(found, name, inner)
-  return found
+    inner = with_values(getattr(changed, name), {rest: value}) if rest else value
+    object.__setattr__(changed, name, inner)
+  return changed

@@ -127,7 +127,9 @@ class R2D2:
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
     action = value_based.epsilon_greedy(values, epsilon, key)
-    extras = value_based.ValueExtras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(
+      value_based.select_action(values, action), jnp.max(values, axis=-1)
+    )
     return ActorOutput(action, extras), state._replace(core=core)
 
   def learn(
@@ -163,8 +165,8 @@ class R2D2:
     q_target, _ = self.network.unroll(target, core_target, late)
     values, values_target = self.network.mean(q), self.network.mean(q_target)
     best = jnp.argmax(values[1:], axis=-1)
-    v_t = value_based.chosen(values_target[1:], best)
-    taken = value_based.chosen(values[:-1], window.outputs.action[self.burn_in :])
+    v_t = value_based.select_action(values_target[1:], best)
+    taken = value_based.select_action(values[:-1], window.outputs.action[self.burn_in :])
     goal = lax.stop_gradient(self.targets(late, v_t))
     mask = 1.0 - late.last[:-1].astype(jnp.float32)
     return goal - taken, mask, taken

@@ -70,7 +70,7 @@ def epsilon_greedy(values: Array, epsilon: Array, key: Array) -> Array:
   return jnp.argmax(jnp.where(among, noise, -1.0), axis=-1).astype(jnp.int32)
 
 
-def chosen(values: Array, action: Array) -> Array:
+def select_action(values: Array, action: Array) -> Array:
   """Return the values [..., *rest] of actions [...], from values [..., A, *rest]."""
   rest = values.ndim - action.ndim - 1
   index = action.reshape(action.shape + (1,) * (rest + 1))

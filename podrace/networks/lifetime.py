@@ -110,7 +110,7 @@ class LifetimeNetwork(Body):
     `action` [T, B] i32 are the actions before the timesteps, and `begins` [T, B] is true where a
     lifetime begins.
     """
-    found: tuple[Array, Any] = self.module.apply(
+    outputs: tuple[Array, Any] = self.module.apply(
       {'params': params}, state, timesteps, action, begins
     )
-    return found
+    return outputs

@@ -124,8 +124,8 @@ class Predictor(Body):
     self, params: Any, state: Any, timesteps: TimeStep, action: Array
   ) -> Predictions:
     """Unroll for the actions [T, B] only, at a fraction of the cost."""
-    said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
-    return said
+    predictions: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
+    return predictions
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
     """Return the network for these spaces."""

@@ -55,7 +55,7 @@ class Table(Predictor):
     return params, state
 
   def unroll_taken(self, params: Any, state: Any, timesteps: Any, action: Any) -> Any:
-    taken = {k: rules.chosen(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
+    taken = {k: rules.select_action(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
     return params._replace(**taken)
 
 
@@ -147,7 +147,7 @@ def targets(agent: Disco, rule: Any, train: TrainState, window: Trajectory) -> A
   """What the agent estimates, what its rule sees of that, and what the rule aims at."""
   found = agent.estimates(train.params, train.rest.target, window)
   first, second = jnp.mean(found.advantage), jnp.mean(found.advantage**2)
-  moments = agent.moved(train.rest.moments, first, second)
+  moments = agent.update_moments(train.rest.moments, first, second)
   seen = inputs_of(train.params, train.rest.target, found, window, moments)
   return found, seen, rules.update(rule, train.rest.memory, seen)[0]
 
@@ -255,7 +255,7 @@ def test_what_is_said_of_taken_actions_is_what_is_said_of_all(core: Any) -> None
   taken = jax.jit(network.unroll_taken)(params, state, window.timesteps, jnp.asarray(action))
   said, _ = jax.jit(network.unroll)(params, state, window.timesteps)
   for name in ('z', 'q', 'next_policy'):
-    expected = rules.chosen(getattr(said, name), jnp.asarray(action))
+    expected = rules.select_action(getattr(said, name), jnp.asarray(action))
     np.testing.assert_allclose(getattr(taken, name), expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(taken.policy, said.policy)
 

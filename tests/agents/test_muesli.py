@@ -366,11 +366,13 @@ def test_the_first_rewards_are_not_divided_by_rounding() -> None:
   """After batches without advantages, the policy's gradient is by 1 / sqrt(1 - decay) of the advantages' size."""
   agent = Muesli()
   size = jnp.float32(0.3)
-  scale = agent.bounded(jnp.float32(1e6), jnp.square(size))
+  scale = agent.limit_scale(jnp.float32(1e6), jnp.square(size))
   assert float(scale * size) == pytest.approx(10.0, rel=1e-4)
-  assert float(agent.bounded(jnp.float32(0.7), jnp.square(size))) == pytest.approx(0.7)
-  assert float(agent.bounded(jnp.float32(0.0), jnp.square(size))) == 0.0  # the first batch of all
-  nothing = float(agent.bounded(jnp.float32(1e6), jnp.float32(0)))
+  assert float(agent.limit_scale(jnp.float32(0.7), jnp.square(size))) == pytest.approx(0.7)
+  assert (
+    float(agent.limit_scale(jnp.float32(0.0), jnp.square(size))) == 0.0
+  )  # the first batch of all
+  nothing = float(agent.limit_scale(jnp.float32(1e6), jnp.float32(0)))
   assert nothing == pytest.approx(1e6, rel=1e-4)
   only = recording(cmpo_cost=0.0, model_cost=0.0, reward_cost=0.0, value_cost=0.0)
   gradient = {

@@ -609,7 +609,7 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)
   network = agent.network.init(jax.random.key(0))
-  refresh = jax.jit(lambda w, k: agent.refreshed(network, jnp.int32(10), w, k))
+  refresh = jax.jit(lambda w, k: agent.renew_plans(network, jnp.int32(10), w, k))
   plans = jax.device_get(refresh(window, jax.random.key(2)))
   old = window.outputs.extras.plan
   fresh = (plans.value != old.value).all(0)
@@ -625,7 +625,7 @@ def test_values_of_the_target_network() -> None:
   agent = recording(bootstrap='target')
   window = window_of(agent)
   network = agent.network.init(jax.random.key(5))
-  plans = agent.refreshed(network, jnp.int32(10), window, jax.random.key(2))
+  plans = agent.renew_plans(network, jnp.int32(10), window, jax.random.key(2))
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
   expected = decode(hidden @ network['v'], agent.network.support)
   np.testing.assert_allclose(plans.value, expected, rtol=1e-5, atol=1e-5)

@@ -181,8 +181,8 @@ def update(
   params: RuleParams, state: DiscoRuleState, inputs: DiscoInputs
 ) -> tuple[DiscoTargets, DiscoRuleState]:
   """One step of a rule."""
-  found, summary = targets(params, state, inputs)
-  return found, remember(params, state, summary)
+  goals, summary = targets(params, state, inputs)
+  return goals, remember(params, state, summary)
 
 
 def targets(
@@ -193,7 +193,7 @@ def targets(
   x = backwards(params, 'lstm/lstm/linear', rows, inputs.last)
   x = x * dense(params, 'lstm/linear', state.hidden[None])[None]
   y, z = dense(params, 'lstm/linear_2', x), dense(params, 'lstm/linear_3', x)
-  found = DiscoTargets(policy_target(params, x, actions), y, z)
+  goals = DiscoTargets(policy_target(params, x, actions), y, z)
   rows, _ = describe(params, HIDDEN, inputs)
   parts = [
     rows,
@@ -201,7 +201,7 @@ def targets(
     embed(params, f'{HIDDEN}/mlp', jax.nn.softmax(y)),
   ]
   summary = dense(params, f'{HIDDEN}/mlp_2/~/linear_0', jnp.concatenate(parts, axis=-1))
-  return found, jnp.mean(summary, axis=(0, 1))
+  return goals, jnp.mean(summary, axis=(0, 1))
 
 
 def remember(params: RuleParams, state: DiscoRuleState, summary: Array) -> DiscoRuleState:
@@ -226,7 +226,7 @@ def describe(params: RuleParams, prefix: str, inputs: DiscoInputs) -> tuple[Arra
   ))  # fmt: skip
   y, y_target = (embed(params, f'{prefix}/mlp', jax.nn.softmax(p.y)) for p in inputs[:2])
   z, z_target = (embed(params, f'{prefix}/mlp_1', jax.nn.softmax(p.z))[..., 0] for p in inputs[:2])
-  taken = functools.partial(chosen, action=inputs.action)
+  taken = functools.partial(select_action, action=inputs.action)
 
   code = jax.nn.one_hot(inputs.action, num_actions)
   each = (pi[:-1], mu, pi_target[:-1], z[:-1], z_target[:-1], q, advantages, scaled_all, code)
@@ -248,8 +248,8 @@ def policy_target(params: RuleParams, x: Array, actions: Array) -> Array:
   """Logits [T, B, A] from steps [T, B, H] and actions [T, B, A, C]."""
   t, b, num_actions, _ = actions.shape
   steps = jnp.broadcast_to(x[:, :, None], (t, b, num_actions, x.shape[-1]))
-  found = pool(params, 'lstm/sequential_1/conv1_d', jnp.concatenate([steps, actions], axis=-1))
-  return dense(params, 'lstm/linear_4', found)[..., 0]
+  features = pool(params, 'lstm/sequential_1/conv1_d', jnp.concatenate([steps, actions], axis=-1))
+  return dense(params, 'lstm/linear_4', features)[..., 0]
 
 
 def pool(params: RuleParams, name: str, x: Array) -> Array:
@@ -261,7 +261,7 @@ def pool(params: RuleParams, name: str, x: Array) -> Array:
   return jax.nn.relu(own + others.reshape(*mean.shape[:-1], 1, -1))
 
 
-def chosen(x: Array, action: Array) -> Array:
+def select_action(x: Array, action: Array) -> Array:
   """[T, B, ...] of actions [T, B], from [T, B, A, ...]."""
   index = action.astype(jnp.int32).reshape(*action.shape, *(1,) * (x.ndim - 2))
   return jnp.take_along_axis(x, index, axis=2)[:, :, 0]

@@ -17,10 +17,10 @@ RuleParams = Mapping[str, Any]  # name in the file -> f32 array
 
 def with_biases(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
   """Return the shapes of all arrays of layers, from the shapes of their weights."""
-  found: dict[str, tuple[int, ...]] = {}
+  all_shapes: dict[str, tuple[int, ...]] = {}
   for name, shape in weights.items():
-    found[f'{name}/b'], found[f'{name}/w'] = (shape[-1],), shape
-  return found
+    all_shapes[f'{name}/b'], all_shapes[f'{name}/w'] = (shape[-1],), shape
+  return all_shapes
 
 
 def embedding(name: str, predictions: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -76,8 +76,8 @@ def backwards(params: RuleParams, name: str, rows: Array, last: Array) -> Array:
     return (hidden, cell), hidden
 
   zeros = jnp.zeros_like(gates[0, :, :size])
-  _, found = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
-  return found
+  _, outputs = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
+  return outputs
 
 
 def entropy(logits: Array) -> Array:

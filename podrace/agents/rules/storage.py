@@ -78,9 +78,9 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
     UsageError: if it can't be read, is another file, or is no rule of the kind.
   """
   content = _read(path)
-  if (found := hashlib.sha256(content).hexdigest()) != expected:
+  if (actual := hashlib.sha256(content).hexdigest()) != expected:
     raise UsageError(
-      f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected '
+      f'the rule {path} is not the file that was asked for: its sha256 is {actual}, expected '
       f'{expected}'
     )
   try:
@@ -107,10 +107,13 @@ def check(params: RuleParams, path: str, kind: type[Sizes]) -> None:
   if other := _agent_of(params, kind):
     raise UsageError(f'{path} is a rule of {other}; give --agent {other}, or another rule')
   if params.keys() != names.keys():
-    lacks, others = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
-    said = [f'{what} {_some(x)}' for what, x in (('it lacks', lacks), ('it has', others)) if x]
+    missing, extra = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
+    differences = [
+      f'{what} {_some(x)}' for what, x in (('it lacks', missing), ('it has', extra)) if x
+    ]
     raise UsageError(
-      f'{path} is no rule of this version: {len(names)} arrays are expected; {", and ".join(said)}'
+      f'{path} is no rule of this version: {len(names)} arrays are expected; '
+      f'{", and ".join(differences)}'
     )
   for name, x in params.items():
     if x.ndim != len(names[name]):
@@ -146,9 +149,9 @@ def save(path: str | Path, params: RuleParams) -> None:
   write_whole(Path(path), content.getvalue())
 
 
-def opening(path: str, found: str) -> str:
+def opening(path: str, digest: str) -> str:
   """Return the line about the rule with this sha256 that a run prints; '' without a file."""
   if not path:
     return ''
-  name = KNOWN.get(found, 'which is not a released one')
-  return f'learning by the rule {path}, {name} (sha256 {found})'
+  name = KNOWN.get(digest, 'which is not a released one')
+  return f'learning by the rule {path}, {name} (sha256 {digest})'
