@@ -43,8 +43,8 @@ def sgd(
 
   The gradients and `aux` are averaged in one all-reduce. There is no other collective here, and
   none anywhere else that depends on gradients. The parameters are made to vary over the devices
-  first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum over
-  devices, and its `pmean` is silently wrong by a factor of their number.
+  first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum
+  over devices, and its `pmean` is silently wrong by a factor of their number.
 
   Args:
     loss: `loss(params)` returns this device's mean loss and `aux`, any tree of floats. With
