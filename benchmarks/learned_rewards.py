@@ -34,7 +34,7 @@ from common import RESULTS, ROOT, machine, origin, record
 
 from podrace import topology
 from podrace.agents.impala import Impala
-from podrace.agents.intrinsic import Intrinsic, Params
+from podrace.agents.intrinsic import Intrinsic, IntrinsicParams
 from podrace.agents.population import with_values
 from podrace.architectures import unroll as actor
 from podrace.architectures.anakin import Anakin
@@ -230,7 +230,7 @@ def tuned(case: Case, run: Any, grid: dict[str, tuple[float, ...]]) -> tuple[Liv
 def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
   env, env_id = case.env(0), jnp.arange(LIVES, dtype=jnp.int32) + 1000
   plain = bind(Intrinsic(reward=World()), env)
-  params = Params((), plain.value.init(jax.random.key(0)))  # whose values nobody asks for
+  params = IntrinsicParams((), plain.value.init(jax.random.key(0)))  # whose values nobody asks for
 
   def of_world(values: Any, key: Any) -> Any:
     agent = with_values(plain, values)

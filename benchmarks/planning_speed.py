@@ -30,7 +30,7 @@ import numpy as np
 from jax import lax
 
 from podrace import configure, topology
-from podrace.agents.search import Params
+from podrace.agents.search import MuZeroParams
 from podrace.architectures.sebulba import Actors
 from podrace.architectures.sebulba.acting import example_timestep
 from podrace.architectures.sebulba.device_programs import pack
@@ -139,7 +139,7 @@ def alone(function: Callable[[Any, Any], Any], timestep: Any) -> Callable[[int],
 
 def anakin(agent: Any, env: Any, params: Any) -> Callable[[int], Any]:
   """So many unrolls, as Anakin's program makes them."""
-  envs, all_params = batch(env, NUM_ENVS), Params(params, jnp.int32(0))
+  envs, all_params = batch(env, NUM_ENVS), MuZeroParams(params, jnp.int32(0))
 
   @jax.jit
   def run(actor: Any, key: Any, loops: Any) -> Any:

@@ -1,29 +1,33 @@
 """Action distributions over a network's raw outputs [..., size], one for each kind of space.
 
-`sample` gives a raw sample; `to_action` turns it into what the environment's space takes. Only
-the raw sample has a probability here (a clipped action has none), so that is what agents keep.
+`sample` gives a raw sample; `to_action` turns it into an action of the environment's space. Only
+the raw sample has a probability here (a clipped action has none), so agents keep the raw sample.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from podrace.envs.spaces import UNBOUNDED, box_bounds
-from podrace.types import Array
+from podrace.types import Array, round_inward
 
-REBOUND = ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or take a policy without squash'
+REBOUND = (
+  ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
+)
+UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
 def allowed(mask: Array) -> Array:
   """Return which choices [B, n] a mask [B, ...] allows, bool; all of them where it allows none.
 
-  A mask may allow nothing where nothing is done or learned. The numbers there must be finite all the same.
+  A mask may allow nothing where nothing is done or learned. The numbers there must be finite all
+  the same.
   """
   flat = mask.reshape(mask.shape[0], -1) != 0
   return flat | ~jnp.any(flat, axis=-1, keepdims=True)
@@ -33,12 +37,29 @@ class Distribution(Protocol):
   """A family of distributions; `params` is [..., size] f32, `x` a raw sample."""
 
   @property
-  def size(self) -> int: ...
-  def sample(self, params: Array, key: Array) -> Array: ...
-  def mode(self, params: Array) -> Array: ...
-  def log_prob(self, params: Array, x: Array) -> Array: ...
-  def entropy(self, params: Array, key: Array) -> Array: ...
-  def to_action(self, x: Array) -> Array: ...
+  def size(self) -> int:
+    """Numbers of `params`."""
+    ...
+
+  def sample(self, params: Array, key: Array) -> Array:
+    """Return raw samples."""
+    ...
+
+  def mode(self, params: Array) -> Array:
+    """Return the most probable raw samples."""
+    ...
+
+  def log_prob(self, params: Array, x: Array) -> Array:
+    """Return the log-probabilities of raw samples."""
+    ...
+
+  def entropy(self, params: Array, key: Array) -> Array:
+    """Return the entropies, exact or estimated from samples."""
+    ...
+
+  def to_action(self, x: Array) -> Array:
+    """Return the actions of raw samples."""
+    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +70,7 @@ class Categorical:
 
   @property
   def size(self) -> int:
+    """Numbers of `params`."""
     return self.num_actions
 
   def sample(self, params: Array, key: Array) -> Array:
@@ -61,19 +83,23 @@ class Categorical:
     return jnp.sum(cdf <= u[..., None] * cdf[..., -1:], axis=-1, dtype=jnp.int32)
 
   def mode(self, params: Array) -> Array:
+    """Return the most probable raw samples."""
     return jnp.argmax(params, axis=-1).astype(jnp.int32)
 
   def log_prob(self, params: Array, x: Array) -> Array:
+    """Return the log-probabilities of raw samples."""
     log_p = jax.nn.log_softmax(params)
     chosen = jax.nn.one_hot(x, self.num_actions, dtype=bool)  # no gather: its gradient is a scatter
     return jnp.sum(jnp.where(chosen, log_p, 0.0), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
+    """Return the entropies, exact or estimated from samples."""
     del key
     log_p = jax.nn.log_softmax(params)
     return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 
   def to_action(self, x: Array) -> Array:
+    """Return the actions of raw samples."""
     return x
 
 
@@ -85,6 +111,7 @@ class MultiCategorical:
 
   @property
   def size(self) -> int:
+    """Numbers of `params`."""
     return sum(self.num_actions)
 
   def _parts(self, params: Array) -> list[tuple[Categorical, Array]]:
@@ -93,21 +120,26 @@ class MultiCategorical:
     return [(Categorical(n), part) for n, part in zip(self.num_actions, logits, strict=True)]
 
   def sample(self, params: Array, key: Array) -> Array:
+    """Return raw samples."""
     parts = self._parts(params)
     keys = jax.random.split(key, len(parts))
     return jnp.stack([c.sample(p, keys[i]) for i, (c, p) in enumerate(parts)], axis=-1)
 
   def mode(self, params: Array) -> Array:
+    """Return the most probable raw samples."""
     return jnp.stack([c.mode(p) for c, p in self._parts(params)], axis=-1)
 
   def log_prob(self, params: Array, x: Array) -> Array:
+    """Return the log-probabilities of raw samples."""
     parts = [c.log_prob(p, x[..., i]) for i, (c, p) in enumerate(self._parts(params))]
     return jnp.sum(jnp.stack(parts), axis=0)
 
   def entropy(self, params: Array, key: Array) -> Array:
+    """Return the entropies, exact or estimated from samples."""
     return jnp.sum(jnp.stack([c.entropy(p, key) for c, p in self._parts(params)]), axis=0)
 
   def to_action(self, x: Array) -> Array:
+    """Return the actions of raw samples."""
     return x
 
 
@@ -120,8 +152,9 @@ def _normal_log_prob(mean: Array, log_std: Array, x: Array) -> Array:
 class Normal:
   """Independent normals over a flat box; params are means, then log standard deviations.
 
-  Samples are [..., n]. The action of a sample x is centre + scale * x, clipped to [low, high] and shaped as the space:
-  between bounds, the unit of a policy is half the range. Numbers with `low == high` have no part in probabilities.
+  Samples are [..., n]. The action of a sample x is centre + scale * x, clipped to [low, high] and
+  shaped as the space: between bounds, the unit of a policy is half the range. Numbers with `low ==
+  high` have no part in probabilities.
   """
 
   shape: tuple[int, ...]
@@ -132,6 +165,7 @@ class Normal:
 
   @property
   def size(self) -> int:
+    """Numbers of `params`."""
     return 2 * math.prod(self.shape)
 
   @property
@@ -144,30 +178,37 @@ class Normal:
     return x if all(self.free) else jnp.where(jnp.asarray(self.free), x, 0.0)
 
   def mean_and_log_std(self, params: Array) -> tuple[Array, Array]:
+    """Return means and log standard deviations [..., n]."""
     mean, log_std = jnp.split(params, 2, axis=-1)
     return self.only_free(mean), self.only_free(log_std)
 
   def bounds(self, like: Array) -> tuple[Array, Array]:
+    """Return the bounds in the shape of `like`."""
     low, high = (jnp.asarray(b, jnp.float32) for b in (self.low, self.high))
     return jnp.broadcast_to(low, like.shape), jnp.broadcast_to(high, like.shape)
 
   def sample(self, params: Array, key: Array) -> Array:
+    """Return raw samples."""
     mean, log_std = self.mean_and_log_std(params)
     return mean + jnp.exp(log_std) * self.only_free(jax.random.normal(key, mean.shape))
 
   def mode(self, params: Array) -> Array:
+    """Return the most probable raw samples."""
     return self.mean_and_log_std(params)[0]
 
   def log_prob(self, params: Array, x: Array) -> Array:
+    """Return the log-probabilities of raw samples."""
     mean, log_std = self.mean_and_log_std(params)
     return jnp.sum(self.only_free(_normal_log_prob(mean, log_std, x)), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
+    """Return the entropies, exact or estimated from samples."""
     del key
     _, log_std = self.mean_and_log_std(params)
     return jnp.sum(self.only_free(log_std + 0.5 * math.log(2 * math.pi * math.e)), axis=-1)
 
   def to_action(self, x: Array) -> Array:
+    """Return the actions of raw samples."""
     low, high = self.bounds(x)
     if any(s != 1 for s in self.scale):
       x = x * jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
@@ -186,6 +227,7 @@ class TanhNormal(Normal):
   """
 
   def mean_and_log_std(self, params: Array) -> tuple[Array, Array]:
+    """Return means and log standard deviations [..., n]."""
     mean, log_std = super().mean_and_log_std(params)
     return mean, jnp.clip(log_std, -5.0, 2.0)
 
@@ -194,6 +236,7 @@ class TanhNormal(Normal):
     return 2.0 * (math.log(2.0) - x - jax.nn.softplus(-2.0 * x))
 
   def log_prob(self, params: Array, x: Array) -> Array:
+    """Return the log-probabilities of raw samples."""
     mean, log_std = self.mean_and_log_std(params)
     each = _normal_log_prob(mean, log_std, x) - self._log_det(x)
     return jnp.sum(self.only_free(each), axis=-1)
@@ -204,6 +247,7 @@ class TanhNormal(Normal):
     return super().entropy(params, key) + jnp.sum(log_det, axis=-1)
 
   def to_action(self, x: Array) -> Array:
+    """Return the actions of raw samples."""
     return self.from_unit(jnp.tanh(x))
 
   def from_unit(self, x: Array) -> Array:
@@ -224,17 +268,61 @@ class TanhNormal(Normal):
     return self.only_free(2.0 * share - 1.0)
 
 
+class BoxBounds(NamedTuple):
+  """A box of actions in float32, [n] each. Raw sample x is the action centre + scale * x, clipped.
+
+  Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is
+  the bound. Without bounds, and where `low == high`, `scale` is 1.
+  """
+
+  low: np.ndarray  # within the space's own, however they are rounded
+  high: np.ndarray
+  bounded: np.ndarray  # bool, on both sides
+  free: np.ndarray  # bool, low < high: there is something to choose
+  centre: np.ndarray
+  scale: np.ndarray
+
+
+def box_bounds(space: Any) -> BoxBounds:
+  """Return the bounds, centre and scale of a Box of float actions.
+
+  Raises:
+    ValueError: if a bound is NaN, a low bound is above the high one, or float32 has no number
+      between them.
+  """
+  low, high = (np.reshape(b, -1) for b in (space.low, space.high))
+  if wrong := np.flatnonzero(~(low <= high)).tolist():
+    i = wrong[0]
+    raise ValueError(f'number {i} of the space {space} has no value: low {low[i]}, high {high[i]}')
+  largest = min(float(np.finfo(space.dtype).max), UNBOUNDED)
+  below, above = low > -largest, high < largest  # where there are bounds
+  low, high = round_inward(low, high, np.float32)
+  if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
+    raise ValueError(
+      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller '
+      'bounds in a wrapper, as '
+      'gymnasium.wrappers.RescaleAction'
+    )
+  half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
+  both, free = below & above, low < high
+  centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)
+  centre = np.where(both, centre, 2 * centre)
+  scale = np.where(both & free, half_high - half_low, 1.0)
+  return BoxBounds(low, high, both, free, centre.astype(np.float32), scale.astype(np.float32))
+
+
 def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribution:
-  """The distribution for a gymnasium action space.
+  """Return the distribution for a gymnasium action space.
 
   Args:
+    space: the action space.
     squash: take TanhNormal for boxes.
     scaled: the unit of a Normal is half the range of a box, around its middle; else 1, around 0.
 
   Raises:
-    ValueError: if there is none, or if `squash` meets a space that has no bounds. The message says what to do.
+    ValueError: if there is none, or if `squash` meets a space without bounds. The message has the
+      remedy.
   """
-  import numpy as np
   from gymnasium import spaces
 
   if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
@@ -257,7 +345,8 @@ def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribu
     return MultiCategorical((2,) * space.shape[0])
   raise ValueError(
     f'no distribution for the action space {space}: expected Discrete (from 0), MultiDiscrete '
-    '(one axis, from 0), MultiBinary (one axis) or a Box of floats; declare one of these in a wrapper, as '
+    '(one axis, from 0), MultiBinary (one axis) or a Box of floats; declare one of these in a '
+    'wrapper, as '
     "gymnasium.wrappers.TransformAction, which makes the environment's own action of it"
   )
 
@@ -268,15 +357,16 @@ def squashed(space: Any) -> TanhNormal:
   Raises:
     ValueError: if the space is something else.
   """
-  found = for_space(space, squash=True)
-  assert isinstance(found, TanhNormal)
-  return found
+  distribution = for_space(space, squash=True)
+  assert isinstance(distribution, TanhNormal)
+  return distribution
 
 
 def check_range(space: Any, distribution: Distribution) -> None:
   """Raise ValueError if actions of a tanh-Normal are spread over bounds that stand for none."""
   if isinstance(distribution, TanhNormal) and not box_bounds(space).bounded.all():
     raise ValueError(
-      f'a tanh-Normal spreads actions over all of {space}, whose bounds count as none from {UNBOUNDED:g} on, and at '
+      f'a tanh-Normal spreads actions over all of {space}, whose bounds count as none from '
+      f'{UNBOUNDED:g} on, and at '
       f'the largest number of the type{REBOUND}'
     )

@@ -1,30 +1,37 @@
-"""What an agent may have besides its four functions, each looked for here and nowhere else.
+"""Optional members of an agent besides its four functions. No other module looks for them.
 
-The four are `podrace.types.Agent`. The others:
+The four functions are in `podrace.types.Agent`. The optional members:
 
-- `memory(num_envs, unroll_length, stack) -> Replay`: what it learns from. Without, it learns from the newest
-  trajectory. `stack` is how many frames an observation of the environment is made of; 0 if it is no stack.
-- `greedy: bool = False`, a field: whether it takes its best action, for evaluation. Without, only
-  `podrace eval --sample` can evaluate it.
-- fields with `bind(observation_space, action_space)`, such as networks: they are bound before the run begins.
-- `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for schedules.
-- `environment: Any = None`, a field: it is set to the `Environment`, or None of one that is not in JAX. For agents
-  that try out actions by its rules.
-- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does not fit; '' if all
-  is well. A run prints the first one.
-- `opening() -> str`: what a run says of it when it begins; without, nothing.
+- `memory(num_envs, unroll_length, stack) -> Replay`: the replay to learn from. Without, the agent
+  learns from the newest trajectory. `stack` is the number of frames in an observation; 0 if
+  frames are not stacked.
+- `greedy: bool = False`, a field: take the best action, for evaluation. Without, only
+  `podrace eval --sample` can evaluate the agent.
+- fields with `bind(observation_space, action_space)`, such as networks: they are bound before the
+  run begins.
+- `total_updates: int = 0` and `total_envs: int = 0`, fields: they are set to the run's, for
+  schedules.
+- `environment: Any = None`, a field: it is set to the `Environment`, or to None if that is not in
+  JAX. For agents that try out actions by its rules.
+- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does
+  not fit; '' if all is well. A run prints the first one.
+- `opening() -> str`: a line that a run prints when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
-- `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer targets in their
-  `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be refreshed.
-- `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's length.
-- `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run, for
-  `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
-- `sharding_rules`, of its networks: tuples (pattern, axis) for `--model-devices`, see docs/model_axis.md.
-- `agent`, a field: of an agent that wraps another one. That is bound, and made greedy, in its place.
-- `settings: int` and `init_members(keys) -> TrainState`: how many settings of hyper-parameters it has, for runs
-  of several seeds in one program, and the beginning of all members; each setting has the same seeds.
-- `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn` with code that
-  does not trace under that check, such as loops whose carries start from literals.
+- `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
+  targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
+  refreshed.
+- `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
+  length.
+- `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
+  for `--init-from`. Without, `params` takes the place of the new ones, and `rest` stays.
+- `sharding_rules`, of its networks: tuples (pattern, axis) for `--model-devices`, see
+  docs/model_axis.md.
+- `agent`, a field: the agent that this one wraps. The inner agent is bound, and made greedy.
+- `settings: int` and `init_members(keys) -> TrainState`: the number of settings of
+  hyper-parameters, for runs of several seeds in one program, and the first states of all members.
+  Each setting has the same seeds.
+- `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn`
+  with code that does not trace under that check, such as loops with literals as first carries.
 
 Importing this does not import jax.
 """
@@ -48,16 +55,17 @@ BOUND = (
 
 
 def lacks(agent: Any) -> list[str]:
-  """Those of the four functions that it does not have."""
+  """Return the names of the four functions that the agent lacks."""
   return [name for name in FUNCTIONS if not hasattr(agent, name)]
 
 
 def learns_from_replay(agent: Any) -> bool:
+  """Return whether the agent learns from replay."""
   return hasattr(agent, 'memory')
 
 
 def memory(agent: Any, env: Any, num_envs: int, unroll_length: int) -> Replay:
-  """What a bound agent learns from: its own replay, or else the newest trajectory."""
+  """Return the replay of a bound agent: its own, or one that holds the newest trajectory only."""
   if learns_from_replay(agent):
     return _memory(agent, num_envs, unroll_length, getattr(env, 'frame_stack', 0))
   from podrace.replay.on_policy import on_policy
@@ -73,19 +81,20 @@ def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay
   if is_ours(agent):
     ours: Replay = agent.memory(*sizes)
     return ours
-  given = f'num_envs {num_envs}, unroll_length {unroll_length}, stack {stack}'
-  found = calling(agent, 'memory', given, *sizes)
-  if not isinstance(found, Replay):
-    refuse(agent, 'memory', describe(found), 'a Replay, as podrace.replay.windows(...) makes it')
-  return found
+  inputs = f'num_envs {num_envs}, unroll_length {unroll_length}, stack {stack}'
+  result = calling(agent, 'memory', inputs, *sizes)
+  if not isinstance(result, Replay):
+    refuse(agent, 'memory', describe(result), 'a Replay, as podrace.replay.windows(...) makes it')
+  return result
 
 
 def can_be_greedy(agent: Any) -> bool:
+  """Return whether the agent can take its best action."""
   return hasattr(agent, 'greedy')
 
 
 def greedily(agent: Any) -> Any:
-  """The agent as it is evaluated: it takes its best action."""
+  """Return the agent for evaluation: it takes its best action."""
   inner = wrapped(agent)
   if inner is not None:
     return dataclasses.replace(agent, agent=greedily(inner))
@@ -93,24 +102,27 @@ def greedily(agent: Any) -> Any:
 
 
 def wrapped(agent: Any) -> Any:
-  """The agent that this one wraps; None if it wraps none."""
+  """Return the agent that this one wraps; None if it wraps none."""
   inner = getattr(agent, 'agent', None)
   return None if inner is None or lacks(inner) else inner
 
 
 def innermost(agent: Any) -> Any:
-  """The agent that acts, within all that wrap it."""
+  """Return the innermost agent of all wrappers, which acts."""
   inner = wrapped(agent)
   return agent if inner is None else innermost(inner)
 
 
 def settings(agent: Any) -> int:
-  """How many settings of its hyper-parameters it has, each for as many members of a run."""
+  """Return the number of settings of hyper-parameters, each for an equal number of members."""
   return getattr(agent, 'settings', 1)
 
 
 def init_members(agent: Any, keys: Any) -> Any:
-  """The `TrainState` of all members of a run, one after the other: batched LAPACK calls can block each other."""
+  """Return the `TrainState` of all members of a run.
+
+  They are made one after the other, since batched LAPACK calls can deadlock.
+  """
   if hasattr(agent, 'init_members'):
     return agent.init_members(keys)
   import jax
@@ -119,52 +131,53 @@ def init_members(agent: Any, keys: Any) -> Any:
 
 
 def gradient_steps(agent: Any) -> int:
-  """Gradient steps in each call of `learn`."""
+  """Return the number of gradient steps in each call of `learn`."""
   return getattr(agent, 'gradient_steps', 1)
 
 
 def can_refresh(agent: Any) -> bool:
+  """Return whether the agent can refresh the targets in its replay."""
   return hasattr(agent, 'refresh') and learns_from_replay(agent)
 
 
 def searches(agent: Any, length: int) -> int:
-  """Searches of each window of that length that the agent refreshes."""
+  """Return the number of searches in each refreshed window of that length."""
   return getattr(agent, 'searches', length)
 
 
 def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
-  """A new run's `train` with the parameters of another run."""
+  """Return a new run's `train` with the parameters of another run."""
   if hasattr(agent, 'warm_start'):
-    found: TrainState = agent.warm_start(train, params)
-    return found
+    result: TrainState = agent.warm_start(train, params)
+    return result
   return train._replace(params=params)
 
 
 def advice(agent: Any, line: dict[str, Any]) -> str:
-  """The agent's message for the user about a line of metrics; '' if all is well."""
+  """Return the agent's message for the user about a line of metrics; '' if all is well."""
   inner = innermost(agent)
   return inner.advice(line) if hasattr(inner, 'advice') else ''
 
 
 def opening(agent: Any) -> str:
-  """What a run says of the agent when it begins; '' for nothing."""
+  """Return the line that a run prints about the agent when it begins; '' for nothing."""
   inner = innermost(agent)
   return inner.opening() if hasattr(inner, 'opening') else ''
 
 
 def checks_vma(agent: Any) -> bool:
-  """Whether JAX is to prove that what `learn` makes is the same on all devices."""
+  """Return whether JAX is to prove that `learn` makes the same on all devices."""
   return getattr(agent, 'check_vma', True)
 
 
 def networks(agent: Any) -> dict[str, Any]:
-  """The fields that have a `bind`."""
+  """Return the fields that have a `bind`."""
   fields = {f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)}
   return {name: value for name, value in fields.items() if hasattr(value, 'bind')}
 
 
 def sharding(agent: Any) -> tuple[tuple[str, int], ...]:
-  """The rules of all its networks: a pattern of names of arrays, and the axis along which those are split."""
+  """Return the sharding rules of all networks: patterns of array names, and the axis to split."""
   rules = [
     getattr(network, 'sharding_rules', ()) for network in networks(innermost(agent)).values()
   ]
@@ -172,10 +185,10 @@ def sharding(agent: Any) -> tuple[tuple[str, int], ...]:
 
 
 def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
-  """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
+  """Bind an agent to the spaces of `env` and the sizes of the run, where it has fields for them.
 
   Raises:
-    ValueError: if a network can't be built for those spaces.
+    ValueError: if a network can't be built for these spaces.
   """
   inner = wrapped(agent)
   if inner is not None:
@@ -191,13 +204,13 @@ def bind(agent: Any, env: Any, total_updates: int, total_envs: int) -> Any:
 
 
 def _bound(network: Any, observation_space: Any, action_space: Any) -> Any:
-  """The network for these spaces."""
+  """Return the network for these spaces."""
   from podrace.system.blame import calling, is_ours, refuse
 
   if is_ours(network):
     return network.bind(observation_space, action_space)
-  given = f'the spaces {observation_space} and {action_space}'
-  found = calling(network, 'bind', given, observation_space, action_space)
-  if found is None:
+  inputs = f'the spaces {observation_space} and {action_space}'
+  result = calling(network, 'bind', inputs, observation_space, action_space)
+  if result is None:
     refuse(network, 'bind', 'None', 'the network for these spaces: dataclasses.replace(self, ...)')
-  return found
+  return result

@@ -18,15 +18,17 @@ from podrace.hooks import checks_vma
 from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, has_model_axis, on_each
 from podrace.types import Agent, Array, Metrics, Replay, Sample, TrainState, Trajectory, map_batch
 
-# What the run itself writes, so that no metric of an agent is called so.
+# Metrics that the run itself writes. An agent must not use these names.
 RESERVED = frozenset({
-  'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'gradient_steps', 'env_restarts', 'dropped_steps',
-  'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting',
+  'step', 'wall_s', 'steps_per_s', 'episodes', 'episodes_by_seed', 'gradient_steps', 'env_restarts',
+  'dropped_steps', 'actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting',
   'consensus_distance', 'learner_resident_mb',
 })  # fmt: skip
 RESERVED_PREFIXES = (
   'acting_', 'episode_', 'info_', 'policy_lag_', 'reanalysing_', 'replay_', 'remote_', 'unrolls_',
 )  # fmt: skip
+
+EPS_ROOT = 1e-16  # of squared gradients; it changes an update by rounding only
 
 
 def sgd(
@@ -37,20 +39,26 @@ def sgd(
   chunks: Any = None,
   keep: bool = False,
 ) -> tuple[Any, ...]:
-  """One gradient step, averaged over all learner devices.
+  """Make one gradient step, averaged over all learner devices.
 
-  `loss(params)` returns this device's mean loss and any tree of floats; that tree comes back
-  averaged over the devices, in the same all-reduce as the gradients. There is no other
-  collective here, and none anywhere else that depends on gradients. With `keep` it returns its
-  loss and two trees, of which the second comes back as it is, this device's own.
+  The gradients and `aux` are averaged in one all-reduce. There is no other collective here, and
+  none anywhere else that depends on gradients. The parameters are made to vary over the devices
+  first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum
+  over devices, and its `pmean` is silently wrong by a factor of their number.
 
-  With `chunks`, a tree of [C, ...], it is `loss(params, chunk)`, and both are averaged over the
-  chunks, one after the other: the same gradient in less memory, or in a faster one. What one
-  device keeps is not averaged, so there is no `keep` then.
+  Args:
+    loss: `loss(params)` returns this device's mean loss and `aux`, any tree of floats. With
+      `chunks` it is `loss(params, chunk)`.
+    optimizer: the optimiser of `params`.
+    params: the parameters, the same on all devices.
+    opt_state: the optimiser's state.
+    chunks: a tree of [C, ...]. Gradients and `aux` are averaged over the chunks, one after the
+      other: the same gradient in less memory, or in faster memory.
+    keep: `aux` is `(averaged, local)`, and the second tree is returned unaveraged. Not with
+      `chunks`.
 
-  The parameters are made to vary over the devices first. Without that, under `check_vma`, the
-  gradient of a replicated parameter is already a sum over devices, and `pmean` of it is wrong
-  by a factor of their number, silently.
+  Returns:
+    The new parameters, the new state of the optimiser, the averaged `aux`, and `local` if `keep`.
   """
   if keep and chunks is not None:
     raise ValueError('sgd keeps nothing of chunks, which are averaged: give it `keep` or `chunks`')
@@ -64,34 +72,55 @@ def sgd(
 
 
 def varying(tree: Any) -> Any:
-  """The same, as something that differs between the devices of a mesh; under `vmap` it may already."""
+  """Return a tree as varying over the devices of a mesh. Under `vmap` it may be varying already."""
   on_mesh = AXIS in jax.sharding.get_abstract_mesh().manual_axes
   return lax.pcast(tree, AXIS, to='varying') if on_mesh else tree
 
 
 def _mean_over(chunks: Any, f: Callable[[Any], Any]) -> Any:
-  """The mean of f(chunk) over the leading axis, with one chunk's memory."""
+  """Return the mean of f(chunk) over the leading axis, with the memory of one chunk."""
   count = jax.tree.leaves(chunks)[0].shape[0]
   first = jax.tree.map(lambda x: x[0], chunks)
   if count == 1:
     return f(first)
   zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(f, first))
-  zeros = varying(zeros)  # as what is added to them
+  zeros = varying(zeros)  # as the terms that are added
   total, _ = lax.scan(lambda t, c: (jax.tree.map(jnp.add, t, f(c)), None), zeros, chunks)
   return jax.tree.map(lambda x: x / count, total)
 
 
 def flatten(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-  """The same on one vector of all parameters, which is faster; with a model axis, on each array, as those are split."""
+  """Apply the optimiser to one vector of all parameters, which is faster.
+
+  With a model axis it is applied to each array, as arrays are split.
+  """
   return optimizer if has_model_axis() else optax.flatten(optimizer)
 
 
-def clip_norm(limit: float) -> optax.GradientTransformation:
-  """Clip the norm of the whole gradient; a limit of 0, or infinity, is none."""
-  most = no_limit(limit)
-  if isinstance(most, float) and most == math.inf:
-    return optax.identity()  # the derivative of the clipping would be NaN
-  return optax.clip_by_global_norm(most)
+def clip_norm(limit: float, differentiable: bool = False) -> optax.GradientTransformation:
+  """Clip the norm of the whole gradient.
+
+  Args:
+    limit: the largest norm; 0 or infinity: no limit.
+    differentiable: the result has finite derivatives, also at a gradient of 0 and without a limit.
+  """
+  limit = no_limit(limit)
+  if not differentiable:
+    if isinstance(limit, float) and limit == math.inf:
+      return optax.identity()  # the derivative of the clipping would be NaN
+    return optax.clip_by_global_norm(limit)
+
+  def clip(updates: Any, _: Any = None) -> Any:
+    squares = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(updates))
+    norm = jnp.sqrt(jnp.maximum(squares, 1e-30))
+    return jax.tree.map(lambda x: x / jnp.maximum(1.0, norm / limit), updates)
+
+  return optax.stateless(clip)
+
+
+def adam(rate: Any, epsilon: float, differentiable: bool = False) -> optax.GradientTransformation:
+  """Return optax.adam. If `differentiable`, the derivative of its square root is finite at 0."""
+  return optax.adam(rate, eps=epsilon, eps_root=EPS_ROOT if differentiable else 0.0)
 
 
 def clip_each(limit: float) -> optax.GradientTransformation:
@@ -100,7 +129,7 @@ def clip_each(limit: float) -> optax.GradientTransformation:
 
 
 def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformation:
-  """Adam for each field of a NamedTuple of parameters, with a learning rate of its own."""
+  """Return Adam for each field of a NamedTuple of parameters, each with its own learning rate."""
   return optax.multi_transform(
     {name: flatten(optax.adam(rate)) for name, rate in rates.items()},
     kind(**{name: name for name in rates}),
@@ -108,9 +137,10 @@ def separately(rates: dict[str, float], kind: Any) -> optax.GradientTransformati
 
 
 def scale_by_adam(epsilon: float) -> optax.GradientTransformation:
-  """Adam for agents whose rule is learned: no meta-gradient goes through its denominator (Oh et al. 2025, Nature).
+  """Return Adam with a denominator that no meta-gradient passes (Oh et al. 2025, Nature).
 
-  Without meta-gradients it is optax's. With them that one gives NaN, as the root has no derivative at 0.
+  It is for agents with learned rules. Without meta-gradients it equals optax's. With them optax's
+  gives NaN, as the root has no derivative at 0.
   """
   b1, b2 = 0.9, 0.999
   adam = optax.scale_by_adam(b1, b2, epsilon)
@@ -126,7 +156,7 @@ def scale_by_adam(epsilon: float) -> optax.GradientTransformation:
 
 
 def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
-  """The empty replay of every device of a mesh; `example` is the shapes of all their trajectories."""
+  """Return the empty replay of every device of a mesh; `example` has all devices' trajectories."""
 
   def part(axis: int, x: Any) -> Any:
     shape = list(x.shape)
@@ -138,7 +168,7 @@ def init_memory(replay: Replay, mesh: Mesh, example: Trajectory) -> Any:
 
 
 def device_step(agent: Agent, replay: Replay) -> Callable[..., Any]:
-  """One device's part of `learner`, where AXIS is: the same arguments and results, of one device."""
+  """Return one device's part of `learner`, inside AXIS, with its arguments and results."""
 
   def once(train: TrainState, memory: Any, key: Array) -> tuple[TrainState, Any, Metrics]:
     sample_key, learn_key = jax.random.split(key)
@@ -168,9 +198,9 @@ def device_step(agent: Agent, replay: Replay) -> Callable[..., Any]:
 
 
 def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
-  """The learner step on a mesh: remember; then sample, learn and re-prioritise, as often as is due.
+  """Return the learner step on a mesh: remember; then sample, learn and re-prioritise when due.
 
-  Returns `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
+  It is `(train, memory, trajectory, key, update) -> (train, memory, metrics, count)`; `metrics`
   are summed over the `count` samples that were learned from. `train`, `metrics` and `count` are
   the same along AXIS, the rest is split along it.
   """
@@ -185,9 +215,9 @@ def learner(agent: Agent, replay: Replay, mesh: Mesh) -> Callable[..., Any]:
 
 
 def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) -> Callable[..., Any]:
-  """The learner step where somebody else remembers: learn from one batch, split over the mesh.
+  """Return the learner step without replay: learn from one batch, split over the mesh.
 
-  `sample` makes one device's part of a batch [n, ...] what the agent learns from. Returns
+  `sample` turns one device's part of a batch [n, ...] into the agent's `Sample`. The step is
   `(train, batch, key) -> (train, priority [n], metrics)`.
   """
 
@@ -208,20 +238,20 @@ def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) ->
 
 
 class Log(NamedTuple):
-  """What is summed up between two readings of the log, in bounded memory."""
+  """Sums between two readings of the log, in bounded memory."""
 
   samples: Array  # [] i32 how many samples' metrics are in `sums`
   sums: Metrics  # of the agent's metrics
-  broken: Array  # [] i32 the first update of the run whose loss was not finite; -1: none
+  broken: Array  # [] i32 the first update of the run with a loss that was not finite; -1: none
 
 
 def is_reserved(name: str) -> bool:
-  """Whether the run itself writes, or may write, a metric of this name."""
+  """Return whether the run itself writes, or may write, a metric of this name."""
   return name in RESERVED or name.startswith(RESERVED_PREFIXES)
 
 
 def empty_log(metrics: Metrics) -> Log:
-  """A Log for metrics of these shapes.
+  """Return an empty log for metrics of these shapes.
 
   Raises:
     ValueError: if there is no loss among them, or a name that the run itself writes.
@@ -238,7 +268,7 @@ def empty_log(metrics: Metrics) -> Log:
 
 
 def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
-  """The log after one more update, the run's `update`-th, and what `learner` said of it."""
+  """Return the log after the run's `update`-th update, with the results of `learner`."""
   broken = (log.broken < 0) & ~jnp.isfinite(sums['loss'])
   return Log(
     samples=log.samples + count,
@@ -248,6 +278,6 @@ def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
 
 
 def all_finite(tree: Any) -> Array:
-  """Whether all floats of a tree are, [] bool."""
+  """Return whether all floats of a tree are finite, [] bool."""
   floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))

@@ -2,9 +2,9 @@
 
 A stream is T transitions, from timestep t-1 (`_tm1`) to timestep t (`_t`). `discount_t` is the
 agent's discount times the environment's (0 where the episode terminated). A truncated episode
-ends with discount 1 and its last value is bootstrapped from; what must not happen is that the
-*next* episode leaks in through the recursion, so `lambda_t` is 0 wherever timestep t is LAST.
-The transition LAST -> FIRST itself belongs to no episode, and the loss masks it.
+ends with discount 1 and its last value is bootstrapped from. The *next* episode must not leak in
+through the recursion, so `lambda_t` is 0 wherever timestep t is LAST. The transition LAST -> FIRST
+itself belongs to no episode, and the loss masks it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from podrace.types import Array
 
 
 def discounted_sum(x_t: Array, decay_t: Array) -> Array:
-  """y_t = x_t + decay_t * y_{t+1}, backwards over time; what is past the end counts as 0.
+  """Return y_t = x_t + decay_t * y_{t+1}, backwards over time, with 0 past the end.
 
   Shapes: x_t, decay_t and the result are [T] f32.
   """
@@ -33,7 +33,7 @@ def discounted_sum(x_t: Array, decay_t: Array) -> Array:
 
 
 def gae(r_t: Array, discount_t: Array, lambda_t: Array, v_tm1: Array, v_t: Array) -> Array:
-  """Generalised advantage estimates A_{t-1} (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
+  """Return generalised advantages A_{t-1} (Schulman et al. 2016, arXiv 1506.02438, eq. 16).
 
   Shapes: all [T] f32. The value target is `advantage + v_tm1` (TD(lambda)).
   """
@@ -42,9 +42,9 @@ def gae(r_t: Array, discount_t: Array, lambda_t: Array, v_tm1: Array, v_t: Array
 
 
 class VTrace(NamedTuple):
-  """What V-trace estimates, [T] f32 each."""
+  """V-trace's estimates, [T] f32 each."""
 
-  target: Array  # v_s, what the value at t-1 should be
+  target: Array  # v_s, the target of the value at t-1
   advantage: Array  # rho-weighted policy-gradient advantage of the action at t-1
 
 
@@ -59,38 +59,40 @@ def vtrace(
   clip_pg_rho: float = 1.0,
   clip_mix: float | Array = 1.0,
 ) -> VTrace:
-  """V-trace targets and advantages (Espeholt et al. 2018, arXiv 1802.01561, eq. 1 and section 4.2).
+  """Return V-trace's estimates (Espeholt et al. 2018, arXiv 1802.01561, eq. 1 and section 4.2).
 
   `rho_tm1` is pi(a|s) / mu(a|s), not clipped, of the action at t-1. Where `lambda_t` is 0 the
   policy gradient too bootstraps from v_t and not from the (foreign) target behind it.
 
-  `clip_mix` is the share of the clipped weight in each weight; the rest is the weight that is not clipped. Less
-  than 1 is leaky V-trace (Zahavy et al. 2020, arXiv 2002.12928), with one share for all weights.
+  `clip_mix` is the share of the clipped weight in each weight; the rest is the weight that is not
+  clipped. Less than 1 is leaky V-trace (Zahavy et al. 2020, arXiv 2002.12928), with one share for
+  all weights.
 
   Shapes: all [T] f32, `clip_mix` [].
   """
-  td_error = clipped(rho_tm1, clip_rho, clip_mix) * (r_t + discount_t * v_t - v_tm1)
-  c_tm1 = clipped(rho_tm1, 1.0, clip_mix)
+  td_error = clip_weights(rho_tm1, clip_rho, clip_mix) * (r_t + discount_t * v_t - v_tm1)
+  c_tm1 = clip_weights(rho_tm1, 1.0, clip_mix)
   error = discounted_sum(td_error, discount_t * lambda_t * c_tm1)
   target = error + v_tm1
   target_t = jnp.concatenate([target[1:], v_t[-1:]])  # v_{s+1}
   q = r_t + discount_t * (lambda_t * target_t + (1 - lambda_t) * v_t)
-  return VTrace(target, clipped(rho_tm1, clip_pg_rho, clip_mix) * (q - v_tm1))
+  return VTrace(target, clip_weights(rho_tm1, clip_pg_rho, clip_mix) * (q - v_tm1))
 
 
-def clipped(rho: Array, limit: float, mix: float | Array) -> Array:
-  """Importance weights [T] f32 of which the share `mix` is clipped."""
-  most = jnp.minimum(limit, rho)
+def clip_weights(rho: Array, limit: float, mix: float | Array) -> Array:
+  """Return importance weights [T] f32, of which the share `mix` is clipped."""
+  clipped = jnp.minimum(limit, rho)
   if isinstance(mix, float | int) and mix == 1:
-    return most  # also where rho is infinite
-  return mix * most + (1 - mix) * rho
+    return clipped  # also where rho is infinite
+  return mix * clipped + (1 - mix) * rho
 
 
 def retrace(r_t: Array, discount_t: Array, c_t: Array, q_t: Array, v_t: Array) -> Array:
-  """Retrace's estimates of Q_{t-1}, of the actions that were taken (Munos et al. 2016, arXiv 1606.02647, eq. 4).
+  """Return Retrace's estimates of Q_{t-1} (Munos et al. 2016, arXiv 1606.02647, eq. 4).
 
-  `q_t` is the value of the action taken at t, `v_t` the expectation over the target policy's, and `c_t` the trace,
-  lambda min(1, pi / mu) of that action; 0 where timestep t is LAST. The last step bootstraps from v_t.
+  `q_t` is the value of the action taken at t, `v_t` the expectation over the target policy's, and
+  `c_t` the trace, lambda min(1, pi / mu) of that action; 0 where timestep t is LAST. The last step
+  bootstraps from v_t.
 
   Shapes: all [T] f32.
   """
@@ -107,7 +109,7 @@ class NStep(NamedTuple):
 
 
 def n_step(r_t: Array, discount_t: Array, last_t: Array) -> NStep:
-  """The transition from timestep 0 over n steps, or fewer where a timestep t is LAST.
+  """Return the transition from timestep 0 over n steps, or fewer where a timestep t is LAST.
 
   Sutton and Barto 2018, eq. 7.1. Shapes: r_t, discount_t [n] f32; last_t [n] bool.
   """
@@ -121,7 +123,7 @@ def n_step(r_t: Array, discount_t: Array, last_t: Array) -> NStep:
 def n_step_bootstrapped(
   r_t: Array, discount_t: Array, lambda_t: Array, v_t: Array, n: int
 ) -> Array:
-  """n-step targets for each of T timesteps [T] f32; the last n of them look less far.
+  """Return n-step targets for each of T timesteps [T] f32; the last n of them look less far.
 
   Where `lambda_t` [T] is 0, at episode ends, v_t is bootstrapped from instead of looking further.
   Shapes: all [T] f32.
@@ -142,26 +144,26 @@ def n_step_bootstrapped(
 
 
 def rescale(x: Array, epsilon: float = 1e-3) -> Array:
-  """h(x), which brings returns closer together (Pohlen et al. 2018, arXiv 1805.11593, prop. A.2).
+  """Return h(x), which compresses returns (Pohlen et al. 2018, arXiv 1805.11593, prop. A.2).
 
-  In a form that takes no difference of nearly equal numbers, as that of `unscale` is, too.
+  This form, as that of `unscale`, takes no difference of nearly equal numbers.
   """
   return x / (jnp.sqrt(jnp.abs(x) + 1) + 1) + epsilon * x
 
 
 def unscale(x: Array, epsilon: float = 1e-3) -> Array:
-  """The inverse of `rescale`: y (|y| + 2), where 1 + |y| is the root in its sum."""
+  """Return the inverse of `rescale`: y (|y| + 2), where 1 + |y| is the root in its sum."""
   b = 1 + 2 * epsilon
   y = 2 * x / (b + jnp.sqrt(b * b + 4 * epsilon * jnp.abs(x)))
   return y * (jnp.abs(y) + 2)
 
 
 def project(atoms: Array, probabilities: Array, support: Array) -> Array:
-  """Return a distribution over any atoms [N] as one over an ascending support [M] (C51's projection).
+  """Project a distribution over any atoms [N] onto an ascending support [M] (C51's projection).
 
-  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M]. Each gap of the support
-  counts by its own width. The gaps of an even support differ by rounding, and with one width for all of them the
-  probabilities add up to 1 only within that.
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). Shapes: f32; returns probabilities [M]. Each gap
+  of the support counts by its own width. The gaps of an even support differ by rounding, and with
+  one width for all of them the probabilities would add up to 1 only within that.
   """
   gaps = jnp.diff(support)
   below, above = jnp.concatenate([gaps[:1], gaps]), jnp.concatenate([gaps, gaps[-1:]])
@@ -172,10 +174,10 @@ def project(atoms: Array, probabilities: Array, support: Array) -> Array:
 
 
 def quantile_loss(quantiles: Array, targets: Array, threshold: float = 1.0) -> Array:
-  """The quantile Huber loss of quantiles [N] against sampled targets [M], [] f32.
+  """Return the quantile Huber loss of quantiles [N] against sampled targets [M], [] f32.
 
-  Dabney et al. 2018 (arXiv 1710.10044, eq. 10), divided by the threshold, so that the smallest ones give
-  the quantile loss itself (arXiv 1806.06923, eq. 3).
+  Dabney et al. 2018 (arXiv 1710.10044, eq. 10), divided by the threshold, so that the smallest
+  thresholds give the quantile loss itself (arXiv 1806.06923, eq. 3).
   """
   n = quantiles.shape[0]
   tau = (jnp.arange(n, dtype=jnp.float32) + 0.5) / n

@@ -17,16 +17,18 @@ from podrace.errors import UsageError
 from podrace.types import BATCH_AXIS, Trajectory
 
 AXIS = 'data'  # the mesh axis along which environments, and with them the batch, are split
-MODEL = 'model'  # the other axis of a mesh that has one: parameters are split along it, by `podrace.architectures.sharding`
+MODEL = (
+  'model'  # second axis of a mesh: `podrace.architectures.sharding` splits parameters along it
+)
 
 
 def split_along(axis: int, names: Any = AXIS) -> P:
-  """How an array lies on a mesh that is split along one of its axes, over the mesh's axes of these names."""
+  """Return the partition of an array that is split along one axis, over the mesh's axes `names`."""
   return P(*[None] * axis, names)
 
 
 def trajectory_specs(names: Any = AXIS) -> Trajectory:
-  """How a trajectory lies on a mesh: split along its batch, likewise."""
+  """Return the partition of a trajectory that is split along its batch, likewise."""
   axes: Any = BATCH_AXIS
   specs: Any = (split_along(axis, names) for axis in axes)
   return Trajectory(*specs)
@@ -36,7 +38,7 @@ TRAJECTORY_SPECS = trajectory_specs()
 
 
 class Topology(NamedTuple):
-  """Who acts and who learns."""
+  """The devices that act and the devices that learn."""
 
   actors: tuple[jax.Device, ...]  # this process's
   learners: Mesh  # all processes'
@@ -48,20 +50,21 @@ class Topology(NamedTuple):
 
   @property
   def destinations(self) -> tuple[jax.Device, ...]:
-    """Those of them to which unrolls are sent: the first of each group with a model axis."""
+    """The learner devices that unrolls are sent to: the first of each group with a model axis."""
     return tuple(self.local_learners[:: model_size(self.learners)])
 
 
 def split_devices(
   actors: str = '', learners: str = '', num_devices: int | None = None, model: int = 1
 ) -> Topology:
-  """A topology from lists of device numbers, `0,1`, of the first `num_devices` of each process.
+  """Return a topology from lists of device numbers, `0,1`, of each process's `num_devices` devices.
 
-  None: of all. If only one of the two lists is given, the others do the other thing; if none is, a
-  quarter acts, at least one, and the others learn. A single device does both. The learners' mesh is as `mesh_of` makes it.
+  `num_devices` None: all. If only one of the two lists is given, the remaining devices do the other
+  job. If none is, a quarter acts, at least one, and the rest learns. A single device does both. The
+  learners' mesh is as `mesh_of` makes it.
 
   Raises:
-    ValueError: if a number is no device's, or comes twice, or if nobody is left to act or to learn.
+    ValueError: if a number is no device's, or comes twice, or if no device acts or none learns.
   """
   local = jax.local_devices()
   n = len(local) if num_devices is None else num_devices
@@ -98,7 +101,7 @@ def split_devices(
 
 
 def _others(chosen: list[int], n: int, flag: str, other: str) -> list[int]:
-  """Those of n devices that are not chosen; a single device is, for both."""
+  """Return the devices of n that are not chosen; a single device is returned in any case."""
   left = [i for i in range(n) if i not in chosen]
   if not left and n > 1:
     raise ValueError(
@@ -121,17 +124,18 @@ def _numbers(text: str, flag: str) -> list[int]:
 
 
 def _fake_advice(devices: int) -> str:
-  """How to have more devices than a CPU is; '' where that makes no sense."""
+  """Return advice on having more devices than a CPU is; '' where that makes no sense."""
   if jax.devices()[0].platform != 'cpu' or devices <= jax.device_count():
     return ''
   return f'; to try things out on fake ones, set JAX_NUM_CPU_DEVICES={devices}'
 
 
 def learner_mesh(num_devices: int | None = None, model: int = 1) -> Mesh:
-  """A mesh over `num_devices` of all processes' devices (None: all of them), as `mesh_of` makes it.
+  """Return a mesh over `num_devices` of all processes' devices (None: all), as `mesh_of` makes it.
 
   Raises:
-    ValueError: if there are fewer, if they leave a process of the run without any, or do not divide by `model`.
+    ValueError: if there are fewer, if they leave a process of the run without any, or do not divide
+      by `model`.
   """
   devices = jax.devices()
   if num_devices is None:
@@ -151,14 +155,17 @@ def learner_mesh(num_devices: int | None = None, model: int = 1) -> Mesh:
 
 
 def mesh_of(devices: Sequence[jax.Device], model: int = 1) -> Mesh:
-  """A mesh of the one axis AXIS; of AXIS and MODEL where each copy of the parameters is on `model` > 1 devices.
+  """Return a mesh of the one axis AXIS, or of AXIS and MODEL if `model` is more than 1.
+
+  Each copy of the parameters is then on `model` devices.
 
   Raises:
     ValueError: if the devices do not divide so.
   """
   if len(devices) % model:
     raise ValueError(
-      f'--model-devices {model} does not divide the {len(devices)} devices that learn: give a divisor of '
+      f'--model-devices {model} does not divide the {len(devices)} devices that learn: give a '
+      'divisor of '
       f'{len(devices)}, or other --devices{_fake_advice(model)}'
     )
   if model == 1:
@@ -167,33 +174,34 @@ def mesh_of(devices: Sequence[jax.Device], model: int = 1) -> Mesh:
 
 
 def data_size(mesh: Mesh) -> int:
-  """Into how many parts a batch is split over a mesh."""
+  """Return the number of parts that a batch is split into over a mesh."""
   return mesh.size // model_size(mesh)
 
 
 def model_size(mesh: Mesh) -> int:
-  """Over how many devices each copy of the parameters is split."""
+  """Return the number of devices that each copy of the parameters is split over."""
   return mesh.shape.get(MODEL, 1)
 
 
 def on_mesh(mesh: Mesh) -> contextlib.AbstractContextManager[Any]:
-  """For what is traced here outside of `shard_map`, and asks whether there is a model axis."""
+  """Set the mesh for code that is traced outside of `shard_map` and asks for a model axis."""
   if model_size(mesh) == 1:
     return contextlib.nullcontext()
   return jax.sharding.use_abstract_mesh(mesh.abstract_mesh)
 
 
 def has_model_axis() -> bool:
-  """Whether what is traced now is for a mesh with one."""
+  """Return whether the mesh of the current trace has a model axis."""
   return MODEL in jax.sharding.get_abstract_mesh().axis_names
 
 
 def on_each(
   f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, check_vma: bool = True
 ) -> Callable[..., Any]:
-  """`f` on every device of a mesh, or every group of `model_size` devices, with its own part of what is split along AXIS.
+  """Return `f` on every device of a mesh, or every group of `model_size` devices.
 
-  It is `jax.shard_map` over AXIS. A model axis is left to XLA, so `f` needs to know no other axis.
+  Each call of `f` has its own part of the arrays that are split along AXIS. It is `jax.shard_map`
+  over AXIS. A model axis is left to XLA, so `f` needs to know no other axis.
   """
   if data_size(mesh) == 1 and model_size(mesh) > 1:
     return _on_the_only_one(f, mesh, in_specs)
@@ -208,7 +216,10 @@ def on_each(
 
 
 def _on_the_only_one(f: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callable[..., Any]:
-  """`on_each` of one group. XLA does not compile collectives over an axis of size 1 next to a model axis."""
+  """Return `on_each` of one group.
+
+  XLA does not compile collectives over an axis of size 1 next to a model axis.
+  """
 
   def run(*args: Any) -> Any:
     def longer(spec: P, tree: Any) -> Any:
@@ -217,14 +228,14 @@ def _on_the_only_one(f: Callable[..., Any], mesh: Mesh, in_specs: Any) -> Callab
     axes = jax.tree.map(lambda spec: None if spec == P() else 0, in_specs)
     each = jax.vmap(f, axes, axis_name=AXIS, axis_size=1)
     with on_mesh(mesh):
-      found = each(*jax.tree.map(longer, in_specs, args))
-    return jax.tree.map(lambda x: x[0], found)
+      results = each(*jax.tree.map(longer, in_specs, args))
+    return jax.tree.map(lambda x: x[0], results)
 
   return run
 
 
 def per_device(mesh: Mesh, total: int, name: str) -> int:
-  """`total` divided over the mesh's AXIS; `name` is the flag it came from.
+  """Return `total` divided over the mesh's AXIS; `name` is the flag it came from.
 
   Raises:
     ValueError: if it does not divide.
@@ -237,7 +248,7 @@ def per_device(mesh: Mesh, total: int, name: str) -> int:
 
 
 def on_host(x: jax.Array) -> np.ndarray:
-  """An array of this process' devices as NumPy has it, whole; of several processes, one that all have whole."""
+  """Return a whole array in NumPy's form, of this process or the same in all processes."""
   return np.asarray(x.addressable_data(0) if x.is_fully_replicated else x)
 
 
@@ -258,7 +269,7 @@ def host_device() -> jax.Device:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-  """The same on every device."""
+  """Return the sharding of an array that is the same on every device."""
   return NamedSharding(mesh, P())
 
 
@@ -266,12 +277,12 @@ TEXT_BYTES = 4096  # bytes of a text that goes to all processes
 
 
 def share(total: int) -> int:
-  """How many of so many are this process's; rounded up where they do not divide."""
+  """Return this process's share of a total, rounded up where it does not divide."""
   return -(-total // jax.process_count())
 
 
 def own_rows(x: jax.Array) -> np.ndarray:
-  """What this process has of an array [n, ...] that is split over all processes' devices along its first axis."""
+  """Return this process's rows of an array [n, ...] that is split over all processes' devices."""
   if x.is_fully_addressable:
     return np.asarray(x)
   shards = sorted(x.addressable_shards, key=lambda s: s.index[0].start)
@@ -279,7 +290,10 @@ def own_rows(x: jax.Array) -> np.ndarray:
 
 
 def everyones(numbers: Sequence[float]) -> np.ndarray:
-  """Each process's numbers [P, n] f64. All must ask at the same time, in the thread that learns."""
+  """Return each process's numbers [P, n] f64.
+
+  All processes must call this at the same time, in the thread that learns.
+  """
   own = np.asarray(numbers, np.float64)
   if jax.process_count() == 1:
     return own[None]
@@ -288,7 +302,7 @@ def everyones(numbers: Sequence[float]) -> np.ndarray:
 
 
 def from_first(text: str) -> str:
-  """The first process's text, of at most TEXT_BYTES bytes and without zeros; likewise."""
+  """Return the first process's text, of at most TEXT_BYTES bytes and without zeros; likewise."""
   if jax.process_count() == 1:
     return text
   own = np.frombuffer(text.encode().ljust(TEXT_BYTES, b'\0'), np.uint8)

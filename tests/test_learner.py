@@ -286,7 +286,7 @@ def test_chunks_fit_the_caches(
 ) -> None:
   """At most 512 steps each; one chunk where no division gives 128 to 512."""
   monkeypatch.setattr(body, 'CPU_CHUNK', 512)
-  parts = policy_gradient.chunks(AGENTS['ppo'], jnp.arange(size), length)
+  parts = policy_gradient.chunks(AGENTS['ppo'].network, jnp.arange(size), length)
   assert parts.shape == (chunks, size // chunks)
   assert np.array_equal(parts.reshape(-1), np.arange(size))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-AGENTS = {  # what the command line calls them -> module, class
+AGENTS = {  # name on the command line -> module, class
   'impala': ('podrace.agents.impala', 'Impala'),
   'ppo': ('podrace.agents.ppo', 'PPO'),
   'dqn': ('podrace.agents.dqn', 'DQN'),
@@ -34,7 +34,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
 
 
 def agents_for(space: Any) -> list[str]:
-  """Those of ours that act in a gymnasium action space of this kind."""
+  """Return the names of the agents that act in this kind of gymnasium action space."""
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):

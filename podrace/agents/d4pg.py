@@ -28,18 +28,18 @@ from podrace.replay import Buffer, windows
 from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
 
 
-class Learned(NamedTuple):
-  """All that takes gradient steps."""
+class D4PGLearned(NamedTuple):
+  """Everything that takes gradient steps."""
 
   actor: Any
   critic: Any
 
 
-class Rest(NamedTuple):
-  """What else is learned, and not sent to actors."""
+class D4PGRest(NamedTuple):
+  """Learned state that is not sent to actors."""
 
   critic: Any
-  target: Learned  # what is bootstrapped from
+  target: D4PGLearned  # target networks, for bootstrapping
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
@@ -57,7 +57,7 @@ class D4PG:
   critic_learning_rate: float = 1e-4
   discount: float = 0.99
   n_step: int = 5
-  noise: float = 0.3  # standard deviation of what is added to actions, which are within [-1, 1]
+  noise: float = 0.3  # standard deviation of the noise on actions, which are within [-1, 1]
   target_period: int = 100  # gradient steps between copies to the target networks
   target_rate: float = 1.0  # how far they move then; with a period of 1, Polyak's average
   greedy: bool = False  # act without noise, for evaluation
@@ -70,40 +70,44 @@ class D4PG:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     actor_key, critic_key = jax.random.split(key)
-    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key))
-    rest = Rest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
+    learned = D4PGLearned(self.actor.init(actor_key), self.critic.init(critic_key))
+    rest = D4PGRest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
     return TrainState(learned.actor, rest)
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     del env_id
     return ()
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     action = self.policy(params, timestep)
     if not self.greedy:
       action = action + self.noise * jax.random.normal(key, action.shape)
     return ActorOutput(self.actor.distribution.from_unit(action)), state
 
   def policy(self, actor: Any, timestep: TimeStep) -> Array:
-    """The best actions [B, n], within [-1, 1]."""
+    """Return the best actions [B, n], within [-1, 1]."""
     outputs, _ = self.actor.step(actor, (), timestep)
     return self.actor.distribution.only_free(jnp.tanh(outputs))
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     del key
-    rest: Rest = train.rest
+    rest: D4PGRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     target = self.target(rest.target, step)
     taken = self.critic.distribution.to_unit(step.action)
 
-    def loss(learned: Learned) -> tuple[Array, Any]:
+    def loss(learned: D4PGLearned) -> tuple[Array, Any]:
       logits = self.critic.value(learned.critic, step.before.observation, taken)[0]
       each = -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
       critic_loss = jnp.mean(sample.weight * step.mask * each)
@@ -114,26 +118,26 @@ class D4PG:
       metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
       return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
 
-    learned = Learned(train.params, rest.critic)
+    learned = D4PGLearned(train.params, rest.critic)
     learned, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), learned, rest.opt_state, keep=True
     )
     steps = rest.steps + 1
     followed = value_based.follow(rest.target, learned, steps, self.target_period, self.target_rate)
-    rest = Rest(learned.critic, followed, opt_state, steps)
+    rest = D4PGRest(learned.critic, followed, opt_state, steps)
     return TrainState(learned.actor, rest), priority, metrics
 
   @property
   def support(self) -> Array:
-    """The returns [atoms] that the critic gives probabilities to."""
+    """Returns [atoms] that the critic gives probabilities to."""
     return jnp.linspace(self.v_min, self.v_max, self.critic.atoms)
 
   def mean(self, logits: Array) -> Array:
-    """Expected returns [B] of a critic's outputs [B, atoms]."""
+    """Return the expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
-  def target(self, target: Learned, step: value_based.Transitions) -> Array:
-    """The probabilities [B, atoms] that the critic should give; equation 2 of the paper."""
+  def target(self, target: D4PGLearned, step: value_based.NStepTransitions) -> Array:
+    """Return the target probabilities [B, atoms] of the critic; equation 2 of the paper."""
     action = self.policy(target.actor, step.after)
     logits = self.critic.value(target.critic, step.after.observation, action)[0]
     atoms = step.r_t[:, None] + step.discount_t[:, None] * self.support[None]
@@ -141,5 +145,6 @@ class D4PG:
     return project(atoms, jax.nn.softmax(logits), self.support)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rates = dict(actor=self.actor_learning_rate, critic=self.critic_learning_rate)
-    return separately(rates, Learned)
+    return separately(rates, D4PGLearned)

@@ -1,16 +1,20 @@
-"""Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature), given as a file.
+"""Disco: learning by a rule that was discovered (Oh et al. 2025, DiscoRL, Nature).
 
-The rule, a network (`podrace.agents.rules.disco`), looks at a trajectory and says where the policy and two predictions, y and z,
-should move; the loss is a KL divergence to that. What an action is worth is learned from Retrace (Munos et al. 2016,
-arXiv 1606.02647), and a further head foresees the policy one step later. What the rule remembers of an agent's
-lifetime, the moments of the advantages and the target network are part of the agent's state.
+The rule is a network in a file (`podrace.agents.rules.disco`). It makes targets, from a trajectory,
+of the policy and of two predictions, y and z. The loss is the KL divergence to them. Action values
+are learned from Retrace (Munos et al. 2016, arXiv 1606.02647). A further head predicts the policy
+one step later. The rule's memory of an agent's lifetime, the moments of the advantages and the
+target network are part of the agent's state.
 
-Against google-deepmind/disco_rl: the moments of TD errors are left out, as nothing is learned from them; a mean over
-steps counts those of all devices together; past a time limit a value is bootstrapped from, while for the rule
-the episode has ended; actions that an observation forbids are so in the target of the policy as well.
+Against google-deepmind/disco_rl:
 
-There are two all-reduces in a gradient step, where other agents have one: the rule is given advantages that are
-divided by their size in this batch too, on all devices, so that is averaged first.
+- The moments of TD errors are left out, as nothing is learned from them.
+- A mean over steps counts the steps of all devices together.
+- Past a time limit a value is bootstrapped from, while for the rule the episode has ended.
+- Actions that an observation forbids are masked in the target of the policy as well.
+
+A gradient step has two all-reduces, one more than that of other agents. The rule is given
+advantages that are divided by their size in this batch, which is averaged over the devices first.
 """
 
 from __future__ import annotations
@@ -28,8 +32,8 @@ from jax import lax
 from podrace import returns
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
-from podrace.agents.rules.layers import divergence, entropy
-from podrace.agents.search import masked
+from podrace.agents.rules.layers import RuleParams, divergence, entropy
+from podrace.agents.search import mask_policy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_each, flatten, scale_by_adam, sgd
@@ -49,7 +53,7 @@ from podrace.types import (
 )
 
 
-class Moments(NamedTuple):
+class DiscoMoments(NamedTuple):
   """Moving averages of advantages that begin as 0, [] f32 each."""
 
   first: Array
@@ -57,23 +61,23 @@ class Moments(NamedTuple):
   start: Array  # the share of them that is this 0
 
 
-class Rest(NamedTuple):
-  """What else is learned, and what the rule remembers."""
+class DiscoRest(NamedTuple):
+  """Learned state besides the parameters, and the memory of the rule."""
 
   target: Any  # the network that targets are made by
   opt_state: Any
-  memory: rules.State
-  moments: Moments
+  memory: rules.DiscoRuleState
+  moments: DiscoMoments
 
 
-class Extras(NamedTuple):
-  """What learning wants to know of each action."""
+class DiscoExtras(NamedTuple):
+  """Record of an action, for learning."""
 
   policy: Array  # [B, A] f32 logits that it was drawn by
 
 
-class Estimates(NamedTuple):
-  """What values say of a trajectory, by the target network and the online policy."""
+class DiscoEstimates(NamedTuple):
+  """Values of a trajectory, by the target network and for the online policy."""
 
   value: Array  # [T+1, B] f32 by the online network
   q_target: Array  # [T, B] f32 Retrace's, of the actions that were taken
@@ -87,7 +91,7 @@ class Disco:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
+  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
   lifetime: int = 128  # numbers that the rule remembers of an agent's life: as many as the file has
   network: Predictor = Predictor()
   capacity: int = 100_000  # environment steps that replay keeps, of all environments
@@ -113,21 +117,22 @@ class Disco:
     storage.pin(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: the unrolls of the past, all alike."""
+    """Return the replay: all unrolls of the past, drawn alike."""
     self.params()
     ratio = self.replay_ratio / unroll_length
     buffer = Buffer(self.capacity, self.batch_size, self.min_size, ratio)
     return windows(buffer, unroll_length, num_envs, unroll_length, keep_state=True, stack=stack)
 
   def params(self) -> dict[str, np.ndarray]:
-    """The arrays of the rule.
+    """Return the arrays of the rule.
 
     Raises:
-      UsageError: if there is none, or not one that this agent can learn by.
+      UsageError: if there is no rule, or it does not fit this agent.
     """
     if not self.rule:
       raise UsageError(
-        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, is at '
+        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released '
+        'one, is at '
         f'{rules.SOURCE}'
       )
     params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
@@ -135,55 +140,61 @@ class Disco:
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
-    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
     return {
       '--agent.network.predictions': (self.network.predictions, sizes.predictions),
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
 
   def opening(self) -> str:
-    """What a run says of the rule when it begins."""
+    """Return the line about the rule that a run prints when it begins."""
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
-    moments = Moments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
+    moments = DiscoMoments(jnp.float32(0), jnp.float32(0), jnp.float32(1))
     memory = rules.initial_state(self.lifetime)
-    return TrainState(network, Rest(network, self.optimiser().init(network), memory, moments))
+    return TrainState(network, DiscoRest(network, self.optimiser().init(network), memory, moments))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    said, state = self.network.step(params, state, timestep)
+    """Choose the actions of timesteps [B]."""
+    predictions, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
-    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
-    return ActorOutput(kind.to_action(x), Extras(said.policy)), state
+    x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
+    return ActorOutput(kind.to_action(x), DiscoExtras(predictions.policy)), state
 
   # --- learning
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     train, metrics, _ = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
-    self, rule: rules.Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+    """Make `step`, differentiable in the rule, and measure entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    Meta-training regularises these entropies. The entropies before the step do not depend on the
+    rule's targets in it.
     """
     train, metrics, weight = self.step(rule, train, window)
     after = entropies(self.unroll_taken(train.params, window), weight)
     return train, metrics | lax.pmean(after, AXIS)
 
   def step(
-    self, rule: rules.Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics, Array]:
     """Make one gradient step by the rule of these parameters.
 
@@ -194,31 +205,31 @@ class Disco:
       self.network.unroll(params, window.agent_state, window.timesteps)[0]
       for params in (train.params, rest.target)
     )
-    found = self.estimates(online, target, window)
+    estimates = self.estimates(online, target, window)
     mask = 1.0 - window.timesteps.last[:-1]
-    sums = jnp.mean(found.advantage), jnp.mean(jnp.square(found.advantage)), jnp.mean(mask)
+    sums = jnp.mean(estimates.advantage), jnp.mean(jnp.square(estimates.advantage)), jnp.mean(mask)
     first, second, valid = lax.pmean(sums, AXIS)
-    moments = self.moved(rest.moments, first, second)
-    inputs = inputs_of(online, target, found, window, moments)
+    moments = self.update_moments(rest.moments, first, second)
+    inputs = inputs_of(online, target, estimates, window, moments)
     goals, summary = rules.targets(rule, rest.memory, inputs)
     sizes = {
       f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
     }
-    goals = goals._replace(policy=jax.vmap(masked)(goals.policy, observations(window)))
+    goals = goals._replace(policy=jax.vmap(mask_policy)(goals.policy, observations(window)))
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      said = self.unroll_taken(network, window)
-      total, metrics = self.losses(said, goals, found.q_target, weight, window)
+      predictions = self.unroll_taken(network, window)
+      total, metrics = self.losses(predictions, goals, estimates.q_target, weight, window)
       away = divergence(lax.stop_gradient(target.policy[:-1]), goals.policy)
-      metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(found.value))
+      metrics |= dict(target_divergence=jnp.mean(weight * away), value=jnp.mean(estimates.value))
       return total, (dict(loss=total, **metrics, **sizes), summary)
 
     network, opt_state, (metrics, summary) = sgd(
       loss, self.optimiser(), train.params, rest.opt_state
     )
     metrics['advantage_std'] = jnp.sqrt(mean_and_variance(moments)[1])
-    new = Rest(
+    new = DiscoRest(
       optax.incremental_update(train.params, rest.target, self.target_rate),
       opt_state,
       rules.remember(rule, rest.memory, summary),
@@ -232,21 +243,24 @@ class Disco:
     action = jnp.concatenate([window.outputs.action, window.outputs.action[-1:]])
     return self.network.unroll_taken(network, window.agent_state, window.timesteps, action)
 
-  def estimates(self, online: Predictions, target: Predictions, window: Trajectory) -> Estimates:
-    """Retrace by the target network's values [T+1, B, A, bins], for the online policy."""
+  def estimates(
+    self, online: Predictions, target: Predictions, window: Trajectory
+  ) -> DiscoEstimates:
+    """Return Retrace's values by the target network [T+1, B, A, bins], for the online policy."""
     t, action = window.timesteps, window.outputs.action
     pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
     log_mu = jax.nn.log_softmax(window.outputs.extras.policy)
-    rho = jnp.exp(rules.chosen(log_pi - log_mu, action))
-    own_q, q = (decode(said.q, self.network.support) for said in (online, target))
+    rho = jnp.exp(rules.select_action(log_pi - log_mu, action))
+    own_q, q = (decode(predictions.q, self.network.support) for predictions in (online, target))
     value = jnp.sum(pi * q, axis=-1)
     c = jnp.where(t.last[:-1], 0.0, self.lambda_ * jnp.minimum(1.0, rho))
-    q_taken = rules.chosen(q[:-1], action)
-    # Retrace's value and trace of an action belong to the step that it begins; the last one's is not looked at.
+    q_taken = rules.select_action(q[:-1], action)
+    # Retrace's value and trace of an action belong to the step that it begins; the last one's is
+    # not looked at.
     c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))
     retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
     q_target = retrace(t.reward[1:], self.discount * t.discount[1:], c_t, q_t, value[1:])
-    return Estimates(
+    return DiscoEstimates(
       value=jnp.sum(pi * own_q, axis=-1),
       q_target=q_target,
       advantage=q_target - value[:-1],
@@ -254,10 +268,10 @@ class Disco:
       advantages=(q - value[..., None])[:-1],
     )
 
-  def moved(self, moments: Moments, first: Array, second: Array) -> Moments:
-    """The moving averages, one batch later."""
+  def update_moments(self, moments: DiscoMoments, first: Array, second: Array) -> DiscoMoments:
+    """Return the moving averages, one batch later."""
     keep = self.moments_decay
-    return Moments(
+    return DiscoMoments(
       keep * moments.first + (1 - keep) * first,
       keep * moments.second + (1 - keep) * second,
       keep * moments.start,
@@ -265,19 +279,19 @@ class Disco:
 
   def losses(
     self,
-    said: Predictions,
-    goals: rules.Targets,
+    predictions: Predictions,
+    goals: rules.DiscoTargets,
     q_target: Array,
     weight: Array,
     window: Trajectory,
   ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a batch, a mean of each step's with these weights [T, B], and metrics.
+    """Return the loss of a batch and metrics: means over steps with the weights [T, B].
 
-    `said` is of the actions that were taken.
+    `predictions` are the predictions of the actions that were taken.
     """
-    now = jax.tree.map(lambda x: x[:-1], said)
+    now = jax.tree.map(lambda x: x[:-1], predictions)
     value_loss = number_loss(merge_time(now.q), q_target.reshape(-1), self.network.support)
-    later = divergence(lax.stop_gradient(said.policy[1:]), now.next_policy)
+    later = divergence(lax.stop_gradient(predictions.policy[1:]), now.next_policy)
     parts = dict(
       policy_loss=divergence(goals.policy, now.policy),
       y_loss=divergence(goals.y, now.y),
@@ -288,9 +302,10 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    return total, means | entropies(said, weight)
+    return total, means | entropies(predictions, weight)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     return flatten(
       optax.chain(
         scale_by_adam(self.adam_epsilon),
@@ -307,34 +322,39 @@ def entropies(output: Predictions, weight: Array) -> dict[str, Array]:
 
 
 def observations(window: Trajectory) -> Any:
-  """Of the T steps."""
+  """Return the observations of the T steps."""
   return jax.tree.map(lambda x: x[:-1], window.timesteps.observation)
 
 
 def inputs_of(
-  online: Predictions, target: Predictions, found: Estimates, window: Trajectory, moments: Moments
-) -> rules.Inputs:
-  """What the rule looks at."""
+  online: Predictions,
+  target: Predictions,
+  estimates: DiscoEstimates,
+  window: Trajectory,
+  moments: DiscoMoments,
+) -> rules.DiscoInputs:
+  """Return the inputs of the rule."""
   t, outputs = window.timesteps, window.outputs
   mean, variance = mean_and_variance(moments)
   scale = 1 / (jnp.sqrt(variance + 1e-12) + 1e-6)
-  return rules.Inputs(
+  return rules.DiscoInputs(
     online=rules.Predicted(online.policy, online.y, online.z),
     target=rules.Predicted(target.policy, target.y, target.z),
     behaviour=outputs.extras.policy,
     action=outputs.action,
     reward=t.reward[1:],
     last=t.last[1:],
-    value=found.value,
-    advantage=found.advantage,
-    scaled_advantage=(found.advantage - mean) * scale,
-    q=found.q,
-    advantages=found.advantages,
-    scaled_advantages=(found.advantages - mean) * scale,
+    value=estimates.value,
+    advantage=estimates.advantage,
+    scaled_advantage=(estimates.advantage - mean) * scale,
+    q=estimates.q,
+    advantages=estimates.advantages,
+    scaled_advantages=(estimates.advantages - mean) * scale,
   )
 
 
-def mean_and_variance(moments: Moments) -> tuple[Array, Array]:
+def mean_and_variance(moments: DiscoMoments) -> tuple[Array, Array]:
+  """Return the mean and the variance, corrected for the start at 0."""
   known = 1 / (1 - moments.start)
   mean = known * moments.first
   return mean, jnp.maximum(0.0, known * moments.second - jnp.square(mean))

@@ -1,15 +1,22 @@
-"""DQN (Mnih et al. 2015, Nature 518) and what was found to better it, up to Rainbow.
+"""DQN (Mnih et al. 2015, Nature 518) and its extensions, up to Rainbow.
 
 Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
 distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
 
-Against Nature's DQN: Adam in the place of RMSProp; the gradient's norm is clipped; actions are
-double by default; the replay has 100,000 steps, not a million; target copies and epsilon are
-counted in gradient steps and are faster (250, not 10,000; 10,000 steps to 0.05, not a million
-frames to 0.1). Rewards are clipped by the environment, if at all.
-Against Rainbow: the gradient's norm is clipped at 10, as Wang et al. 2016 do (arXiv 1511.06581).
-Draws are stratified where replay is on the device, and independent in tables on the host.
-Importance weights are divided by the largest of each device's batch.
+Against Nature's DQN:
+
+- Adam instead of RMSProp, and the gradient's norm is clipped.
+- Double by default.
+- The replay has 100,000 steps, not a million.
+- Target copies and epsilon are counted in gradient steps and are faster: 250, not 10,000, and
+  10,000 steps to 0.05, not a million frames to 0.1.
+- Rewards are clipped by the environment, if at all.
+
+Against Rainbow:
+
+- The gradient's norm is clipped at 10, as in Wang et al. 2016 (arXiv 1511.06581).
+- Draws are stratified where replay is on the device, and independent in tables on the host.
+- Importance weights are divided by the largest of each device's batch.
 """
 
 from __future__ import annotations
@@ -42,17 +49,17 @@ from podrace.types import (
 )
 
 
-class Params(NamedTuple):
-  """All that acting needs."""
+class DQNParams(NamedTuple):
+  """Everything that acting needs."""
 
   network: Any
   epsilon: Array  # [] f32, how often an action is random
 
 
-class Rest(NamedTuple):
-  """What else is learned."""
+class DQNRest(NamedTuple):
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that is bootstrapped from
+  target: Any  # parameters of the target network
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
@@ -78,7 +85,8 @@ class DQN:
   epsilon_base: float = 0.4  # the first one's
   epsilon_power: float = 7.0  # the last one's is base^(1 + power)
   actor_priorities: bool = False
-  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or more
+  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or
+  #   more
   greedy: bool = False  # for evaluation: no random actions, no noise
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
@@ -90,28 +98,31 @@ class DQN:
       raise ValueError(f'huber must be more than 0 for quantiles, not {self.huber}')
     if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
-        'actor_priorities needs an n_step of at least 2, so that acting has seen what is bootstrapped from, '
+        'actor_priorities needs an n_step of at least 2, so that acting has seen what is '
+        'bootstrapped from, '
         f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
       )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     initial = self.initial_priority if self.actor_priorities else None
     return windows(
       self.buffer, self.n_step, num_envs, unroll_length, stack=stack, initial_priority=initial
     )
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
-    rest = Rest(network, self.optimiser().init(network), jnp.int32(0))
-    return TrainState(Params(network, jnp.float32(1)), rest)
+    rest = DQNRest(network, self.optimiser().init(network), jnp.int32(0))
+    return TrainState(DQNParams(network, jnp.float32(1)), rest)
 
-  def warm_start(self, train: TrainState, params: Params) -> TrainState:
-    """It explores as if it were new: epsilon is that of `train`."""
+  def warm_start(self, train: TrainState, params: DQNParams) -> TrainState:
+    """Start from the parameters of another run, but explore from the beginning."""
     learned = train.params._replace(network=params.network)
     return TrainState(learned, train.rest._replace(target=params.network))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     if not self.epsilon_ladder:
       return ()
     return value_based.epsilon_ladder(
@@ -119,8 +130,9 @@ class DQN:
     )
 
   def act(
-    self, params: Params, state: Any, timestep: TimeStep, key: Array
+    self, params: DQNParams, state: Any, timestep: TimeStep, key: Array
   ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
     drawn = noise_key if noisy else None
@@ -131,13 +143,18 @@ class DQN:
     action = value_based.epsilon_greedy(values, epsilon, explore_key)
     if not self.actor_priorities:
       return ActorOutput(action), state
-    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(
+      value_based.select_action(values, action), jnp.max(values, axis=-1)
+    )
     return ActorOutput(action, extras), state
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The error [B] by the values that acting saw; that before the window's end is taken for the end's."""
+    """Return the errors [B] of new windows, by the values that acting computed.
+
+    The value of the last timestep of a window is not known, so that of the one before is used.
+    """
     step = value_based.transitions(window, self.discount)
-    extras: value_based.Extras = window.outputs.extras
+    extras: value_based.ValueExtras = window.outputs.extras
     streams = jnp.arange(step.end.shape[0])
     best = extras.best[jnp.minimum(step.end, self.n_step - 1), streams]
     error = step.r_t + step.discount_t * best - extras.value[0]
@@ -146,14 +163,15 @@ class DQN:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    rest: Rest = train.rest
+    """Make one update from a sample."""
+    rest: DQNRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     online_key, select_key, target_key = jax.random.split(own_key, 3)
     target = self.target(rest.target, train.params.network, step, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      q = value_based.chosen(self.outputs(network, step.before, online_key), step.action)
+      q = value_based.select_action(self.outputs(network, step.before, online_key), step.action)
       each, error = self.losses(q, target)
       total = jnp.mean(sample.weight * step.mask * each)
       value = jnp.mean(self.network.mean(q))
@@ -165,15 +183,15 @@ class DQN:
     steps = rest.steps + 1
     followed = value_based.follow(rest.target, network, steps, self.target_period, self.target_rate)
     decayed = 1 - (1 - self.epsilon) * steps / self.epsilon_steps
-    params = Params(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
+    params = DQNParams(network, jnp.maximum(decayed, self.epsilon).astype(jnp.float32))
     if not self.epsilon_ladder:
       metrics['epsilon'] = params.epsilon
-    return TrainState(params, Rest(followed, opt_state, steps)), priority, metrics
+    return TrainState(params, DQNRest(followed, opt_state, steps)), priority, metrics
 
   def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
-    """The network's [B, A, atoms], with noise if it has any: one sample for the batch.
+    """Return the network's outputs [B, A, atoms], with one sample of its noise for the batch.
 
-    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) hold it fixed across the batch, too.
+    Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) also hold it fixed across the batch.
     """
     q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
     return q
@@ -182,18 +200,18 @@ class DQN:
     self,
     target: Any,
     online: Any,
-    step: value_based.Transitions,
+    step: value_based.NStepTransitions,
     target_key: Array,
     select_key: Array,
   ) -> Array:
-    """What the outputs [B, atoms] should be: returns, or probabilities of the categorical head.
+    """Return the targets [B, atoms]: returns, or probabilities of the categorical head.
 
     Double: van Hasselt et al. 2016 (arXiv 1509.06461, eq. 4).
     """
     q_t = self.outputs(target, step.after, target_key)
     select = self.outputs(online, step.after, select_key) if self.double else q_t
     best = jnp.argmax(self.network.mean(select), axis=-1)
-    q_t = value_based.chosen(q_t, best)
+    q_t = value_based.select_action(q_t, best)
     r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]
     if not self.network.categorical:
       return r_t + discount_t * q_t
@@ -202,19 +220,21 @@ class DQN:
     return project(r_t + discount_t * support[None], jax.nn.softmax(q_t), support)
 
   def losses(self, q: Array, target: Array) -> tuple[Array, Array]:
-    """The loss [B] of outputs [B, atoms], and how wrong they are [B], which is the priority."""
+    """Return the losses [B] of outputs [B, atoms], and their errors [B], the priorities."""
     if self.network.head == 'value':
       error = (target - q)[:, 0]
       loss = optax.huber_loss(error, delta=self.huber) if self.huber else 0.5 * error**2
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-      # Rainbow, section 3, ranks by the divergence: what of the loss is not the target's own entropy.
+      # Rainbow, section 3, ranks by the divergence: the loss without the target's own
+      # entropy.
       negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
       return loss, jnp.maximum(loss + negative_entropy, 0.0)
     loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)
     return loss, jnp.abs(loss)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

@@ -1,8 +1,11 @@
 """IMPALA: a V-trace actor-critic (Espeholt et al. 2018, arXiv 1802.01561).
 
-One gradient per trajectory. Against the paper: the loss is a mean over the batch instead of a
-sum, so the learning rate does not depend on its size; Adam is the default, RMSProp an option; the
-learning rate stays as it is unless `anneal_learning_rate` says so, where the paper anneals it to 0.
+One gradient per trajectory. Against the paper:
+
+- The loss is a mean over the batch instead of a sum, so the learning rate does not depend on its
+  size.
+- Adam is the default, RMSProp an option.
+- The learning rate is constant unless `anneal_learning_rate` is set. The paper anneals it to 0.
 """
 
 from __future__ import annotations
@@ -20,12 +23,22 @@ from jax import lax
 from podrace import returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
-from podrace.learner import flatten, sgd
+from podrace.learner import adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+  take_batch,
+)
 
 
+@metagradient.self_tuned
 @dataclasses.dataclass(frozen=True)
 class Impala:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -41,7 +54,7 @@ class Impala:
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0
   # ^ mixes n-step targets, as in TD(lambda)
   clip_rho: float = 1.0  # of the importance weights in the targets; 0: not clipped
-  clip_pg_rho: float = 1.0  # of those in the policy gradient; 0: not clipped
+  clip_pg_rho: float = 1.0  # of the weights in the policy gradient; 0: not clipped
   clip_mix: float = 1.0  # share of the clipped weight in each weight; less than 1: leaky V-trace
   policy_cost: float = 1.0
   value_cost: float = 0.5
@@ -57,34 +70,44 @@ class Impala:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    metagradient.check_tuning(self)
 
   def init(self, key: Array) -> TrainState:
-    params = policy_gradient.init_params(self, key)
+    """Return the first state of training."""
+    params = policy_gradient.init_params(
+      self.network,
+      key,
+      normalize_observations=self.normalize_observations,
+      normalize_rewards=self.normalize_rewards,
+    )
     opt_state = self.optimiser().init(params.network)
-    return metagradient.init(self, TrainState(params, opt_state))
+    return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
-    return policy_gradient.initial_state(self, env_id)
+    """Return the state of acting before the first timestep."""
+    return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
     self,
-    params: policy_gradient.Params,
+    params: policy_gradient.PolicyParams,
     state: policy_gradient.PolicyState,
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
-    return policy_gradient.act(self, params, state, timestep, key)
+    """Choose the actions of timesteps [B]."""
+    return policy_gradient.act(
+      self.network,
+      params,
+      state,
+      timestep,
+      key,
+      greedy=self.greedy,
+      return_discount=self.discount if self.normalize_rewards else None,
+    )
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    return metagradient.learn(self, train, sample, key)
-
-  def update(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
-    """One gradient step, with the settings as they are."""
+    """Make one gradient step."""
     params, trajectory = train.params, sample.trajectory
 
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
@@ -92,12 +115,12 @@ class Impala:
     length, streams = trajectory.outputs.extras.log_prob.shape
 
     def loss(network: Any, index: Array) -> tuple[Array, Any]:
-      part = trajectory if index.shape[0] == streams else columns(trajectory, index)
+      part = trajectory if index.shape[0] == streams else take_batch(trajectory, index)
       part_key = jax.random.fold_in(own_key, index[0])  # and in each chunk
       total, metrics = self.loss(params._replace(network=network), part, part_key)
       return total, (metrics, moments)
 
-    chunks = policy_gradient.chunks(self, jnp.arange(streams), length + 1)
+    chunks = policy_gradient.chunks(self.network, jnp.arange(streams), length + 1)
     network, opt_state, (metrics, moments) = sgd(
       loss, self.optimiser(), params.network, train.rest, chunks
     )
@@ -106,9 +129,12 @@ class Impala:
     return train, jnp.ones_like(sample.weight), metrics
 
   def loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
-    """Equations 1 and 4.2 of the paper; a mean over [T, B], masked transitions counting as 0."""
+    """Return the loss and metrics: equation 1 and section 4.2 of the paper.
+
+    The loss is a mean over [T, B]. Masked transitions count as 0.
+    """
     policy, extras = self.network.distribution, trajectory.outputs.extras
     output, _ = self.network.unroll(
       params.network,
@@ -147,24 +173,20 @@ class Impala:
     return total, metrics
 
   def outer_loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
-    """Of self-tuning: that of all streams at once."""
+    """Return the loss of all streams at once, for self-tuning."""
     return self.loss(params, trajectory, key)
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       rate = optax.linear_schedule(self.learning_rate, 0.0, self.total_updates)
     if self.optimizer == 'rmsprop':
       step = optax.rmsprop(rate, decay=self.rmsprop_decay, eps=self.epsilon)
     else:
-      step = optax.adam(rate, eps=self.epsilon, eps_root=metagradient.eps_root(self))
-    return flatten(optax.chain(metagradient.clip(self), step))
-
-
-def columns(trajectory: Trajectory, index: Array) -> Trajectory:
-  """The streams at `index` of the batch."""
-  timed = jax.tree.map(lambda x: x[:, index], (trajectory.timesteps, trajectory.outputs))
-  flat = jax.tree.map(lambda x: x[index], (trajectory.agent_state, trajectory.env_id))
-  return Trajectory(*timed, *flat)
+      step = adam(rate, self.epsilon, differentiable=self.self_tuning)
+    return flatten(
+      optax.chain(clip_norm(self.max_grad_norm, differentiable=self.self_tuning), step)
+    )

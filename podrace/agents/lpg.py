@@ -1,11 +1,12 @@
-"""LPG: learning by a policy gradient that was itself learned (Oh et al. 2020, arXiv 2007.08794), given as a file.
+"""LPG: learning by a learned policy gradient (Oh et al. 2020, arXiv 2007.08794), read from a file.
 
-The rule (`podrace.agents.rules.lpg`) looks at the newest trajectory. It says how much more likely each action should be, and
-where the agent's prediction y should move (equation 2): one gradient of log pi(a|s) times the first, and of the KL
-divergence from y to its target. There are no values: what y means is the rule's.
+The rule (`podrace.agents.rules.lpg`) reads the newest trajectory. It returns an increase of each
+action's log-probability, and a target of the agent's prediction y. The loss (equation 2) is the
+policy gradient with these increases plus the KL divergence from y to its target. There are no
+values: the meaning of y is left to the rule.
 
-From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the optimiser's settings,
-since the paper draws them for each agent; a mean over steps and not a sum.
+From the paper: unrolls of 20 steps, 30 numbers in y, the weight 0.5 of the divergence. Ours: the
+optimiser's settings, since the paper draws them for each agent, and a mean over steps, not a sum.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jax import lax
 
 from podrace.agents.rules import lpg as rules
 from podrace.agents.rules import storage
-from podrace.agents.rules.layers import Params, divergence, entropy
+from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
@@ -35,7 +36,7 @@ class LPG:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': it is taken as it is found, and recorded
+  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
   network: PolicyPredictor = PolicyPredictor()
   optimizer: Literal['adam', 'sgd'] = 'adam'
   learning_rate: float = 1e-3
@@ -50,61 +51,69 @@ class LPG:
     storage.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
-    """The arrays of the rule.
+    """Return the arrays of the rule.
 
     Raises:
-      UsageError: if there is none, or not one that this agent can learn by.
+      UsageError: if there is no rule, or it does not fit this agent.
     """
     if not self.rule:
       raise UsageError(
-        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how one is made'
+        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how '
+        'one is made'
       )
     params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
     storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
     return params
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
-    """Options -> (what the agent has, what a rule of these sizes needs)."""
+    """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
     return {'--agent.network.predictions': (self.network.predictions, sizes.predictions)}
 
   def opening(self) -> str:
-    """What a run says of the rule when it begins."""
+    """Return the line about the rule that a run prints when it begins."""
     return storage.opening(self.rule, self.rule_sha256)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     return TrainState(network, self.optimiser().init(network))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    said, state = self.network.step(params, state, timestep)
+    """Choose the actions of timesteps [B]."""
+    predictions, state = self.network.step(params, state, timestep)
     kind = self.network.distribution
-    x = kind.mode(said.policy) if self.greedy else kind.sample(said.policy, key)
+    x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
     return ActorOutput(kind.to_action(x)), state
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     train, metrics = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics
 
   def learn_by(
-    self, rule: Params, train: TrainState, window: Trajectory
+    self, rule: RuleParams, train: TrainState, window: Trajectory
   ) -> tuple[TrainState, Metrics]:
-    """Make `step`, differentiable in the rule, with entropies of the parameters after it.
+    """Make `step`, differentiable in the rule, and measure entropies of the parameters after it.
 
-    Meta-training regularises these entropies. Before the step they do not depend on what the rule says in it.
+    Meta-training regularises these entropies. The entropies before the step do not depend on the
+    rule's targets in it.
     """
     train, metrics = self.step(rule, train, window)
     output, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
     return train, metrics | lax.pmean(self.entropies(output, window), AXIS)
 
-  def step(self, rule: Params, train: TrainState, window: Trajectory) -> tuple[TrainState, Metrics]:
+  def step(
+    self, rule: RuleParams, train: TrainState, window: Trajectory
+  ) -> tuple[TrainState, Metrics]:
     """Make one gradient step by the rule of these parameters; the metrics are of before it."""
-    said, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
-    goals = rules.targets(rule, self.inputs(said, window), self.discount)
+    predictions, _ = self.network.unroll(train.params, window.agent_state, window.timesteps)
+    goals = rules.targets(rule, self.inputs(predictions, window), self.discount)
 
     def loss(network: Any) -> tuple[Array, Any]:
       now, _ = self.network.unroll(network, window.agent_state, window.timesteps)
@@ -114,21 +123,24 @@ class LPG:
     network, opt_state, metrics = sgd(loss, self.optimiser(), train.params, train.rest)
     return TrainState(network, opt_state), metrics
 
-  def inputs(self, said: PolicyPrediction, window: Trajectory) -> rules.Inputs:
-    """What the rule looks at."""
+  def inputs(self, predictions: PolicyPrediction, window: Trajectory) -> rules.LPGInputs:
+    """Return the inputs of the rule."""
     t = window.timesteps
-    log_prob = self.network.distribution.log_prob(said.policy[:-1], window.outputs.action)
-    return rules.Inputs(t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), said.y)
+    log_prob = self.network.distribution.log_prob(predictions.policy[:-1], window.outputs.action)
+    return rules.LPGInputs(
+      t.reward[1:], t.discount[1:], t.last[1:], jnp.exp(log_prob), predictions.y
+    )
 
   def losses(
-    self, said: PolicyPrediction, goals: rules.Targets, window: Trajectory
+    self, predictions: PolicyPrediction, goals: rules.LPGTargets, window: Trajectory
   ) -> tuple[Array, dict[str, Array]]:
-    """Equation 2 of the paper; a mean over [T, B], masked transitions counting as 0.
+    """Return the loss, equation 2 of the paper, and metrics.
 
-    The metrics are means of the same kind: what meta-training regularises is among them.
+    All are means over [T, B] in which masked transitions count as 0. Meta-training regularises some
+    of the metrics.
     """
     mask = 1.0 - window.timesteps.last[:-1]
-    policy, y = said.policy[:-1], said.y[:-1]
+    policy, y = predictions.policy[:-1], predictions.y[:-1]
     log_prob = self.network.distribution.log_prob(policy, window.outputs.action)
     parts = dict(
       policy_loss=-goals.policy * log_prob,
@@ -136,7 +148,9 @@ class LPG:
       policy_target_square=jnp.square(goals.policy),
       y_target_square=jnp.sum(jnp.square(jax.nn.softmax(goals.y)), axis=-1),
     )
-    means = {name: jnp.mean(mask * x) for name, x in parts.items()} | self.entropies(said, window)
+    means = {name: jnp.mean(mask * x) for name, x in parts.items()} | self.entropies(
+      predictions, window
+    )
     return means['policy_loss'] + self.y_cost * means['y_loss'], means
 
   def entropies(self, output: PolicyPrediction, window: Trajectory) -> dict[str, Array]:
@@ -146,6 +160,7 @@ class LPG:
     return {name: jnp.mean(mask * entropy(x[:-1])) for name, x in parts.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     scale = scale_by_adam(self.adam_epsilon) if self.optimizer == 'adam' else optax.identity()
     clip = clip_norm(self.max_grad_norm)
     return flatten(optax.chain(clip, scale, optax.scale_by_learning_rate(self.learning_rate)))

@@ -1,25 +1,38 @@
-"""Self-tuning: an agent learns some of its own settings too, by the gradient of an outer loss.
+"""Self-tuning: an agent learns some of its own settings by the gradient of an outer loss.
 
-Xu et al. 2018 (arXiv 1805.09801), Zahavy et al. 2020 (STAC, arXiv 2002.12928). A metaparameter is such a setting, as the
-discount. Each update is made with the metaparameters' values. The outer loss is the agent's loss with the user's own
-settings, for the parameters after the update and the same trajectory. It is differentiated through the update: the
-clipping of the gradient and the optimiser's division are part of that. Xu et al. take the next trajectory instead.
+Xu et al. 2018 (arXiv 1805.09801), Zahavy et al. 2020 (STAC, arXiv 2002.12928). Remarks on STAC are
+from memory.
 
-A metaparameter is a sigmoid within its range, and begins as the user's setting. In STAC that setting is the upper end of
-the range. Here a share, such as the discount, is between 0 and 1, and a cost between 0 and ten times the user's. The
-outer loss also has STAC's penalty, the KL divergence of the new policy from the old one. Here the old one is the policy
-that acted, and the divergence is estimated from its actions, without another pass through the network. The remarks on STAC are from
-memory.
+A metaparameter is a setting that is learned, for example the discount. Each update is made with
+the current values of the metaparameters. The outer loss is the agent's loss with the user's own
+settings, for the parameters after the update and the same trajectory. It is differentiated through
+the update, including the clipping of the gradient and the division in the optimiser. Xu et al.
+take the next trajectory instead.
 
-An agent that tunes itself has the fields `self_tuning` and `tuning`, and two functions besides those of every agent:
-`update(train, sample, key)`, which is its `learn` without self-tuning, and `outer_loss(params, trajectory, key)`, whose
-metrics have `approx_kl`.
+A metaparameter is a sigmoid within its range and starts at the user's setting. In STAC that
+setting is the upper end of the range. Here a share, such as the discount, is between 0 and 1, and
+a cost is between 0 and ten times the user's cost.
+
+The outer loss includes STAC's penalty, the KL divergence of the new policy from the old one. Here
+the old policy is the one that acted. The divergence is estimated from its actions, without another
+pass through the network.
+
+`self_tuned` adds all of this to an agent from outside:
+
+    @metagradient.self_tuned
+    @dataclasses.dataclass(frozen=True)
+    class MyAgent:
+      self_tuning: bool = False
+      tuning: metagradient.Tuning = metagradient.Tuning(fields=('discount',))
+      ...
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,23 +40,22 @@ import optax
 from jax import lax
 
 from podrace.agents.population import with_values
-from podrace.fields import check_fields, no_limit
-from podrace.learner import clip_norm, sgd, varying
+from podrace.fields import check_fields
+from podrace.learner import sgd, varying
 from podrace.topology import AXIS
-from podrace.types import Array, Metrics, Sample, TrainState
+from podrace.types import Agent, Array, Metrics, Sample, TrainState, Trajectory
 
 Name = Literal['discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost']
 
 SHARES = ('discount', 'lambda', 'clip_mix')  # within (0, 1)
-COST_RANGE = 10.0  # how many times the user's cost a cost may become
-START = 0.99  # of a lambda or mix of 1, which no sigmoid is; STAC's
-EPS_ROOT = 1e-16  # of squared gradients; it changes an update by rounding
-OUTER = 2**31 - 1  # folded into the key, for noise of the outer loss' own
+COST_RANGE = 10.0  # upper end of a cost, as a multiple of the user's cost
+START = 0.99  # STAC's start of a lambda or mix of 1, which no sigmoid reaches
+OUTER = 2**31 - 1  # folded into the key, so that the outer loss has noise of its own
 
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-  """How an agent's own settings are learned."""
+  """Settings of self-tuning."""
 
   fields: tuple[Name, ...] = ()  # discount, lambda, clip_mix, policy_cost, value_cost, entropy_cost
   learning_rate: float = 1e-3  # Adam's; 0: they stay as they are
@@ -53,23 +65,76 @@ class Tuning:
     check_fields(self)
 
 
-class Rest(NamedTuple):
-  """What a self-tuning agent learns besides its parameters."""
+class SelfTuningRest(NamedTuple):
+  """`TrainState.rest` of a self-tuning agent."""
 
-  shift: dict[str, Array]  # [] f32 each: what is added to the inverse sigmoid of each setting
+  shift: dict[str, Array]  # [] f32 each, added to the inverse sigmoid of each setting
   opt_state: Any  # of the metaparameters' Adam
   rest: Any  # the agent's own
 
 
+class Tunable(Agent, Protocol):
+  """An agent that `self_tuned` can wrap. Its `learn` is the update without self-tuning."""
+
+  @property
+  def self_tuning(self) -> bool:
+    """Whether the agent tunes itself. If so, its optimiser is differentiable at a gradient of 0."""
+    ...
+
+  @property
+  def tuning(self) -> Tuning:
+    """The settings of self-tuning."""
+    ...
+
+  def outer_loss(self, params: Any, trajectory: Trajectory, key: Array) -> tuple[Array, Metrics]:
+    """Return the loss of a whole trajectory, and metrics that include `approx_kl`."""
+    ...
+
+
+AgentClass = TypeVar('AgentClass', bound=type[Tunable])
+Update = Callable[[Any, TrainState, Sample, Array], tuple[TrainState, Array, Metrics]]
+
+
+def self_tuned(cls: AgentClass) -> AgentClass:
+  """Add self-tuning to the dataclass of an agent, active where its field `self_tuning` is true.
+
+  The class's check of its fields, its `init` and its `learn` are wrapped. The parameters of the
+  agent must have a field `network`, as `podrace.agents.policy_gradient.PolicyParams` has.
+  """
+  check, init, update = getattr(cls, '__post_init__', None), cls.init, cls.learn
+
+  def check_all(agent: Tunable) -> None:
+    if check is not None:
+      check(agent)
+    if agent.self_tuning:
+      check_tuning(agent)
+
+  @functools.wraps(init)
+  def init_all(agent: Tunable, key: Array) -> TrainState:
+    train = init(agent, key)
+    return begin(agent.tuning, train) if agent.self_tuning else train
+
+  @functools.wraps(update)
+  def learn_all(
+    agent: Tunable, train: TrainState, sample: Sample, key: Array
+  ) -> tuple[TrainState, Array, Metrics]:
+    if agent.self_tuning:
+      return learn(agent, update, train, sample, key)
+    return update(agent, train, sample, key)
+
+  methods = {'__post_init__': check_all, 'init': init_all, 'learn': learn_all}
+  for name, method in methods.items():
+    setattr(cls, name, method)
+  return cls
+
+
 def field_of(name: str) -> str:
-  """A metaparameter's field of the agent."""
+  """Return the agent's field of a metaparameter."""
   return 'lambda_' if name == 'lambda' else name
 
 
-def check_tuning(agent: Any) -> None:
-  """Raises ValueError for a setting that can't be a metaparameter."""
-  if not agent.self_tuning:
-    return
+def check_tuning(agent: Tunable) -> None:
+  """Raise ValueError for a setting that cannot be a metaparameter."""
   if not agent.tuning.fields:
     raise ValueError('self_tuning needs something to tune: tuning.fields names no setting')
   for name in agent.tuning.fields:
@@ -83,78 +148,62 @@ def check_tuning(agent: Any) -> None:
       )
 
 
-def settings(agent: Any, shift: dict[str, Array]) -> dict[str, Array]:
-  """The values [] f32 of the metaparameters, by their fields of the agent.
+def user_values(agent: Tunable) -> dict[str, Any]:
+  """Return the user's value of each metaparameter, by its name."""
+  return {name: getattr(agent, field_of(name)) for name in agent.tuning.fields}
 
-  top * sigmoid(inverse of that for the agent's own setting + shift), without logarithms: at a shift of 0 the setting.
+
+def tuned_values(user: Mapping[str, Any], shift: Mapping[str, Array]) -> dict[str, Array]:
+  """Return the values of the metaparameters, [] f32 each, by the agent's fields.
+
+  A value is top * sigmoid(logit(user / top) + shift), written without logarithms, so that a shift
+  of 0 gives the user's value.
   """
-  found = {}
+  values = {}
   for name, x in shift.items():
-    own = getattr(agent, field_of(name))
-    top = 1.0 if name in SHARES else COST_RANGE * own
+    start = user[name]
+    top = 1.0 if name in SHARES else COST_RANGE * start
     if name in ('lambda', 'clip_mix'):
-      own = jnp.where(own == 1, START, own)
-    found[field_of(name)] = top * own / (own + (top - own) * jnp.exp(-x))
-  return found
+      start = jnp.where(start == 1, START, start)
+    values[field_of(name)] = top * start / (start + (top - start) * jnp.exp(-x))
+  return values
 
 
-def init(agent: Any, train: TrainState) -> TrainState:
-  """What such an agent begins with; `train` itself if it does not tune itself."""
-  if not agent.self_tuning:
-    return train
-  shift = {name: jnp.zeros([]) for name in agent.tuning.fields}
-  return TrainState(train.params, Rest(shift, optimiser(agent).init(shift), train.rest))
+def begin(tuning: Tuning, train: TrainState) -> TrainState:
+  """Return the first state of a self-tuning agent from the agent's own first state."""
+  shift: dict[str, Array] = {name: jnp.zeros([]) for name in tuning.fields}
+  rest = SelfTuningRest(shift, optimiser(tuning).init(shift), train.rest)
+  return TrainState(train.params, rest)
 
 
 def learn(
-  agent: Any, train: TrainState, sample: Sample, key: Array
+  agent: Tunable, update: Update, train: TrainState, sample: Sample, key: Array
 ) -> tuple[TrainState, Array, Metrics]:
-  """`Agent.learn`: an update of the agent, and one of its metaparameters if it tunes itself.
+  """Make one update of the agent, and one of its metaparameters.
 
-  There are three all-reduces where the update has one: of its gradient, of the outer loss' gradient on its way back
-  through that mean, and of the metaparameters' gradient, a few numbers.
+  There are three all-reduces where the update alone has one: of its gradient, of the outer loss'
+  gradient on its way back through that mean, and of the metaparameters' gradient, a few numbers.
   """
-  if not agent.self_tuning:
-    plain: tuple[TrainState, Array, Metrics] = agent.update(train, sample, key)
-    return plain
   params, rest = train.params, train.rest
   outer_key = jax.random.fold_in(jax.random.fold_in(key, OUTER), lax.axis_index(AXIS))
+  user = user_values(agent)
 
   def outer(shift: dict[str, Array]) -> tuple[Array, Any]:
-    inner = with_values(agent, settings(agent, shift))
-    after, priority, metrics = inner.update(TrainState(params, rest.rest), sample, key)
+    inner = with_values(agent, tuned_values(user, shift))
+    after, priority, metrics = update(inner, TrainState(params, rest.rest), sample, key)
     moved = params._replace(network=varying(after.params.network))
-    loss, reported = agent.outer_loss(moved, sample.trajectory, outer_key)
-    total = loss + agent.tuning.kl_cost * reported['approx_kl']
+    loss, outer_metrics = agent.outer_loss(moved, sample.trajectory, outer_key)
+    total = loss + agent.tuning.kl_cost * outer_metrics['approx_kl']
     return total, (dict(outer_loss=total), (after, priority, metrics))
 
   shift, opt_state, outer_metrics, (after, priority, metrics) = sgd(
-    outer, optimiser(agent), rest.shift, rest.opt_state, keep=True
+    outer, optimiser(agent.tuning), rest.shift, rest.opt_state, keep=True
   )
-  tuned = {f'tuned_{name.rstrip("_")}': x for name, x in settings(agent, rest.shift).items()}
-  after = TrainState(after.params, Rest(shift, opt_state, after.rest))
+  tuned = {f'tuned_{name.rstrip("_")}': x for name, x in tuned_values(user, rest.shift).items()}
+  after = TrainState(after.params, SelfTuningRest(shift, opt_state, after.rest))
   return after, priority, metrics | outer_metrics | tuned
 
 
-def optimiser(agent: Any) -> optax.GradientTransformation:
-  """The metaparameters'."""
-  return optax.adam(agent.tuning.learning_rate)
-
-
-def eps_root(agent: Any) -> float:
-  """Of the agent's own Adam: what stands under its root, whose derivative at 0 is infinite."""
-  return EPS_ROOT if agent.self_tuning else 0.0
-
-
-def clip(agent: Any) -> optax.GradientTransformation:
-  """Clips the norm of the agent's own gradient; if it tunes itself, with finite derivatives, also at 0 and of no limit."""
-  if not agent.self_tuning:
-    return clip_norm(agent.max_grad_norm)
-  most = no_limit(agent.max_grad_norm)
-
-  def clipped(updates: Any, _: Any = None) -> Any:
-    squares = sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(updates))
-    norm = jnp.sqrt(jnp.maximum(squares, 1e-30))
-    return jax.tree.map(lambda x: x / jnp.maximum(1.0, norm / most), updates)
-
-  return optax.stateless(clipped)
+def optimiser(tuning: Tuning) -> optax.GradientTransformation:
+  """Return the optimiser of the metaparameters."""
+  return optax.adam(tuning.learning_rate)

@@ -1,4 +1,7 @@
-"""A model that is unrolled from each state of a window: where it can be right or wrong, and what it says."""
+"""A model that is unrolled from each state of a window: its inputs, outputs and masks.
+
+Letters: P positions of a window, U actions of an unroll, N = roots * B states.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,9 @@ from podrace.types import Array, TimeStep
 
 
 class Ends(NamedTuple):
-  """How episodes' ends bear on states after 0 to U actions from each of N others, [U + 1, N] each."""
+  """Masks of states after 0 to U actions from each of N states, [U + 1, N] each."""
 
-  policy_mask: Array  # f32: 1 where there is something to learn
+  policy_mask: Array  # f32: 1 where the policy is learned
   value_mask: Array  # f32
   reward_mask: Array  # f32 of the action before
   within: Array  # bool: the episode goes on there; elsewhere the value is 0
@@ -24,15 +27,15 @@ class Ends(NamedTuple):
 
 
 def spread(x: Array, roots: int, actions: int) -> Array:
-  """Of positions [P, B, ...], those after 0 to U actions from each of the first ones: [U + 1, roots * B, ...]."""
+  """Return positions [P, B, ...] after 0 to U actions from the first `roots`: [U + 1, N, ...]."""
   return jnp.stack([merge_time(x[k : k + roots]) for k in range(actions + 1)])
 
 
 def ends(t: TimeStep, roots: int, actions: int) -> Ends:
-  """The only rule about episode ends, for timesteps [P, B].
+  """Return the masks of timesteps [P, B]. This is the only rule about episode ends.
 
-  Behind a termination, value and reward are 0 and there is no policy; behind a truncation there is nothing. A state
-  that is LAST is not unrolled from.
+  Behind a termination, value and reward are 0 and there is no policy. Behind a truncation nothing
+  is learned. A state that is LAST is not unrolled from.
   """
   last = spread(t.last, roots, actions)
   passed = jnp.cumsum(last, axis=0) - last > 0
@@ -47,9 +50,13 @@ def ends(t: TimeStep, roots: int, actions: int) -> Ends:
 
 
 def imagine(model: Model, network: Any, root: Any, actions: Any) -> tuple[Any, Array]:
-  """Hidden states after 0 to U actions [U, N, ...], [U + 1, N, ...], and the actions' rewards [U, N, bins].
+  """Unroll the model from hidden states [N, ...] by actions [U, N, ...].
 
-  The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, arXiv 1911.08265, appendix G).
+  The gradient into a hidden state is halved at each action (Schrittwieser et al. 2020, arXiv
+  1911.08265, appendix G).
+
+  Returns:
+    The hidden states [U + 1, N, ...], and the rewards [U, N, bins] of the actions.
   """
 
   def step(hidden: Any, action: Any) -> Any:

@@ -1,19 +1,28 @@
-"""Muesli: a policy gradient regularised by one step of a learned model (Hessel et al. 2021, arXiv 2104.06159).
+"""Muesli: a policy gradient regularised by a learned model (Hessel et al. 2021, arXiv 2104.06159).
 
-It acts by its policy, without a search. The model, unrolled as MuZero's, says how good each action is, and the policy
-stays close to CMPO's: the prior times exp(clip(advantage)) (section 4.1). Values are learned from Retrace (Munos et al.
-2016, arXiv 1606.02647) over the model's action values. Advantages are divided by a moving average of their size
-(section 4.5). What targets are made of is a network that follows by a moving average, the prior.
+It acts by its policy, without a search. One step of the model, which is unrolled as MuZero's,
+values each action. The policy stays close to CMPO's, the prior times exp(clip(advantage)) (section
+4.1). Values are learned from Retrace (Munos et al. 2016, arXiv 1606.02647) over the model's action
+values. Advantages are divided by a moving average of their size (section 4.5). Targets come from
+the prior, a network that follows the parameters by a moving average.
 
-Against the paper: the policy gradient has no beta-LOO baseline; an advantage is divided by the size that was known
-before its batch, so that one all-reduce is enough, and counts as 0 in the first gradient of a run; in the policy
-gradient it is divided by at least what its batch will make of that size; the target of a value is
-E q + lambda rho (G - q), the value that Retrace bootstraps from, with E over the prior's actions; the losses of
-K unrolled steps are weighted 1/K, as MuZero's; there is no weight decay unless it is set. Past the end of an episode
-value and reward are 0 and the policy is masked; past a time limit all is masked. Actions are discrete.
+Against the paper:
 
-A window begins with each unroll. New ones are drawn by a priority such that each is learned from once while it is new
-and replay_share / (1 - replay_share) times more from replay, which makes `replay_share` of a batch in the long run.
+- The policy gradient has no beta-LOO baseline.
+- An advantage is divided by its size as known before its batch, so that one all-reduce is enough.
+  It counts as 0 in the first gradient of a run. In the policy gradient it is divided by at least
+  the size that follows from its batch.
+- The target of a value is E q + lambda rho (G - q), the value that Retrace bootstraps from, with E
+  over the prior's actions.
+- The losses of K unrolled steps are weighted 1/K, as MuZero's.
+- There is no weight decay unless it is set.
+- Past the end of an episode value and reward are 0 and the policy is masked. Past a time limit
+  everything is masked.
+- Actions are discrete.
+
+A window begins with each unroll. A new window is drawn by a priority such that it is learned from
+once while it is new and replay_share / (1 - replay_share) times more from replay, which makes
+`replay_share` of a batch in the long run.
 """
 
 from __future__ import annotations
@@ -31,7 +40,7 @@ from jax import lax
 
 from podrace import returns
 from podrace.agents.model_unroll import ends, imagine, spread
-from podrace.agents.search import masked
+from podrace.agents.search import mask_policy
 from podrace.fields import check_fields, no_limit
 from podrace.learner import clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -50,34 +59,34 @@ from podrace.types import (
 )
 
 
-class Rest(NamedTuple):
-  """What else is learned."""
+class MuesliRest(NamedTuple):
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that targets are made by
+  target: Any  # parameters of the prior, for targets
   opt_state: Any
   square: Array  # [] f32 moving average of squared advantages, which begins as 0
   weight: Array  # [] f32 the share of it that is not this 0
 
 
-class Extras(NamedTuple):
-  """What learning wants to know of each action, [B]."""
+class MuesliExtras(NamedTuple):
+  """Record of an action, for learning, [B]."""
 
   log_prob: Array  # f32 under the acting policy
 
 
-class Targets(NamedTuple):
-  """What the target network makes of the states of windows, [L, B, ...]."""
+class MuesliTargets(NamedTuple):
+  """Targets from the target network, for the states of windows, [L, B, ...]."""
 
   policy: Array  # [L, B, A] f32 CMPO's; sampled ones add up to 1 on average only
   value: Array  # f32
   advantage: Array  # f32 of the actions that were taken, as they are
 
 
-class Goals(NamedTuple):
-  """What the model should say, after 0 to U actions from each of N states: [U + 1, N, ...]."""
+class MuesliGoals(NamedTuple):
+  """Targets of the model after 0 to U actions from each of N states: [U + 1, N, ...]."""
 
-  targets: Targets
-  reward: Array  # f32 of the action before; unused where there is none
+  targets: MuesliTargets
+  reward: Array  # f32 of the action before; unused after 0 actions
   policy_mask: Array  # f32
   value_mask: Array
   reward_mask: Array
@@ -118,18 +127,19 @@ class Muesli:
     check_settings(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: a window for each unroll, with the steps behind it that the model needs.
+    """Return the replay: a window for each unroll, and the steps behind it that the model needs.
 
-    After it was learned from, a window's priority is 1. A new one's is such that the new windows of one unroll of all
-    environments are (1 - replay_share) of all priority, once replay is full.
+    Once a window was learned from, its priority is 1. The priority of a new window is such that the
+    new windows of one unroll of all environments are (1 - replay_share) of the sum, once replay is
+    full.
     """
     fresh = 1 - self.replay_share
     buffer = Buffer(
       self.capacity, self.batch_size, self.min_size, 1 / (fresh * unroll_length),
       priority_exponent=1.0, importance_exponent=0.0,
     )  # fmt: skip
-    others = self.replay_share * num_envs * unroll_length
-    priority = max(1.0, fresh * self.capacity / others) if others else 1e6
+    replayed = self.replay_share * num_envs * unroll_length
+    priority = max(1.0, fresh * self.capacity / replayed) if replayed else 1e6
 
     def initial_priority(window: Trajectory) -> Array:
       return jnp.full_like(window.timesteps.reward[0], priority)
@@ -140,29 +150,34 @@ class Muesli:
     )  # fmt: skip
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
     opt_state = self.optimiser().init(network)
-    return TrainState(network, Rest(network, opt_state, jnp.float32(0), jnp.float32(0)))
+    return TrainState(network, MuesliRest(network, opt_state, jnp.float32(0), jnp.float32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, state = self.network.represent(params, state, one)
-    said = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
-    logits, kind = masked(said.policy, timestep.observation), self.network.distribution
+    predictions = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
+    logits, kind = mask_policy(predictions.policy, timestep.observation), self.network.distribution
     x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
-    return ActorOutput(kind.to_action(x), Extras(kind.log_prob(logits, x))), state
+    return ActorOutput(kind.to_action(x), MuesliExtras(kind.log_prob(logits, x))), state
 
   # --- learning
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     rest, window = train.rest, sample.trajectory
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     known = rest.weight > 0
@@ -172,46 +187,50 @@ class Muesli:
     goals = goals_of(jax.tree.map(lambda x: x[:-1], window.timesteps), targets, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
-    bounded = self.bounded(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
+    limited = self.limit_scale(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
 
     def loss(network: Any) -> tuple[Array, Any]:
-      total, metrics = self.losses(network, window, goals, bounded)
+      total, metrics = self.losses(network, window, goals, limited)
       return total, (dict(loss=total, **metrics), sums)
 
     network, opt_state, (metrics, (square, valid)) = sgd(
       loss, self.optimiser(), train.params, rest.opt_state
     )
     metrics['advantage_std'] = jnp.sqrt(variance)
-    new = Rest(
+    new = MuesliRest(
       optax.incremental_update(network, rest.target, self.target_rate),
       opt_state,
-      self.moved(rest.square, square / jnp.maximum(valid, 1e-6)),
-      self.moved(rest.weight, jnp.float32(1)),
+      self.move_average(rest.square, square / jnp.maximum(valid, 1e-6)),
+      self.move_average(rest.weight, jnp.float32(1)),
     )
     return TrainState(network, new), jnp.ones_like(sample.weight), metrics
 
-  def bounded(self, scale: Array, square: Array) -> Array:
-    """A scale that makes of advantages with this mean square no more than the average with them would.
+  def limit_scale(self, scale: Array, square: Array) -> Array:
+    """Return `scale`, limited by the mean square of a batch's advantages.
 
-    Before the first reward advantages are the model's rounding. Multiplied by 1 / that, the first real ones would fill
+    Advantages divided by the moving average with this batch are the limit. Before the first reward
+    advantages are rounding of the model. Divided by their own size, the first real ones would fill
     Adam's second moment for tens of thousands of steps, in which nothing is learned.
     """
     return jnp.minimum(
-      scale, lax.rsqrt(self.moved(jnp.float32(0), square) + self.advantage_epsilon)
+      scale, lax.rsqrt(self.move_average(jnp.float32(0), square) + self.advantage_epsilon)
     )
 
-  def moved(self, average: Array, x: Array) -> Array:
-    """The moving average of advantages, one batch later."""
+  def move_average(self, average: Array, x: Array) -> Array:
+    """Return a moving average of advantages, one batch later."""
     return self.advantage_decay * average + (1 - self.advantage_decay) * x
 
-  def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> Targets:
-    """What the target network makes of a window; advantages times `scale` have a variance of 1."""
+  def targets(self, target: Any, window: Trajectory, scale: Array, key: Array) -> MuesliTargets:
+    """Return the targets of a window; advantages times `scale` have a variance of 1."""
     t, outputs = window.timesteps, window.outputs
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
-    said = self.network.predict(target, hidden)
-    prior, v = masked(said.policy, merge_time(t.observation)), self.numbers(said.value)
-    # What would be done in the last state nobody knows; its value is bootstrapped from, and no more.
+    predictions = self.network.predict(target, hidden)
+    prior, v = (
+      mask_policy(predictions.policy, merge_time(t.observation)),
+      self.numbers(predictions.value),
+    )
+    # The last state has no action. Its value is used for bootstrapping only.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
     )
@@ -225,13 +244,14 @@ class Muesli:
     g = retrace(t.reward[1:], self.discount * t.discount[1:], c[1:], q_taken[1:], expected[1:])
     value = expected[:-1] + c[:-1] * (g - q_taken[:-1])
     policy = split_time(self.cmpo(prior, candidates, advantage), length)
-    return Targets(policy[:-1], value, g - v[:-1])
+    return MuesliTargets(policy[:-1], value, g - v[:-1])
 
   def numbers(self, outputs: Array) -> Array:
+    """Return the numbers that outputs of the model stand for."""
     return decode(outputs, self.network.support)
 
   def one_step(self, target: Any, hidden: Any, action: Array) -> Array:
-    """The values [N] of actions [N], by one step of the model: reward, and the value behind it."""
+    """Return the values [N] of actions [N]: the model's reward plus the discounted next value."""
     hidden, reward = self.network.dynamics(target, hidden, action)
     value = self.network.predict(target, hidden).value
     return self.numbers(reward) + self.discount * self.numbers(value)
@@ -239,7 +259,7 @@ class Muesli:
   def action_values(
     self, target: Any, hidden: Any, prior: Array, key: Array
   ) -> tuple[Array, Array, Array]:
-    """Candidate actions [N, C], each one's share of the prior, and its value."""
+    """Return candidate actions [N, C], the share of each in the prior, and their values."""
     n, num_actions = prior.shape
     if self.sampled_actions:
       many = jnp.repeat(prior[:, None], self.sampled_actions, axis=1)
@@ -252,7 +272,7 @@ class Muesli:
     return candidates, share, each(candidates)
 
   def cmpo(self, prior: Array, candidates: Array, advantage: Array) -> Array:
-    """CMPO's policy [N, A] from logits [N, A] of the prior, and normalised advantages [N, C]."""
+    """Return CMPO's policy [N, A] of the prior's logits [N, A] and scaled advantages [N, C]."""
     if not self.sampled_actions:
       return cmpo(prior, advantage, no_limit(self.clip_advantage))
     weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, no_limit(self.clip_advantage))
@@ -260,10 +280,10 @@ class Muesli:
     return jnp.sum(code * weights[..., None], axis=1)
 
   def losses(
-    self, network: Any, window: Trajectory, goals: Goals, scale: Array
+    self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
-    """The loss of a batch, a mean over states with those that are masked counting as 0, and metrics."""
-    policy, value, reward = self.imagined(network, window)
+    """Return the loss of a batch, a mean over states with masked ones as 0, and metrics."""
+    policy, value, reward = self.unroll_model(network, window)
     share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
 
     def mean(weight: Array, each: Array) -> Array:
@@ -293,21 +313,21 @@ class Muesli:
       value=jnp.mean(self.numbers(value[0])),
     )
 
-  def imagined(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """The model's policies and values [U + 1, N, ...], and rewards [U, N, bins] of the actions."""
+  def unroll_model(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
+    """Return policies and values [U + 1, N, ...] of the model, and rewards [U, N, bins]."""
     roots = window.outputs.action.shape[0] - self.unroll
     action = spread(window.outputs.action, roots, self.unroll)[:-1]
     t = jax.tree.map(lambda x: x[:roots], window.timesteps)
     root = merge_time(self.network.represent(network, window.agent_state, t)[0])
     hidden, reward = imagine(self.network, network, root, action)
-    said = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    first = masked(said.policy[0], merge_time(t.observation))
-    return jnp.concatenate([first[None], said.policy[1:]]), said.value, reward
+    predictions = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
+    first = mask_policy(predictions.policy[0], merge_time(t.observation))
+    return jnp.concatenate([first[None], predictions.policy[1:]]), predictions.value, reward
 
   def policy_gradient(
     self, policy: Array, window: Trajectory, advantage: Array
   ) -> tuple[Array, Array]:
-    """A loss [N] whose gradient is the policy gradient, and its importance ratios, within [0, 1]."""
+    """Return a loss [N] with the policy gradient as its gradient, and the clipped ratios."""
     roots = window.outputs.action.shape[0] - self.unroll
     outputs = window.outputs
     action, before = (merge_time(x[:roots]) for x in (outputs.action, outputs.extras.log_prob))
@@ -316,6 +336,7 @@ class Muesli:
     return -rho * advantage * log_prob, rho
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       windows = self.total_updates * self.total_envs / (1 - self.replay_share)
@@ -330,18 +351,18 @@ class Muesli:
     )
 
 
-def goals_of(t: TimeStep, targets: Targets, unroll: int) -> Goals:
-  """What the model should say, of timesteps [L, B] and their targets."""
+def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
+  """Return the targets of the model from timesteps [L, B] and the values of the prior."""
   roots = t.reward.shape[0] - unroll
   wide = functools.partial(spread, roots=roots, actions=unroll)
-  end, found = ends(t, roots, unroll), jax.tree.map(wide, targets)
-  found = found._replace(value=jnp.where(end.within, found.value, 0.0))
+  end, spread_targets = ends(t, roots, unroll), jax.tree.map(wide, targets)
+  spread_targets = spread_targets._replace(value=jnp.where(end.within, spread_targets.value, 0.0))
   reward = jnp.where(end.passed, 0.0, wide(t.reward))
-  return Goals(found, reward, end.policy_mask, end.value_mask, end.reward_mask)
+  return MuesliGoals(spread_targets, reward, end.policy_mask, end.value_mask, end.reward_mask)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
-  """CMPO's policy [..., A]: the prior of these logits [..., A] times exp of the clipped advantages.
+  """Return CMPO's policy [..., A]: the prior (logits [..., A]) times exp(clip(advantage)).
 
   Its total variation from the prior is at most tanh(limit / 2) (section 4.1).
   """
@@ -349,16 +370,17 @@ def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
 
 
 def sampled_cmpo(advantage: Array, limit: float) -> Array:
-  """Weights [C] of C actions drawn from the prior, for one state; of many, they make CMPO's policy.
+  """Return weights [C] of C actions drawn from the prior, for one state.
 
-  Each has a normaliser of the others, and of 1 in its own place, so as not to depend on it (section 4.2).
+  In expectation they are CMPO's policy. The normaliser of each action's weight has a 1 in place of
+  that action, so as not to depend on it (section 4.2).
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))
   return size / (1.0 + jnp.sum(size) - size)
 
 
 def check_settings(agent: Muesli) -> None:
-  """Raises ValueError for the first setting that cannot be."""
+  """Raise ValueError for the first setting that is impossible."""
   from gymnasium import spaces
 
   check_fields(agent)

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 
 from podrace.types import Array
 
-GAP = 100.0  # times all that is nearer than a limit of OUTLIERS: else it is one distribution that happens to lie around it
+GAP = 100.0  # between outliers and the largest number that is none; else both are one distribution
 OUTLIERS = ((1e4, 0.05), (1e8, 0.5))
-# ^ from so many standard deviations on, or numbers if those are less than 1, if less than this share of a batch is as far
-LARGEST = 1e15  # of a deviation: its square, and sums of it, are finite in float32; beyond is always an outlier
+# ^ distance in standard deviations of at least 1, and the largest share of a batch that may be as
+#   far: beyond that share the numbers are no outliers
+LARGEST = 1e15  # deviation with a square and sums that are finite in float32; beyond: an outlier
 
 
 class Statistics(NamedTuple):
-  """Mean and variance of all that was seen; `mean` and `var` are pytrees like one element."""
+  """Mean and variance of all elements; `mean` and `var` are pytrees like one element."""
 
   seen: Array  # [] f32 elements
   mean: Any
@@ -24,7 +25,7 @@ class Statistics(NamedTuple):
 
 
 class Moments(NamedTuple):
-  """What one device's batch adds; all are means, so one `pmean` joins the devices'."""
+  """The contribution of one device's batch. All are means, so one `pmean` joins the devices'."""
 
   seen: Array  # [] f32 elements on this device
   shift: Any  # mean of x - statistics.mean
@@ -33,18 +34,18 @@ class Moments(NamedTuple):
 
 
 def init(example: Any) -> Statistics:
-  """Statistics of nothing: mean 0, variance 1; `example` is one element, without batch axes."""
+  """Return the statistics of no elements: mean 0, variance 1. `example` has no batch axes."""
   zeros = jax.tree.map(lambda x: jnp.zeros(jnp.shape(x), jnp.float32), example)
   ones = jax.tree.map(jnp.ones_like, zeros)
   return Statistics(jnp.float32(0), zeros, ones)
 
 
 def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
-  """This device's part of a batch whose first `batch_axes` axes are elements.
+  """Return the contribution of a batch; its first `batch_axes` axes are elements.
 
-  Outliers count as the mean: a sentinel such as 1e20 would be all that the variance tells of. The nearer they are, the
-  rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has no outliers. A dimension whose values go far
-  together is followed.
+  Outliers count as the mean, since a sentinel such as 1e20 would dominate the variance. The nearer
+  outliers are, the rarer they must be (OUTLIERS): a number that is often 0 and often 1e5 has none.
+  A dimension with all of its values moving far together is followed.
   """
   axes = tuple(range(batch_axes))
 
@@ -75,7 +76,7 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
 
 
 def merge(statistics: Statistics, joined: Moments, num_devices: int) -> Statistics:
-  """The statistics after a batch (Chan et al. 1979), from moments averaged over the devices."""
+  """Return the statistics after a batch (Chan et al. 1979), from moments averaged over devices."""
   added = joined.seen * num_devices
   total = statistics.seen + added
   share = added / total
@@ -98,7 +99,7 @@ def _under(x: Array, element: Array) -> Array:
 
 
 def standardize(statistics: Statistics, x: Any, clip: float = 10.0) -> Any:
-  """(x - mean) / std, clipped to +-`clip` as in OpenAI's baselines."""
+  """Return (x - mean) / std, clipped to +-`clip` as in OpenAI's baselines."""
   return jax.tree.map(
     lambda x, m, v: jnp.clip((x - _under(x, m)) * jax.lax.rsqrt(_under(x, v) + 1e-8), -clip, clip),
     x,
@@ -108,5 +109,5 @@ def standardize(statistics: Statistics, x: Any, clip: float = 10.0) -> Any:
 
 
 def scale(statistics: Statistics, x: Array, clip: float = 10.0) -> Array:
-  """x / std, clipped to +-`clip`: rewards keep their sign."""
+  """Return x / std, clipped to +-`clip`; rewards keep their sign."""
   return jnp.clip(x * jax.lax.rsqrt(statistics.var + 1e-8), -clip, clip)

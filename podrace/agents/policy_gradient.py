@@ -1,4 +1,4 @@
-"""How policy-gradient agents act, and the transitions they learn from."""
+"""Acting of policy-gradient agents, and the transitions that they learn from."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ import jax.numpy as jnp
 
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
-from podrace.networks import body
+from podrace.networks import Network, body
 from podrace.types import ActorOutput, Array, TimeStep, Trajectory
 
 
-class Params(NamedTuple):
-  """All that acting needs."""
+class PolicyParams(NamedTuple):
+  """Everything that acting needs."""
 
   network: Any
-  observation: Any = ()  # normalize.Statistics, or () where observations are taken as they are
+  observation: Any = ()  # normalize.Statistics; () if observations are not normalised
   reward: Any = ()  # likewise, of discounted returns
 
 
 class PolicyState(NamedTuple):
-  """What acting carries along, [B, ...]."""
+  """State of acting, [B, ...]."""
 
   core: Any  # the network's recurrent state
   discounted_return: Any = ()  # [B] f32, kept where rewards are normalised
 
 
 class PolicyExtras(NamedTuple):
-  """What learning wants to know of each action, [B, ...]."""
+  """Record of an action, for learning, [B, ...]."""
 
   sample: Array  # the action before it was clipped or squashed into the space
   log_prob: Array  # f32 of `sample` under the acting policy
   discounted_return: Any = ()
 
 
-class Transitions(NamedTuple):
+class PolicyTransitions(NamedTuple):
   """The T transitions of a trajectory, [T, B] each; see podrace.returns for the suffixes."""
 
   reward_t: Array
@@ -45,8 +45,8 @@ class Transitions(NamedTuple):
   mask: Array  # f32, 0 for LAST -> FIRST, which is no transition of any episode
 
 
-def observe(params: Params, timestep: TimeStep) -> TimeStep:
-  """The timestep with its observation as the network wants it."""
+def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
+  """Return the timestep with its observation normalised, as the network takes it."""
   if not params.observation:
     return timestep
   observation = timestep.observation
@@ -55,14 +55,17 @@ def observe(params: Params, timestep: TimeStep) -> TimeStep:
 
 
 def floats(observation: Any) -> list[Array]:
-  """What is normalised of an observation: the floats, but of an `action_mask` or a state; not pixels or indices."""
+  """Return the leaves of an observation that are normalised.
+
+  They are the floats, except in an `action_mask` or a state. Pixels and indices are not floats.
+  """
   return [x for x in jax.tree.leaves(seen(observation)) if _is_float(x)]
 
 
 def with_floats(observation: Any, floats: list[Array]) -> Any:
-  """The observation with others in the place of its `floats`."""
-  others = iter(floats)
-  changed = jax.tree.map(lambda x: next(others) if _is_float(x) else x, seen(observation))
+  """Return the observation with `floats` in place of its own."""
+  replacements = iter(floats)
+  changed = jax.tree.map(lambda x: next(replacements) if _is_float(x) else x, seen(observation))
   return {**observation, **changed} if isinstance(observation, dict) else changed
 
 
@@ -70,35 +73,52 @@ def _is_float(x: Array) -> bool:
   return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def initial_state(agent: Any, env_id: Array) -> PolicyState:
-  """`Agent.initial_state` of an agent with `network` and `normalize_rewards`."""
-  core = agent.network.initial_state(env_id.shape[0])
-  return PolicyState(core, jnp.zeros(env_id.shape) if agent.normalize_rewards else ())
+def initial_state(network: Network, env_id: Array, normalize_rewards: bool) -> PolicyState:
+  """Return the state of acting before the first timestep of environments [B]."""
+  core = network.initial_state(env_id.shape[0])
+  return PolicyState(core, jnp.zeros(env_id.shape) if normalize_rewards else ())
 
 
 def act(
-  agent: Any, params: Params, state: PolicyState, timestep: TimeStep, key: Array
+  network: Network,
+  params: PolicyParams,
+  state: PolicyState,
+  timestep: TimeStep,
+  key: Array,
+  *,
+  greedy: bool,
+  return_discount: float | None,
 ) -> tuple[ActorOutput, PolicyState]:
-  """`Agent.act` of an agent with `network`, `greedy`, `discount` and `normalize_rewards`."""
-  output, core = agent.network.step(params.network, state.core, observe(params, timestep))
-  policy = agent.network.distribution
-  x = policy.mode(output.policy) if agent.greedy else policy.sample(output.policy, key)
+  """Act by the policy: `Agent.act` of an actor-critic.
+
+  Args:
+    network: the network of `params`.
+    params: the parameters and the statistics that observations are normalised by.
+    state: the state of acting, [B, ...].
+    timestep: the timestep to act in, [B, ...].
+    key: the key of the sample.
+    greedy: take the mode of the policy instead of a sample.
+    return_discount: the discount of the returns that rewards are normalised by; None: they are not.
+  """
+  output, core = network.step(params.network, state.core, observe(params, timestep))
+  policy = network.distribution
+  x = policy.mode(output.policy) if greedy else policy.sample(output.policy, key)
   discounted_return: Any = ()
-  if agent.normalize_rewards:
-    carried = jnp.where(timestep.first, 0.0, agent.discount * state.discounted_return)
+  if return_discount is not None:
+    carried = jnp.where(timestep.first, 0.0, return_discount * state.discounted_return)
     discounted_return = carried + timestep.reward
   extras = PolicyExtras(x, policy.log_prob(output.policy, x), discounted_return)
   return ActorOutput(policy.to_action(x), extras), PolicyState(core, discounted_return)
 
 
 def transitions(
-  trajectory: Trajectory, params: Params, discount: float, lambda_: float
-) -> Transitions:
-  """Cuts a trajectory into transitions. The only rule about episode ends is here."""
+  trajectory: Trajectory, params: PolicyParams, discount: float, lambda_: float
+) -> PolicyTransitions:
+  """Cut a trajectory into transitions. This is the only rule about episode ends."""
   before = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   reward = normalize.scale(params.reward, after.reward) if params.reward else after.reward
-  return Transitions(
+  return PolicyTransitions(
     reward_t=reward,
     discount_t=discount * after.discount,
     lambda_t=jnp.where(after.last, 0.0, lambda_),
@@ -106,29 +126,34 @@ def transitions(
   )
 
 
-def init_params(agent: Any, key: Array) -> Params:
-  """`Params` before learning, of an agent with `network` and the two `normalize_` settings.
+def init_params(
+  network: Network, key: Array, *, normalize_observations: bool, normalize_rewards: bool
+) -> PolicyParams:
+  """Return the parameters before learning.
 
   Raises:
-    ValueError: if observations are to be normalised, and have nothing that is.
+    ValueError: if observations are to be normalised, and have no floats.
   """
-  observation = agent.network.example().observation
+  observation = network.example().observation
   one = [x[0] for x in floats(observation)]
-  if agent.normalize_observations and not one:
+  if normalize_observations and not one:
     shapes = jax.tree.map(lambda x: f'{x.dtype}{list(x.shape[1:])}', observation)
     raise ValueError(
       'normalize_observations is for observations with floats in them (an action_mask aside); '
       f"this environment's are {shapes}: leave it out"
     )
-  return Params(
-    network=agent.network.init(key),
-    observation=normalize.init(one) if agent.normalize_observations else (),
-    reward=normalize.init(jnp.float32(0)) if agent.normalize_rewards else (),
+  return PolicyParams(
+    network=network.init(key),
+    observation=normalize.init(one) if normalize_observations else (),
+    reward=normalize.init(jnp.float32(0)) if normalize_rewards else (),
   )
 
 
-def new_moments(params: Params, trajectory: Trajectory) -> Any:
-  """What this device's trajectory adds to the statistics; each timestep is counted once."""
+def new_moments(params: PolicyParams, trajectory: Trajectory) -> Any:
+  """Return the contribution of this device's trajectory to the statistics.
+
+  Each timestep is counted once.
+  """
   observation: Any = ()
   if params.observation:
     seen = jax.tree.map(lambda x: x[:-1], trajectory.timesteps.observation)
@@ -139,8 +164,8 @@ def new_moments(params: Params, trajectory: Trajectory) -> Any:
   return observation, reward
 
 
-def merge_moments(params: Params, joined: Any, num_devices: int) -> Params:
-  """The statistics after this update, from moments averaged over the devices."""
+def merge_moments(params: PolicyParams, joined: Any, num_devices: int) -> PolicyParams:
+  """Return the parameters with new statistics, from moments averaged over the devices."""
   observation, reward = joined
   return params._replace(
     observation=observation and normalize.merge(params.observation, observation, num_devices),
@@ -148,15 +173,15 @@ def merge_moments(params: Params, joined: Any, num_devices: int) -> Params:
   )
 
 
-def chunks(agent: Any, index: Array, length: int) -> Array:
-  """An index [B] of streams of `length` samples in chunks [C, B/C] for one gradient each.
+def chunks(network: Network, index: Array, length: int) -> Array:
+  """Split an index [B] of streams of `length` samples into chunks [C, B/C], one gradient each.
 
-  On CPU a gradient over as many samples as fit the caches is faster than one over all; that is the
-  network's `cpu_chunk`. Elsewhere, or where B does not divide so, there is one chunk.
+  On CPU a gradient over as many samples as fit the caches is faster than one over all. That number
+  is the network's `cpu_chunk`. On other devices, or if no divisor of B fits, there is one chunk.
   """
-  most = getattr(agent.network, 'cpu_chunk', body.CPU_CHUNK)
+  limit = getattr(network, 'cpu_chunk', body.CPU_CHUNK)
   size = index.shape[0]
   parts = [c for c in range(1, size + 1) if size % c == 0]
-  fits = [c for c in parts if most // 4 <= size // c * length <= most]
+  fits = [c for c in parts if limit // 4 <= size // c * length <= limit]
   on_cpu = jax.default_backend() == 'cpu'
   return index.reshape(fits[0] if on_cpu and fits else 1, -1)

@@ -1,7 +1,7 @@
-"""An agent in several settings of its hyper-parameters, all of them members of one program.
+"""An agent in different settings of its hyper-parameters, as members of one program.
 
-Each member's values are part of what it learns (`TrainState.rest`), so one program serves all values, a checkpoint
-has them, and population-based training can change them.
+Each member's values are in its `TrainState.rest`. So one program serves all values, a checkpoint
+holds them, and population-based training can change them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from podrace.fields import PlainText
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState
 
 
-class Rest(NamedTuple):
-  """What a member has besides its parameters."""
+class VariedRest(NamedTuple):
+  """`TrainState.rest` of a member."""
 
   values: dict[str, Array]  # of its setting, [] f32 each
   rest: Any  # of the agent
@@ -27,9 +27,9 @@ class Rest(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Varied:
-  """`agent` with other values of some of its fields; of the agents' optional hooks it has those of `agent`.
+  """`agent` with different values of some fields. It has the optional hooks of `agent`.
 
-  Acting must not read these fields: parameters are all that acting is given.
+  Acting must not read these fields, since it is given the parameters only.
   """
 
   agent: Any
@@ -50,6 +50,7 @@ class Varied:
 
   @property
   def settings(self) -> int:
+    """Number of settings."""
     return len(self.values) // len(self.fields)
 
   def __getattr__(self, name: str) -> Any:
@@ -58,11 +59,11 @@ class Varied:
     return getattr(self.agent, name)
 
   def init(self, key: Array) -> TrainState:
-    """The first setting's."""
+    """Return the state of the first setting."""
     return self._init(key, jnp.asarray(self._rows()[0], jnp.float32))
 
   def init_members(self, keys: Array) -> TrainState:
-    """All members [N], the seeds of one setting after those of another."""
+    """Return the states of all members [N]: the seeds of the first setting, then of the next."""
     rows = jnp.asarray(self._rows(), jnp.float32)
     each = jnp.repeat(rows, keys.shape[0] // len(rows), axis=0)
     return lax.map(lambda member: self._init(*member), (keys, each))
@@ -74,27 +75,31 @@ class Varied:
   def _init(self, key: Array, row: Array) -> TrainState:
     train: TrainState = self.agent.init(key)
     values = {name: row[i] for i, name in enumerate(self.fields)}
-    return TrainState(train.params, Rest(values, train.rest))
+    return TrainState(train.params, VariedRest(values, train.rest))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
-    rest: Rest = train.rest
+    """Start from the parameters of another run."""
+    rest: VariedRest = train.rest
     began = hooks.warm_start(self.agent, TrainState(train.params, rest.rest), params)
-    return TrainState(began.params, Rest(rest.values, began.rest))
+    return TrainState(began.params, VariedRest(rest.values, began.rest))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     return self.agent.initial_state(env_id)
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    found: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
-    return found
+    """Choose the actions of timesteps [B]."""
+    output: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
+    return output
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     values, rest = train.rest
     agent = with_values(self.agent, values)
     after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)
-    return TrainState(after.params, Rest(values, after.rest)), priority, metrics
+    return TrainState(after.params, VariedRest(values, after.rest)), priority, metrics
 
 
 def _value(settings: Any, path: str) -> Any:
@@ -108,10 +113,10 @@ def _value(settings: Any, path: str) -> Any:
 
 
 def with_values(settings: Any, values: dict[str, Any]) -> Any:
-  """A dataclass with other values in its fields, which may be tracers: nothing checks them."""
-  found = copy.copy(settings)
+  """Return a dataclass with new values in its fields, unchecked, since they may be tracers."""
+  changed = copy.copy(settings)
   for path, value in values.items():
     name, _, rest = path.partition('.')
-    inner = with_values(getattr(found, name), {rest: value}) if rest else value
-    object.__setattr__(found, name, inner)
-  return found
+    inner = with_values(getattr(changed, name), {rest: value}) if rest else value
+    object.__setattr__(changed, name, inner)
+  return changed

@@ -1,13 +1,19 @@
 """PPO: proximal policy optimisation, clipped (Schulman et al. 2017, arXiv 1707.06347).
 
-Against the usual code: values of the whole trajectory are computed once when learning, not while
-acting; advantages are normalised over the whole batch of all devices, once per update; and each
-minibatch takes its own random steps of *every* environment (see `minibatch_indices`), which needs
-no sort and makes an update the same on any number of devices, but for what a loss itself draws.
+Against the usual code:
 
-Against the paper: 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo); the clip of 0.2, which
-is the paper's of MuJoCo, is not annealed (on Atari 0.1, annealed to 0); the gradient's norm is clipped,
-advantages are normalised, and the value's cost is 0.5, as in OpenAI's code.
+- Values of the whole trajectory are computed once when learning, not while acting.
+- Advantages are normalised over the whole batch of all devices, once per update.
+- Each minibatch takes its own random steps of *every* environment (see `minibatch_indices`). That
+  needs no sort, and an update is the same on any number of devices, except for random numbers that
+  the loss draws.
+
+Against the paper:
+
+- 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo).
+- The clip of 0.2 is the paper's for MuJoCo and is not annealed (on Atari 0.1, annealed to 0).
+- The gradient's norm is clipped, advantages are normalised, and the value's cost is 0.5, as in
+  OpenAI's code.
 """
 
 from __future__ import annotations
@@ -25,14 +31,14 @@ from jax import lax
 from podrace import returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
-from podrace.learner import flatten, sgd
+from podrace.learner import adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
-class Batch(NamedTuple):
-  """What the epochs go over, [T, B] each (or a minibatch of it)."""
+class PPOBatch(NamedTuple):
+  """The data of the epochs, [T, B] each (or a minibatch of it)."""
 
   timesteps: TimeStep  # [T, B, ...] without the last
   extras: policy_gradient.PolicyExtras
@@ -42,6 +48,7 @@ class Batch(NamedTuple):
   mask: Array
 
 
+@metagradient.self_tuned
 @dataclasses.dataclass(frozen=True)
 class PPO:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -71,38 +78,49 @@ class PPO:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    metagradient.check_tuning(self)
 
   @property
   def gradient_steps(self) -> int:
+    """Gradient steps of one update."""
     return self.epochs * self.minibatches
 
   def init(self, key: Array) -> TrainState:
-    params = policy_gradient.init_params(self, key)
+    """Return the first state of training."""
+    params = policy_gradient.init_params(
+      self.network,
+      key,
+      normalize_observations=self.normalize_observations,
+      normalize_rewards=self.normalize_rewards,
+    )
     opt_state = self.optimiser().init(params.network)
-    return metagradient.init(self, TrainState(params, opt_state))
+    return TrainState(params, opt_state)
 
   def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
-    return policy_gradient.initial_state(self, env_id)
+    """Return the state of acting before the first timestep."""
+    return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
 
   def act(
     self,
-    params: policy_gradient.Params,
+    params: policy_gradient.PolicyParams,
     state: policy_gradient.PolicyState,
     timestep: TimeStep,
     key: Array,
   ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
-    return policy_gradient.act(self, params, state, timestep, key)
+    """Choose the actions of timesteps [B]."""
+    return policy_gradient.act(
+      self.network,
+      params,
+      state,
+      timestep,
+      key,
+      greedy=self.greedy,
+      return_discount=self.discount if self.normalize_rewards else None,
+    )
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    return metagradient.learn(self, train, sample, key)
-
-  def update(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
-    """All epochs, with the settings as they are."""
+    """Make all epochs of gradient steps on one trajectory."""
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
     moments = policy_gradient.new_moments(params, trajectory)
@@ -123,7 +141,11 @@ class PPO:
         return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
-        loss, self.optimiser(), network, opt_state, policy_gradient.chunks(self, index, length)
+        loss,
+        self.optimiser(),
+        network,
+        opt_state,
+        policy_gradient.chunks(self.network, index, length),
       )
       return (network, opt_state), (metrics, joined)
 
@@ -137,8 +159,8 @@ class PPO:
     train = TrainState(params._replace(network=network), opt_state)
     return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics)
 
-  def batch(self, params: policy_gradient.Params, trajectory: Trajectory) -> Batch:
-    """Advantages and value targets from the parameters before the update."""
+  def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
+    """Return advantages and value targets by the parameters before the update."""
     timesteps = policy_gradient.observe(params, trajectory.timesteps)
     output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
     v_tm1, v_t = output.value[:-1], output.value[1:]
@@ -148,7 +170,7 @@ class PPO:
     target = advantage + v_tm1
     if self.normalize_advantages:
       advantage = standardize(advantage, step.mask)
-    return Batch(
+    return PPOBatch(
       timesteps=jax.tree.map(lambda x: x[:-1], timesteps),
       extras=trajectory.outputs.extras._replace(discounted_return=()),
       value=v_tm1,
@@ -158,11 +180,12 @@ class PPO:
     )
 
   def loss(
-    self, params: policy_gradient.Params, state: Any, batch: Batch, key: Array
+    self, params: policy_gradient.PolicyParams, state: Any, batch: PPOBatch, key: Array
   ) -> tuple[Array, Metrics]:
-    """Equation 9 of the paper, negated; a mean over the minibatch, masked steps counting as 0.
+    """Return the loss and metrics: equation 9 of the paper, negated.
 
-    `batch` is [T, B]; `state` is the recurrent state before its first step.
+    The loss is a mean over the minibatch, in which masked steps count as 0. `batch` is [T, B], and
+    `state` is the recurrent state before its first step.
     """
     policy = self.network.distribution
     output, _ = self.network.unroll(params.network, state, batch.timesteps)
@@ -190,9 +213,12 @@ class PPO:
     return total, metrics
 
   def outer_loss(
-    self, params: policy_gradient.Params, trajectory: Trajectory, key: Array
+    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
   ) -> tuple[Array, Metrics]:
-    """Of self-tuning: that of the whole batch, with advantages and targets by these parameters."""
+    """Return the loss of the whole batch for self-tuning.
+
+    Advantages and targets are by these parameters.
+    """
     batch = lax.stop_gradient(self.batch(params, trajectory))
     return self.loss(params, trajectory.agent_state.core, batch, key)
 
@@ -221,34 +247,36 @@ class PPO:
     index = index.reshape(self.epochs, envs, self.minibatches, -1)
     return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
 
-  def take(self, batch: Batch, core: Any, index: Array) -> tuple[Batch, Any]:
-    """The minibatch at `index`, and the recurrent state before it."""
+  def take(self, batch: PPOBatch, core: Any, index: Array) -> tuple[PPOBatch, Any]:
+    """Return the minibatch at `index`, and the recurrent state before it."""
     if self.recurrent:
       return jax.tree.map(lambda x: x[:, index], batch), jax.tree.map(lambda x: x[index], core)
     return jax.tree.map(lambda x: x[index][None], merge_time(batch)), ()
 
   @property
   def recurrent(self) -> bool:
+    """Whether the network has a recurrent state."""
     return bool(jax.tree.leaves(self.network.initial_state(1)))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       steps = float(self.total_updates) * self.epochs * self.minibatches  # beyond 32 bits, maybe
       rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
     return flatten(
       optax.chain(
-        metagradient.clip(self),
-        optax.adam(rate, eps=self.adam_epsilon, eps_root=metagradient.eps_root(self)),
+        clip_norm(self.max_grad_norm, differentiable=self.self_tuning),
+        adam(rate, self.adam_epsilon, differentiable=self.self_tuning),
       )
     )
 
 
 def standardize(advantage: Array, mask: Array) -> Array:
-  """Mean 0 and variance 1 over the valid steps of all devices' batches.
+  """Standardize advantages to mean 0 and variance 1 over the valid steps of all devices.
 
-  The variance is each device's, around its own mean, and that of the means (Chan et al. 1979): as a
-  difference of squares, it is nothing but rounding where the mean is a thousand times the deviation.
+  The variance is each device's, around its own mean, plus that of the means (Chan et al. 1979). A
+  difference of squares would be rounding only if the mean is a thousand times the deviation.
   """
   count = jnp.sum(mask)
   own_mean = jnp.sum(mask * advantage) / jnp.maximum(count, 1)
@@ -263,7 +291,7 @@ def standardize(advantage: Array, mask: Array) -> Array:
 
 
 def permutation(key: Array, n: int) -> Array:
-  """A random affine permutation of range(n), [n] i32: t -> a*t + b (mod n), a prime to n."""
+  """Return a random affine permutation of range(n), [n] i32: t -> a*t + b (mod n), a prime to n."""
   if n > 2**16:
     raise ValueError(f'{n} items to permute: the products overflow past {2**16}')
   units = jnp.asarray([a for a in range(1, max(n, 2)) if math.gcd(a, n) == 1], jnp.uint32)
@@ -273,6 +301,6 @@ def permutation(key: Array, n: int) -> Array:
 
 
 def require_divisible(size: int, parts: int, what: str) -> None:
-  """Raises ValueError with the numbers if `size` does not divide into `parts`."""
+  """Raise ValueError with the numbers if `size` does not divide into `parts`."""
   if size % parts:
     raise ValueError(f'{size} {what} do not divide into {parts} minibatches')

@@ -41,16 +41,16 @@ from podrace.types import (
 )
 
 
-class Rest(NamedTuple):
-  """What else is learned."""
+class R2D2Rest(NamedTuple):
+  """Learned state besides the parameters."""
 
-  target: Any  # the network that is bootstrapped from
+  target: Any  # parameters of the target network
   opt_state: Any
   steps: Array  # [] i32 gradient steps so far
 
 
-class State(NamedTuple):
-  """What acting carries along, [B, ...]."""
+class R2D2State(NamedTuple):
+  """State of acting, [B, ...]."""
 
   core: Any  # the network's recurrent state
   epsilon: Array  # [B] f32
@@ -83,15 +83,17 @@ class R2D2:
       raise ValueError('r2d2 learns values: its network has the head value and no noise')
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: sequences that begin where unrolls do, with the state of acting.
+    """Return the replay: sequences that begin with unrolls, with the state of acting.
 
     Raises:
       ValueError: if sequences would leave out a part of every unroll.
     """
     if unroll_length > self.sequence:
       raise ValueError(
-        f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} are '
-        f'learned from: a sequence begins with each unroll, so {1 - self.sequence / unroll_length:.0%} '
+        f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} '
+        'are '
+        'learned from: a sequence begins with each unroll, so '
+        f'{1 - self.sequence / unroll_length:.0%} '
         f'of the steps would never be; give --unroll-length {self.sequence} or less, or '
         f'--agent.sequence {unroll_length} or more'
       )
@@ -102,33 +104,40 @@ class R2D2:
     )  # fmt: skip
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     network = self.network.init(key)
-    return TrainState(network, Rest(network, self.optimiser().init(network), jnp.int32(0)))
+    return TrainState(network, R2D2Rest(network, self.optimiser().init(network), jnp.int32(0)))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(target=params))
 
-  def initial_state(self, env_id: Array) -> State:
+  def initial_state(self, env_id: Array) -> R2D2State:
+    """Return the state of acting before the first timestep."""
     epsilon = value_based.epsilon_ladder(
       env_id, self.total_envs, self.epsilon_base, self.epsilon_power
     )
-    return State(self.network.initial_state(env_id.shape[0]), epsilon)
+    return R2D2State(self.network.initial_state(env_id.shape[0]), epsilon)
 
   def act(
-    self, params: Any, state: State, timestep: TimeStep, key: Array
-  ) -> tuple[ActorOutput, State]:
+    self, params: Any, state: R2D2State, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, R2D2State]:
+    """Choose the actions of timesteps [B]."""
     q, core = self.network.step(params, state.core, timestep)
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
     action = value_based.epsilon_greedy(values, epsilon, key)
-    extras = value_based.Extras(value_based.chosen(values, action), jnp.max(values, axis=-1))
+    extras = value_based.ValueExtras(
+      value_based.select_action(values, action), jnp.max(values, axis=-1)
+    )
     return ActorOutput(action, extras), state._replace(core=core)
 
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
+    """Make one update from a sample."""
     del key
-    rest: Rest = train.rest
+    rest: R2D2Rest = train.rest
 
     def loss(network: Any) -> tuple[Array, Any]:
       error, mask, values = self.errors(network, rest.target, sample.trajectory)
@@ -141,10 +150,10 @@ class R2D2:
     )
     steps = rest.steps + 1
     target = value_based.follow(rest.target, network, steps, self.target_period, 1.0)
-    return TrainState(network, Rest(target, opt_state, steps)), priority, metrics
+    return TrainState(network, R2D2Rest(target, opt_state, steps)), priority, metrics
 
   def errors(self, network: Any, target: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """Errors, their mask and the values of the actions taken, [sequence, B] each."""
+    """Return errors, their mask, and the values of the actions taken, [sequence, B] each."""
     early, late = self.split(window.timesteps)
     core = window.agent_state.core
     if self.burn_in:
@@ -156,19 +165,22 @@ class R2D2:
     q_target, _ = self.network.unroll(target, core_target, late)
     values, values_target = self.network.mean(q), self.network.mean(q_target)
     best = jnp.argmax(values[1:], axis=-1)
-    v_t = value_based.chosen(values_target[1:], best)
-    taken = value_based.chosen(values[:-1], window.outputs.action[self.burn_in :])
+    v_t = value_based.select_action(values_target[1:], best)
+    taken = value_based.select_action(values[:-1], window.outputs.action[self.burn_in :])
     goal = lax.stop_gradient(self.targets(late, v_t))
     mask = 1.0 - late.last[:-1].astype(jnp.float32)
     return goal - taken, mask, taken
 
   def split(self, timesteps: TimeStep) -> tuple[TimeStep, TimeStep]:
-    """The burn-in, and what is learned from."""
+    """Split timesteps into the burn-in and the part that is learned from."""
     early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
     return early, jax.tree.map(lambda x: x[self.burn_in :], timesteps)
 
   def targets(self, timesteps: TimeStep, v_t: Array) -> Array:
-    """What the values [T, B] at timesteps[:-1] should be, from rescaled values v_t [T, B] behind."""
+    """Return the targets of the values [T, B] at timesteps[:-1].
+
+    `v_t` [T, B] are the rescaled values at the next timesteps.
+    """
     one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
     target = one(
       timesteps.reward[1:],
@@ -180,12 +192,15 @@ class R2D2:
     return returns.rescale(target, self.rescale_epsilon)
 
   def priority(self, error: Array) -> Array:
-    """[B] of masked errors [T, B]; section 2.3 of the paper."""
+    """Return priorities [B] of masked errors [T, B]; section 2.3 of the paper."""
     size = jnp.abs(error)
     return self.max_share * jnp.max(size, 0) + (1 - self.max_share) * jnp.mean(size, 0) + 1e-6
 
   def initial_priority(self, window: Trajectory) -> Array:
-    """The priority of new sequences, by the values that acting saw; the last step has none yet."""
+    """Return the priority of new sequences, by the values that acting computed.
+
+    The last step is left out, as its next value is not known yet.
+    """
     _, late = self.split(window.timesteps)
     late = jax.tree.map(lambda x: x[:-1], late)
     extras = jax.tree.map(lambda x: x[self.burn_in :], window.outputs.extras)
@@ -193,5 +208,6 @@ class R2D2:
     return self.priority(error * (1.0 - late.last[:-1].astype(jnp.float32)))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     step = optax.adam(self.learning_rate, eps=self.adam_epsilon)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))

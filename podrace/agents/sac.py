@@ -27,20 +27,20 @@ from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
 
 
-class Learned(NamedTuple):
-  """All that takes gradient steps."""
+class SACLearned(NamedTuple):
+  """Everything that takes gradient steps."""
 
   actor: Any
   critic: Any
   log_alpha: Array  # [] f32 the temperature's
 
 
-class Rest(NamedTuple):
-  """What else is learned, and not sent to actors."""
+class SACRest(NamedTuple):
+  """Learned state that is not sent to actors."""
 
   critic: Any
   log_alpha: Array
-  target: Any  # the critics that are bootstrapped from
+  target: Any  # parameters of the target critics
   opt_state: Any
 
 
@@ -66,21 +66,24 @@ class SAC:
     check_fields(self)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """What is learned from: windows of n steps."""
+    """Return the replay: windows of n steps."""
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
     actor_key, critic_key = jax.random.split(key)
     log_alpha = jnp.float32(math.log(self.initial_temperature))
-    learned = Learned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
+    learned = SACLearned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
     opt_state = self.optimiser().init(learned)
-    return TrainState(learned.actor, Rest(learned.critic, log_alpha, learned.critic, opt_state))
+    return TrainState(learned.actor, SACRest(learned.critic, log_alpha, learned.critic, opt_state))
 
   def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
     del env_id
     return ()
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
     outputs, _ = self.actor.step(params, (), timestep)
     policy = self.actor.distribution
     x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
@@ -89,7 +92,8 @@ class SAC:
   def learn(
     self, train: TrainState, sample: Sample, key: Array
   ) -> tuple[TrainState, Array, Metrics]:
-    rest: Rest = train.rest
+    """Make one update from a sample."""
+    rest: SACRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     target_key, actor_key = jax.random.split(own_key)
@@ -97,7 +101,7 @@ class SAC:
     taken = self.critic.distribution.to_unit(step.action)
     weight = sample.weight * step.mask
 
-    def loss(learned: Learned) -> tuple[Array, Any]:
+    def loss(learned: SACLearned) -> tuple[Array, Any]:
       q = self.critic.value(learned.critic, step.before.observation, taken)[..., 0]
       error = target[None] - q
       critic_loss = 0.5 * jnp.mean(weight[None] * jnp.square(error)) * q.shape[0]
@@ -119,23 +123,25 @@ class SAC:
       priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
       return total, (metrics, priority)
 
-    learned = Learned(train.params, rest.critic, rest.log_alpha)
+    learned = SACLearned(train.params, rest.critic, rest.log_alpha)
     learned, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), learned, rest.opt_state, keep=True
     )
     followed = optax.incremental_update(learned.critic, rest.target, self.target_rate)
-    rest = Rest(learned.critic, learned.log_alpha, followed, opt_state)
+    rest = SACRest(learned.critic, learned.log_alpha, followed, opt_state)
     return TrainState(learned.actor, rest), priority, metrics
 
   def draw(self, actor: Any, timestep: TimeStep, key: Array) -> tuple[Array, Array]:
-    """Actions [B, n] within [-1, 1] by the policy, and the logarithms of their densities [B]."""
+    """Return actions [B, n] within [-1, 1] by the policy, and their log-densities [B]."""
     outputs, _ = self.actor.step(actor, (), timestep)
     policy = self.actor.distribution
     x = policy.sample(outputs, key)
     return jnp.tanh(x), policy.log_prob(outputs, x)
 
-  def target(self, actor: Any, rest: Rest, step: value_based.Transitions, key: Array) -> Array:
-    """What the critics should say, [B]; equation 3 of the paper."""
+  def target(
+    self, actor: Any, rest: SACRest, step: value_based.NStepTransitions, key: Array
+  ) -> Array:
+    """Return the targets [B] of the critics; equation 3 of the paper."""
     action, log_prob = self.draw(actor, step.after, key)
     q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)
     v_t = q_t - jnp.exp(rest.log_alpha) * log_prob
@@ -143,14 +149,16 @@ class SAC:
 
   @property
   def entropy_goal(self) -> float:
+    """The entropy that the temperature aims at."""
     if self.target_entropy is not None:
       return self.target_entropy
     return -float(sum(self.actor.distribution.free))
 
   def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
     rates = dict(
       actor=self.actor_learning_rate,
       critic=self.critic_learning_rate,
       log_alpha=self.temperature_learning_rate,
     )
-    return separately(rates, Learned)
+    return separately(rates, SACLearned)

@@ -1,4 +1,4 @@
-"""How value-based agents explore, and the transitions they learn from."""
+"""Exploration of value-based agents, and the transitions that they learn from."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from podrace.distributions import MASKED
 from podrace.types import Array, TimeStep, Trajectory
 
 
-class Extras(NamedTuple):
-  """What acting tells for the first priority of a window, [B] f32 each."""
+class ValueExtras(NamedTuple):
+  """Values that acting computed, for the first priority of a window, [B] f32 each."""
 
   value: Array  # of the action that was taken
   best: Array  # of the best one
 
 
-class Transitions(NamedTuple):
+class NStepTransitions(NamedTuple):
   """One n-step transition for each of B windows."""
 
   r_t: Array  # [B] f32
   discount_t: Array  # [B] f32
   before: TimeStep  # [B, ...] where the action was taken
-  after: TimeStep  # [B, ...] what is bootstrapped from
+  after: TimeStep  # [B, ...] the timestep to bootstrap from
   action: Any  # [B, ...]
   mask: Array  # [B] f32, 0 for LAST -> FIRST, which is no transition of any episode
   end: Array  # [B] i32, where `after` is in the window
 
 
-def transitions(window: Trajectory, discount: float) -> Transitions:
-  """Windows [n+1, B] as one transition each, ended early where an episode ends."""
+def transitions(window: Trajectory, discount: float) -> NStepTransitions:
+  """Return windows [n+1, B] as one transition each, ended early where an episode ends."""
   timesteps = window.timesteps
   step = jax.vmap(returns.n_step, in_axes=1)(
     timesteps.reward[1:], discount * timesteps.discount[1:], timesteps.last[1:]
   )
   streams = jnp.arange(step.end.shape[0])
   before = jax.tree.map(lambda x: x[0], timesteps)
-  return Transitions(
+  return NStepTransitions(
     r_t=step.r_t,
     discount_t=step.discount_t,
     before=before,
@@ -52,14 +52,14 @@ def transitions(window: Trajectory, discount: float) -> Transitions:
 
 
 def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
-  """Epsilon of each environment [B]: base^(1 + power i / (n - 1)) (Horgan et al. 2018, Ape-X)."""
+  """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))
 
 
 def epsilon_greedy(values: Array, epsilon: Array, key: Array) -> Array:
-  """Actions [B] i32 by values [B, A]: at random with probability epsilon [B], else the best.
+  """Return actions [B] i32: random with probability epsilon [B], else the best by values [B, A].
 
-  Of several best ones, any; an action that the environment forbids, never.
+  Ties are broken at random. An action that the environment forbids is never taken.
   """
   explore_key, random_key = jax.random.split(key)
   noise = jax.random.uniform(random_key, values.shape)
@@ -70,17 +70,18 @@ def epsilon_greedy(values: Array, epsilon: Array, key: Array) -> Array:
   return jnp.argmax(jnp.where(among, noise, -1.0), axis=-1).astype(jnp.int32)
 
 
-def chosen(values: Array, action: Array) -> Array:
-  """values [..., A, *rest] of actions [...]: [..., *rest]."""
+def select_action(values: Array, action: Array) -> Array:
+  """Return the values [..., *rest] of actions [...], from values [..., A, *rest]."""
   rest = values.ndim - action.ndim - 1
   index = action.reshape(action.shape + (1,) * (rest + 1))
   return jnp.take_along_axis(values, index, axis=action.ndim).squeeze(action.ndim)
 
 
 def follow(target: Any, online: Any, steps: Array, period: int, rate: float) -> Any:
-  """The target network after `steps` gradient steps: a copy every `period`, or Polyak's average.
+  """Return the target parameters after `steps` gradient steps.
 
-  With `rate` less than 1 it moves so much of the way at every step, and `period` is 1.
+  They are a copy every `period` steps. With `rate` less than 1 they are Polyak's average: they move
+  by that share at every step, and `period` is 1.
   """
   now = steps % period == 0
   moved = optax.incremental_update(online, target, rate)

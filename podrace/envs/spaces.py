@@ -1,7 +1,7 @@
 """The structure of gymnasium's spaces: Dicts and Tuples of spaces that hold arrays.
 
-`box_bounds` and `number_encoding` normalize values: actions to units of a box, observations to
-floats of about 1. Spaces are read by their attributes, so this imports neither gymnasium nor jax.
+`number_encoding` makes floats of about 1 of observations. This imports neither gymnasium nor jax: all that is needed is
+the spaces' own attributes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ MASK = 'action_mask'  # an entry of observations: which choices are allowed
 STATE = 'podrace_state'  # likewise: the environment's state
 UNSEEN = (MASK, STATE)  # entries that are no input of a network's layers
 PIXELS = 36  # a side; smaller images are grids
-UNBOUNDED = 1e18  # bounds beyond it do not count: their squares overflow float32
 LOG_OF_BYTES = math.log(256)  # divides the logarithms of a grid's bytes
 
 
@@ -88,65 +87,6 @@ def convert(f: Callable[[Any], Any], space: Any) -> Any:
   converted: Any = [convert(f, space[part]) for part in parts]
   kind: Any = type(space)
   return kind(dict(zip(parts, converted, strict=True)) if isinstance(space, Mapping) else converted)
-
-
-# --- boxes ----------------------------------------------------------------------------------------
-
-
-class BoxBounds(NamedTuple):
-  """Bounds [n] f32 of actions, and their units: a raw sample x is the action `centre + scale * x`.
-
-  The action is clipped to `low` and `high`. Between two bounds, `centre` is the middle and `scale`
-  half the range. With one bound, `centre` is the bound. Without bounds, and if `low == high`,
-  `scale` is 1.
-  """
-
-  low: np.ndarray  # within the space's own, however they are rounded
-  high: np.ndarray
-  bounded: np.ndarray  # bool, on both sides
-  free: np.ndarray  # bool, low < high: there is something to choose
-  centre: np.ndarray
-  scale: np.ndarray
-
-
-def inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
-  """Round bounds to a narrower float type, towards each other.
-
-  If no number lies between, they are rounded to the nearest.
-  """
-  with np.errstate(over='ignore'):
-    near_low, near_high = low.astype(dtype), high.astype(dtype)
-  inf = np.array(np.inf, dtype)
-  up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
-  down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
-  crossed = up > down
-  return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
-
-
-def box_bounds(space: Any) -> BoxBounds:
-  """Return the bounds and units of a Box of float actions.
-
-  Raises:
-    ValueError: if a bound is NaN, low is above high, or float32 has no number between them.
-  """
-  low, high = (np.reshape(b, -1) for b in (space.low, space.high))
-  if wrong := np.flatnonzero(~(low <= high)).tolist():
-    i = wrong[0]
-    raise ValueError(f'number {i} of the space {space} has no value: low {low[i]}, high {high[i]}')
-  largest = min(float(np.finfo(space.dtype).max), UNBOUNDED)
-  below, above = low > -largest, high < largest  # where there are bounds
-  low, high = inward(low, high, np.float32)
-  if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
-    raise ValueError(
-      f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller '
-      'bounds in a wrapper, as gymnasium.wrappers.RescaleAction'
-    )
-  half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
-  both, free = below & above, low < high
-  centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)
-  centre = np.where(both, centre, 2 * centre)
-  scale = np.where(both & free, half_high - half_low, 1.0)
-  return BoxBounds(low, high, both, free, centre.astype(np.float32), scale.astype(np.float32))
 
 
 # --- observations ---------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""Networks. `Network` is all that agents ask for; `ActorCritic`, `QNetwork`, `Actor`, `Critic`, `Predictor`,
-`PolicyPredictor`, `Policy` and `LifetimeNetwork` ship.
+"""Networks.
 
-`Model` is what agents ask for that plan; `LearnedModel` ships.
+Agents need a `Network`, and planning agents a `Model`. The ones that ship are `ActorCritic`,
+`QNetwork`, `Actor`, `Critic`, `Predictor`, `PolicyPredictor`, `Policy`, `LifetimeNetwork`, and
+`LearnedModel`, a `Model`.
 
 Only this folder imports flax. A network from Haiku, Equinox, NNX or by hand fits as well: see
 examples/own_network.py.

@@ -22,6 +22,7 @@ class _ActorCritic(nn.Module):
   settings: ActorCritic
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     init = s.kernel_init
     self.torso = s.make_torso()
@@ -74,12 +75,15 @@ class ActorCritic(Body):
 
   @property
   def has_log_std(self) -> bool:
+    """Whether log standard deviations are parameters of their own."""
     return type(self.distribution) is distributions.Normal
 
   @property
   def shares_torso(self) -> bool:
+    """Whether policy and value share the torso."""
     return self.shared or self.core != 'none' or self.image_torso != 'mlp'
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _ActorCritic(self)

@@ -33,17 +33,18 @@ CPU_CHUNK_FRAMES = 32  # likewise, where a sample is a frame that goes through c
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-  """What the shipped networks have in common: from observations through torso and core.
+  """The common part of the shipped networks: from observations through torso and core.
 
-  Observations may be any tree of boxes and discrete values; integers are divided by their bound
-  (pixels by 255), of integers without bounds and of small images' bytes the logarithm is taken, discrete
+  Observations may be any tree of boxes and discrete values. Integers are divided by their bound
+  (pixels by 255). Integers without bounds and the bytes of small images become logarithms. Discrete
   values become one-hot. An entry `action_mask` forbids discrete actions where it is 0.
   """
 
   UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
-  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers, grid in between
+  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers,
+  #   grid in between
   hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
   activation: Literal['tanh', 'relu'] = 'tanh'
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
@@ -51,9 +52,11 @@ class Body:
   core_size: int = 128
   transformer: Transformer = Transformer()  # used by that torso
   scaling: Literal['space', 'plain'] = 'space'
-  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting had it
+  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting
+  #   had it
   sharding: tuple[tuple[PlainText, int], ...] = ()
-  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none: docs/model_axis.md
+  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none:
+  #   docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None
 
@@ -78,7 +81,8 @@ class Body:
     shapes = [s.shape for _, s in leaves(seen(observation_space))]
     if not any(shape is None or math.prod(shape) for shape in shapes):  # None is refused below
       raise ValueError(
-        f'an empty observation space: {observation_space}; add a number, such as a constant, in a wrapper as '
+        f'an empty observation space: {observation_space}; add a number, such as a constant, in a '
+        'wrapper as '
         'gymnasium.wrappers.TransformObservation'
       )
     distributions.check_range(action_space, bound.distribution)
@@ -97,6 +101,7 @@ class Body:
 
   @functools.cached_property
   def image_torso(self) -> str:
+    """The convolutions for images; mlp: none."""
     images = images_in(self.observation_space)
     if self.torso in IMAGE_TORSOS and not images:
       raise ValueError(
@@ -121,6 +126,7 @@ class Body:
 
   @property
   def kernel_init(self) -> Any:
+    """The initializer of the layers."""
     return INITIALIZERS[self.initializer]()
 
   def make_torso(self) -> nn.Module:
@@ -129,7 +135,7 @@ class Body:
     return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
-    """Observations [B, ...] as floats, but pixels as bytes; and what the action mask allows, if there is one."""
+    """Return observations [B, ...] as floats (pixels as bytes), and the mask of allowed actions."""
     mask = None
     if isinstance(observation, dict) and MASK in observation:
       if not isinstance(
@@ -140,7 +146,8 @@ class Body:
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
           f"the observation's action_mask has shape {mask.shape[1:]}; "
-          f'expected one entry for each of the {self.distribution.size} choices of {self.action_space}'
+          f'expected one entry for each of the {self.distribution.size} choices of '
+          f'{self.action_space}'
         )
       mask = distributions.allowed(mask)
     encode = functools.partial(as_floats, plain=self.scaling == 'plain')
@@ -152,16 +159,19 @@ class Body:
     return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
 
   def init(self, key: Array) -> Any:
+    """Return the first state of training."""
     timesteps = jax.tree.map(lambda x: x[None], self.example())
     return self.module.init(key, self.initial_state(1), timesteps)['params']
 
   def initial_state(self, batch_size: int) -> Any:
+    """Return the state of acting before the first timestep."""
     zeros = jnp.zeros([batch_size, self.core_size])
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 
   def step(
     self, params: Any, state: Any, timestep: TimeStep, key: Any = None, per_row: bool = False
   ) -> Any:
+    """Take an action."""
     timesteps = jax.tree.map(lambda x: x[None], timestep)
     outputs, state = self.unroll(params, state, timesteps, key, per_row)
     return jax.tree.map(lambda x: x[0], outputs), state
@@ -169,21 +179,22 @@ class Body:
   def unroll(
     self, params: Any, state: Any, timesteps: TimeStep, key: Any = None, per_row: bool = False
   ) -> Any:
-    """`key` is for networks that draw noise, one sample or one `per_row`; without, there is none."""
+    """Draw noise by `key`, one sample or one `per_row`; without a key there is no noise."""
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
 
 
 def _check_pattern(pattern: str) -> None:
-  """Check a pattern, which the record of another user may have; a slow one would be searched for without end."""
+  """Raise ValueError for an unsafe pattern: one from another user's record may never end."""
   try:
     re.compile(pattern)
   except (re.error, RecursionError, OverflowError) as e:
     raise ValueError(f'sharding: {pattern!r:.200} is no pattern of names: {e}') from e
-  plain = re.sub(r'\\.', 'x', pattern)  # without what is escaped
+  plain = re.sub(r'\\.', 'x', pattern)  # without escaped characters
   repeats, choices = len(re.findall(r'[*+{]', plain)), len(re.findall(r'[?|]', plain))
   if repeats > REPEATS or choices > CHOICES or re.search(r'\)[*+?{]', plain):
     raise ValueError(
-      f'sharding: {pattern!r:.200} may be slow; expected at most {REPEATS} of * + {{ and {CHOICES} of ? | in a pattern, '
+      f'sharding: {pattern!r:.200} may be slow; expected at most {REPEATS} of * + '
+      f'{{ and {CHOICES} of ? | in a pattern, '
       'none of them behind a group: write several rules'
     )

@@ -33,7 +33,7 @@ class _Actor(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Actor(Body):
-  """A policy over a bounded box: what a tanh-Normal takes, or raw actions before tanh."""
+  """A policy over a bounded box: parameters of a tanh-Normal, or raw actions before tanh."""
 
   hidden: tuple[int, ...] = (256, 256)
   activation: Literal['tanh', 'relu'] = 'relu'
@@ -47,10 +47,12 @@ class Actor(Body):
 
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
     return distributions.squashed(self.action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Actor(self)
 
 
@@ -88,13 +90,16 @@ class Critic(Body):
 
   @functools.cached_property
   def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
     return distributions.squashed(self.action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Critic(self)
 
   def init(self, key: Array) -> Any:
+    """Return the first state of training."""
     action = jnp.zeros((1, math.prod(self.action_space.shape)))
     return self.module.init(key, self.example().observation, action)['params']
 

@@ -14,10 +14,10 @@ from podrace.types import Array
 
 
 def orthonormal(matrix: Array) -> Array:
-  """The columns of `matrix` [M, N], M >= N, made orthonormal; the triangular factor's diagonal is positive.
+  """Orthonormalize the columns of `matrix` [M, N], M >= N, with a positive triangular diagonal.
 
-  Classical Gram-Schmidt, twice for each column (Giraud et al. 2005). It is QR without LAPACK: jaxlib's
-  batched LAPACK calls wait for each other's threads for ever where two of them run at once on a CPU.
+  Classical Gram-Schmidt, twice for each column (Giraud et al. 2005). It is QR without LAPACK:
+  jaxlib's batched LAPACK calls deadlock where two of them run at once on a CPU.
   """
 
   def orthogonalize(j: Array, done: Array) -> Array:
@@ -31,10 +31,10 @@ def orthonormal(matrix: Array) -> Array:
 
 
 def orthogonal(scale: float = 1.0) -> Callable[..., Array]:
-  """An initialiser: uniform over orthogonal matrices (Saxe et al. 2013, arXiv 1312.6120), times `scale`.
+  """Return an initialiser, uniform over orthogonal matrices (Saxe et al. 2013, arXiv 1312.6120).
 
   The last axis is a layer's outputs, all before it are its inputs, as in
-  `jax.nn.initializers.orthogonal`, whose values these are to rounding.
+  `jax.nn.initializers.orthogonal`, with the same values to rounding, times `scale`.
   """
 
   def init(key: Array, shape: Sequence[int], dtype: Any = jnp.float32, **_: Any) -> Array:
@@ -49,7 +49,7 @@ def orthogonal(scale: float = 1.0) -> Callable[..., Array]:
 INITIALIZERS = {
   # Schulman et al.'s PPO as released in OpenAI's baselines
   'orthogonal': lambda: orthogonal(math.sqrt(2)),
-  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is 1/sqrt(fan in)
-  # here, where Sonnet's is what truncation leaves of that, 0.88 of it
+  # As Sonnet's default, IMPALA's and DQN's, a truncated normal; its standard deviation is
+  # 1/sqrt(fan in) here. Sonnet's is 0.88 of that, after truncation
   'lecun': nn.initializers.lecun_normal,
 }

@@ -17,16 +17,16 @@ from podrace.types import Array
 
 
 def affine(x: Array, kernel: Array, bias: Array) -> Array:
-  """x @ kernel + bias, [N, A] with [A, B] and [1, B]."""
+  """Return x @ kernel + bias, [N, A] with [A, B] and [1, B]."""
   return product(x, kernel) + bias
 
 
 @jax.custom_vjp
 def product(x: Array, kernel: Array) -> Array:
-  """x @ kernel, [N, A] with [A, B], the fast way on each platform.
+  """Return x @ kernel, [N, A] with [A, B], in the fast way of each platform.
 
-  XLA's CPU backend is slow at a product that contracts the first axes of both, which the gradient
-  of the kernel is. There the smaller side is transposed first, which is 1.4 to 10 times as fast.
+  XLA's CPU backend is slow at a product that contracts the first axes of both, as the gradient of
+  the kernel does. There the smaller side is transposed first, which is 1.4 to 10 times as fast.
   """
   return x @ kernel
 
@@ -43,7 +43,8 @@ def _product_backward(saved: Any, g: Array) -> tuple[Array, Array]:
     if x.size <= g.size + kernel.size:
       narrow = x.shape[-1] < 8  # not worth a copy
       return (x.T if narrow else barrier(x.T)) @ g
-    # `g.T` by a product, because XLA would transpose it together with what made it, element by element
+    # `g.T` by a product, because XLA would fuse its transpose with its producer, element by
+    # element
     identity = jnp.eye(g.shape[-1], dtype=g.dtype)
     transposed = jax.lax.dot_general(identity, g, (((1,), (1,)), ((), ())))
     return barrier(transposed @ x).T
@@ -94,7 +95,8 @@ def unit(x: Array) -> Array:
 
 
 def flat(x: Array) -> Array:
-  return unit(x).reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 of nothing is not known
+  """Return x as floats [B, n]."""
+  return unit(x).reshape(x.shape[0], math.prod(x.shape[1:]))  # -1 is ambiguous for empty arrays
 
 
 _in_loop = contextvars.ContextVar('in_loop', default=True)
@@ -110,9 +112,9 @@ def _loops(inside: bool) -> Iterator[None]:
 
 
 def outside_loops() -> contextlib.AbstractContextManager[None]:
-  """For what is traced here and will not be in a loop: XLA's convolution is the fast one there.
+  """Mark code that is traced here as not in a loop.
 
-  XLA's CPU backend gives its threaded convolution only to what is in no loop.
+  XLA's CPU backend has a threaded convolution only for code outside of loops.
   """
   return _loops(False)
 
@@ -148,9 +150,11 @@ class Conv(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     if self.padding == 'VALID' and min(x.shape[1:3]) < self.size:
       raise ValueError(
-        f'a convolution of {self.size}x{self.size} does not fit an image of {x.shape[1]}x{x.shape[2]}, which is '
+        f'a convolution of {self.size}x{self.size} does not fit an image of '
+        f'{x.shape[1]}x{x.shape[2]}, which is '
         'what is left of the observation in its turn: take another torso (auto, grid or mlp)'
       )
     shape = (self.size, self.size, x.shape[-1], self.features)
@@ -167,6 +171,7 @@ class Dense(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     kernel = self.param('kernel', self.kernel_init, (x.shape[-1], self.features))
     bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
     return affine(x, kernel, bias[None])
@@ -184,6 +189,7 @@ class NoisyDense(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     inputs = x.shape[-1]
     bound = 1 / math.sqrt(inputs)
 
@@ -206,7 +212,7 @@ class NoisyDense(nn.Module):
     return affine(x, kernel, bias[None])
 
   def _noise(self, name: str, rows: int, inputs: int) -> tuple[Array, Array]:
-    """What the paper's equations 10 and 11 call f(epsilon), of inputs and outputs, [rows, ...]."""
+    """Return f(epsilon) of inputs and of outputs, [rows, ...]: equations 10 and 11 of the paper."""
     in_key, out_key = jax.random.split(self.make_rng(name))
     x, y = (
       jax.random.normal(key, (rows, size))

@@ -1,4 +1,4 @@
-"""The networks of agents that learn over lifetimes: a policy for each, and what remembers one across episodes."""
+"""Networks of agents that learn over lifetimes: a policy for each, and a memory across episodes."""
 
 from __future__ import annotations
 
@@ -50,11 +50,13 @@ class Policy(Body):
       )
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Policy(self)
 
 
@@ -68,7 +70,7 @@ class _LifetimeNetwork(nn.Module):
     s, t = self.settings, timesteps
     length = t.reward.shape[0]
     code = jnp.zeros((*t.reward.shape, s.distribution.size))
-    if action is not None:  # what was done at FIRST was ignored
+    if action is not None:  # the action before FIRST was ignored
       code = jax.nn.one_hot(action, s.distribution.size) * (1.0 - t.first)[..., None]
     x = split_time(s.make_torso()(s.prepare(merge_time(t.observation))[0]), length)
     numbers = jnp.stack([t.reward, 1.0 - t.discount, 1.0 * t.first, 1.0 * t.last], axis=-1)
@@ -83,11 +85,11 @@ class _LifetimeNetwork(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class LifetimeNetwork(Body):
-  """One number for each timestep [T, B], from all that came before it in a lifetime, across episodes.
+  """One number for each timestep [T, B], from the lifetime before it, across episodes.
 
-  It looks at the observation, the action that led to it, the reward, and whether the episode has ended; its core is
-  reset where a lifetime begins, and not where an episode does. The last layer has the newest step besides what the core
-  remembers. Without a core it knows the newest step only.
+  Its inputs are the observation, the action before it, the reward, and whether the episode ended.
+  Its core is reset where a lifetime begins, not where an episode does. The last layer sees the
+  newest step besides the core's output. Without a core it sees the newest step only.
   """
 
   hidden: tuple[int, ...] = (32,)
@@ -97,16 +99,18 @@ class LifetimeNetwork(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _LifetimeNetwork(self)
 
   def recall(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array, begins: Array
   ) -> tuple[Array, Any]:
-    """[T, B] f32, and the state after.
+    """Return numbers [T, B] f32, and the state after them.
 
-    `action` [T, B] i32 is what was done before each timestep, `begins` [T, B] bool where a lifetime does.
+    `action` [T, B] i32 are the actions before the timesteps, and `begins` [T, B] is true where a
+    lifetime begins.
     """
-    found: tuple[Array, Any] = self.module.apply(
+    outputs: tuple[Array, Any] = self.module.apply(
       {'params': params}, state, timesteps, action, begins
     )
-    return found
+    return outputs

@@ -1,4 +1,4 @@
-"""What observation spaces mean to a network: floats, pixels, one-hot values."""
+"""Observation spaces as inputs of a network: floats, pixels, one-hot values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def image_sides(space: Any) -> tuple[int, ...]:
 
 
 def as_floats(space: Any, x: Array, plain: bool = False) -> Array:
-  """Observations as floats, by what their space says they are; pixels as bytes, channels last.
+  """Return observations as floats, by the kind of their space; pixels as bytes, channels last.
 
   `plain` is the older way to encode integers, see `number_encoding`.
   """

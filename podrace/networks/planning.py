@@ -1,6 +1,7 @@
 """Models to plan with: an observation becomes a hidden state, in which actions are tried out.
 
-`Model` is all that a planning agent asks for; `LearnedModel` ships. See docs/planning.md for one of your own.
+`Model` is all that a planning agent asks for; `LearnedModel` ships. See docs/planning.md for one of
+your own.
 """
 
 from __future__ import annotations
@@ -24,33 +25,40 @@ from podrace.types import Array, TimeStep
 
 
 class Prediction(NamedTuple):
-  """What a model says of hidden states [B, ...]."""
+  """Outputs of a model for hidden states [B, ...]."""
 
-  policy: Array  # [B, P] f32 what the action distribution takes
+  policy: Array  # [B, P] f32 parameters of the action distribution
   value: Array  # [B, bins] f32 logits over the model's support; [B, 1] without one: the value
 
 
 class Model(Protocol):
   """Pure functions over a plain pytree of arrays: representation, dynamics and prediction.
 
-  `represent` is over time, as `Network.unroll` is: its recurrent state is reset where a timestep is FIRST. An
-  action is a raw sample [B, ...] of `distribution`.
+  `represent` is over time, as `Network.unroll` is: its recurrent state is reset where a timestep is
+  FIRST. An action is a raw sample [B, ...] of `distribution`.
   """
 
   @property
-  def distribution(self) -> distributions.Distribution: ...
+  def distribution(self) -> distributions.Distribution:
+    """The action distribution of the policy output."""
+    ...
 
   @property
   def support(self) -> Array | None:
-    """[bins] rescaled returns (`returns.rescale`), evenly spaced; None: values and rewards are numbers."""
+    """Evenly spaced rescaled returns [bins] (`returns.rescale`); None: values are plain numbers."""
     ...
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros, as the environment's are."""
     ...
 
-  def init(self, key: Array) -> Any: ...
-  def initial_state(self, batch_size: int) -> Any: ...
+  def init(self, key: Array) -> Any:
+    """Return the first state of training."""
+    ...
+
+  def initial_state(self, batch_size: int) -> Any:
+    """Return the state of acting before the first timestep."""
+    ...
 
   def represent(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]:
     """Hidden states [T, B, ...] of timesteps [T, B, ...], and the recurrent state after them."""
@@ -60,7 +68,9 @@ class Model(Protocol):
     """The hidden states [B, ...] after an action, and the reward [B, bins] as a value is."""
     ...
 
-  def predict(self, params: Any, hidden: Any) -> Prediction: ...
+  def predict(self, params: Any, hidden: Any) -> Prediction:
+    """Return the policies and values of hidden states."""
+    ...
 
 
 # --- numbers as distributions over a support -----------------------------------------------------
@@ -93,7 +103,7 @@ def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
 
 
 def scale_hidden(hidden: Array) -> Array:
-  """Each hidden state [B, ...] within [0, 1], by its minimum and maximum (appendix G of the paper)."""
+  """Scale each hidden state [B, ...] to [0, 1] by minimum and maximum (the paper, appendix G)."""
   axes = tuple(range(1, hidden.ndim))
   low = jnp.min(hidden, axis=axes, keepdims=True)
   high = jnp.max(hidden, axis=axes, keepdims=True)
@@ -101,26 +111,28 @@ def scale_hidden(hidden: Array) -> Array:
 
 
 def features(hidden: Array) -> Array:
-  """Hidden states [B, ...] as [B, n]; of images also the most of each channel, wherever it is.
+  """Return hidden states [B, ...] as [B, n]; for images also the maximum of each channel.
 
-  What matters may be anywhere, such as gold next to the player, and is then learned once for all places.
+  An object may be anywhere, such as gold next to the player. The maximum is then learned once for
+  all places.
   """
   everywhere = (flat(hidden), jnp.max(hidden, axis=(1, 2))) if hidden.ndim == 4 else (flat(hidden),)
   return jnp.concatenate(everywhere, axis=-1)
 
 
 def scale_gradient(tree: Any, factor: float) -> Any:
-  """The same numbers, whose gradient is `factor` times as large."""
+  """Return the same numbers with a gradient that is `factor` times as large."""
   return jax.tree.map(lambda x: factor * x + (1 - factor) * jax.lax.stop_gradient(x), tree)
 
 
-# --- the model that ships --------------------------------------------------------------------------
+# --- the model that ships -------------------------------------------------------------------------
 
 
 class _LearnedModel(nn.Module):
   settings: LearnedModel
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     self.represent_observation = self._tower(Downsample) if s.blocks else s.make_torso()
     if s.core != 'none':
@@ -150,6 +162,7 @@ class _LearnedModel(nn.Module):
     return nn.Sequential([features, s.mlp(s.head_hidden), Dense(size, kernel_init=last)])
 
   def represent(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    """Return hidden states [T, B, ...] and the recurrent state after them."""
     s, length = self.settings, timesteps.reward.shape[0]
     observation, _ = s.prepare(merge_time(timesteps.observation))
     x = self.represent_observation(observation)
@@ -161,6 +174,7 @@ class _LearnedModel(nn.Module):
     return split_time(scale_hidden(x), length), state
 
   def dynamics(self, hidden: Array, action: Array) -> tuple[Array, Array]:
+    """Return the hidden states after actions, and the rewards."""
     code = self.settings.encode_action(action)
     if self.settings.blocks:
       planes = jnp.broadcast_to(code[:, None, None, :], (*hidden.shape[:3], code.shape[-1]))
@@ -172,9 +186,11 @@ class _LearnedModel(nn.Module):
     return x, self.reward_head(x)
 
   def predict(self, hidden: Array) -> Prediction:
+    """Return the policies and values of hidden states."""
     return Prediction(self.policy_head(hidden), self.value_head(hidden))
 
   def project(self, hidden: Array, online: bool) -> Array:
+    """Return projections for the consistency loss."""
     x = self.projector(hidden)
     return self.predictor(x) if online else x
 
@@ -190,9 +206,10 @@ class _LearnedModel(nn.Module):
 class LearnedModel(Body):
   """A `Model` built from an environment's spaces.
 
-  Its hidden state is a vector: behind the torso (an MLP, the grid's or IMPALA's convolutions) and the core, and
-  dynamics of an MLP. With `blocks` it is an image, by the paper's residual tower. Dynamics add to the hidden state
-  that they are given, as EfficientZero's do (Ye et al. 2021, arXiv 2111.00210).
+  Its hidden state is a vector: behind the torso (an MLP, the grid's or IMPALA's convolutions) and
+  the core, and dynamics of an MLP. With `blocks` it is an image, by the paper's residual tower.
+  Dynamics add to the hidden state that they are given, as EfficientZero's do (Ye et al. 2021, arXiv
+  2111.00210).
   """
 
   activation: Literal['tanh', 'relu'] = 'relu'
@@ -216,17 +233,20 @@ class LearnedModel(Body):
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
     if self.blocks and self.core != 'none':
       raise ValueError(
-        f'a residual tower has an image as its hidden state, so there is no core {self.core!r}: blocks is 0 with one'
+        f'a residual tower has an image as its hidden state, so there is no core {self.core!r}: '
+        'blocks is 0 with one'
       )
 
   @functools.cached_property
   def distribution(self) -> distributions.Distribution:
+    """The action distribution of the policy output."""
     from gymnasium import spaces
 
     return distributions.for_space(self.action_space, isinstance(self.action_space, spaces.Box))
 
   @property
   def support(self) -> Array | None:
+    """The atoms of values and rewards; None: they are numbers."""
     if self.bins == 1:
       return None
     low, high = returns.rescale(jnp.array([self.v_min, self.v_max], jnp.float32))
@@ -234,9 +254,11 @@ class LearnedModel(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _LearnedModel(self)
 
   def mlp(self, hidden: tuple[int, ...]) -> nn.Module:
+    """Return an MLP with the settings of the network."""
     return Mlp(hidden, {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation], self.kernel_init)
 
   def encode_action(self, action: Array) -> Array:
@@ -250,22 +272,29 @@ class LearnedModel(Body):
     return jnp.tanh(action)
 
   def init(self, key: Array) -> Any:
+    """Return the first state of training."""
     timesteps = jax.tree.map(lambda x: x[None], self.example())
     zeros = jnp.zeros([1, self.distribution.size])
     action = self.distribution.mode(zeros)
     return self.module.init(key, self.initial_state(1), timesteps, action)['params']
 
   def represent(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+    """Return hidden states [T, B, ...] and the recurrent state after them."""
     return self._apply(params, 'represent', state, timesteps)
 
   def dynamics(self, params: Any, hidden: Array, action: Array) -> tuple[Array, Array]:
+    """Return the hidden states after actions, and the rewards."""
     return self._apply(params, 'dynamics', hidden, action)
 
   def predict(self, params: Any, hidden: Array) -> Prediction:
+    """Return the policies and values of hidden states."""
     return self._apply(params, 'predict', hidden)
 
   def project(self, params: Any, hidden: Array, online: bool) -> Array:
-    """[B, projection] for the consistency loss; `online` is the side that has a predictor behind it."""
+    """Return projections [B, projection] for the consistency loss.
+
+    The `online` side has a predictor behind the projector.
+    """
     return self._apply(params, 'project', hidden, online)
 
   def _apply(self, params: Any, method: str, *args: Any) -> Any:

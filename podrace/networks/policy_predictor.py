@@ -19,7 +19,7 @@ from podrace.types import Array, TimeStep
 
 
 class PolicyPrediction(NamedTuple):
-  """What the network says of timesteps [T, B]."""
+  """Outputs of the network for timesteps [T, B]."""
 
   policy: Array  # [T, B, A] f32 logits
   y: Array  # [T, B, Y] f32 logits
@@ -29,6 +29,7 @@ class _PolicyPredictor(nn.Module):
   settings: PolicyPredictor
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     small = nn.initializers.truncated_normal(0.01)
     self.torso = s.make_torso()
@@ -54,15 +55,17 @@ class _PolicyPredictor(nn.Module):
 class PolicyPredictor(Body):
   """Torso, core and two heads, built from an environment's spaces."""
 
-  hidden: tuple[int, ...] = (64, 64)  # none: what is predicted is a table of one-hot observations
+  hidden: tuple[int, ...] = (64, 64)  # none: predictions are a table over one-hot observations
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   predictions: int = 30  # numbers of y: as many as the rule's
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _PolicyPredictor(self)
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)

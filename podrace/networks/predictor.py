@@ -1,4 +1,4 @@
-"""The network of agents that learn by a rule: a policy, predictions without a meaning, and values of actions."""
+"""The network of agents that learn by a rule: policy, free predictions, and action values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from podrace.types import Array, TimeStep
 
 
 class Predictions(NamedTuple):
-  """What the network says of timesteps [T, B]."""
+  """Outputs of the network for timesteps [T, B]."""
 
   policy: Array  # [T, B, A] f32 logits
   y: Array  # [T, B, Y] f32 logits
@@ -34,6 +34,7 @@ class _Predictor(nn.Module):
   settings: Predictor
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
     self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
@@ -72,7 +73,7 @@ class _Predictor(nn.Module):
       policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)
     cell = self.root(x)
     gates = self.model(jnp.tanh(cell))
-    if action is None:  # all: what one adds to the gates is a row of `code`
+    if action is None:  # all actions: each adds its row of `code` to the gates
       after = after_action(gates[:, None] + self.code[None], cell[:, None])
     else:
       code = jax.nn.one_hot(action.reshape(-1), self.code.shape[0])
@@ -85,7 +86,7 @@ class _Predictor(nn.Module):
 
 
 def after_action(gates: Array, cell: Array) -> Array:
-  """The hidden state behind one LSTM step of the model, from gates [..., 4 M] and a cell [..., M]."""
+  """Return the hidden state after an LSTM step, from gates [..., 4 M] and a cell [..., M]."""
   i, f, g, o = jnp.split(gates, 4, axis=-1)
   cell = nn.sigmoid(f + 1.0) * cell + nn.sigmoid(i) * jnp.tanh(g)
   return nn.sigmoid(o) * jnp.tanh(cell)
@@ -93,19 +94,20 @@ def after_action(gates: Array, cell: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Predictor(Body):
-  """Torso, core, and heads; those of single actions are behind one step of a model (Oh et al. 2025)."""
+  """Torso, core, and heads. Heads of single actions follow a step of a model (Oh et al. 2025)."""
 
   hidden: tuple[int, ...] = (512, 512)
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   predictions: int = 600  # numbers of y, and of z for each action: as many as the rule's
   model_size: int = 128  # of the model's LSTM
-  head_hidden: tuple[int, ...] = (128,)  # layers before what is said of an action, each its own
+  head_hidden: tuple[int, ...] = (128,)  # layers before each output of an action, separate ones
   bins: int = 601  # atoms of a value, evenly spaced in its rescaled form
   max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
 
   @property
   def activate(self) -> Any:
+    """The activation function."""
     return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
 
   @property
@@ -115,22 +117,24 @@ class Predictor(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _Predictor(self)
 
   def unroll_taken(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array
   ) -> Predictions:
-    """As `unroll`, but of actions [T, B] only: what is learned from, at a fraction of the cost."""
-    said: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
-    return said
+    """Unroll for the actions [T, B] only, at a fraction of the cost."""
+    predictions: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
+    return predictions
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
+    """Return the network for these spaces."""
     check_discrete(action_space)
     return super().bind(observation_space, action_space)
 
 
 def check_discrete(action_space: Any) -> None:
-  """Raises ValueError for what rules are not for."""
+  """Raise ValueError for an action space that rules do not support."""
   from gymnasium import spaces
 
   if not isinstance(action_space, spaces.Discrete):

@@ -1,4 +1,4 @@
-"""The protocol: what agents ask of a network, and what serves one of your own."""
+"""The protocol of networks, and helpers for networks of your own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from podrace.types import Array, TimeStep
 
 
 class Network(Protocol):
-  """Four pure functions over a plain pytree of arrays, and what they are made for.
+  """Four pure functions over a plain pytree of arrays.
 
   `step` acts, on [B, ...]; `unroll` learns, on [T, B, ...], from the state before the first
   timestep. The state is reset where a timestep is FIRST, before that timestep is seen. For a
@@ -21,23 +21,34 @@ class Network(Protocol):
 
   @property
   def distribution(self) -> distributions.Distribution:
-    """What actor-critics make of the policy output; see `distributions.for_space`."""
+    """The action distribution over the policy output; see `distributions.for_space`."""
     ...
 
   def example(self) -> TimeStep:
     """A timestep [1, ...] of zeros, as the environment's are."""
     ...
 
-  def init(self, key: Array) -> Any: ...
-  def initial_state(self, batch_size: int) -> Any: ...
-  def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[Any, Any]: ...
-  def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]: ...
+  def init(self, key: Array) -> Any:
+    """Return the first state of training."""
+    ...
+
+  def initial_state(self, batch_size: int) -> Any:
+    """Return the state of acting before the first timestep."""
+    ...
+
+  def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[Any, Any]:
+    """Take an action."""
+    ...
+
+  def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]:
+    """Return outputs [T, B, ...] and the state after them."""
+    ...
 
 
 class PolicyValue(NamedTuple):
-  """What an actor-critic network says of each timestep."""
+  """Outputs of an actor-critic network for each timestep."""
 
-  policy: Array  # [..., P] f32 what the action distribution takes
+  policy: Array  # [..., P] f32 parameters of the action distribution
   value: Array  # [...] f32
 
 

@@ -1,4 +1,4 @@
-"""Values of discrete actions."""
+"""The network of value-based agents, and its dueling and noisy heads."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class _QNetwork(nn.Module):
   settings: QNetwork
 
   def setup(self) -> None:
+    """Make the layers."""
     s = self.settings
     self.torso = s.make_torso()
     if s.core != 'none':
@@ -64,8 +65,8 @@ class _QNetwork(nn.Module):
 class QNetwork(Body):
   """Values of discrete actions, or the distributions of their returns: [..., A, atoms].
 
-  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` says what the atoms are: one value;
-  the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
+  Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one
+  value; the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
   (QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
   """
 
@@ -88,10 +89,12 @@ class QNetwork(Body):
 
   @property
   def categorical(self) -> bool:
+    """Whether the head is categorical."""
     return self.head == 'categorical'
 
   @property
   def atoms(self) -> int:
+    """Numbers of the output for each action."""
     return 1 if self.head == 'value' else self.num_atoms
 
   @property
@@ -101,6 +104,7 @@ class QNetwork(Body):
 
   @property
   def num_actions(self) -> int:
+    """Number of actions."""
     if not isinstance(self.distribution, distributions.Categorical):
       raise ValueError(f'values of actions need a Discrete action space, not {self.action_space}')
     return self.distribution.num_actions
@@ -113,4 +117,5 @@ class QNetwork(Body):
 
   @functools.cached_property
   def module(self) -> nn.Module:
+    """The flax module."""
     return _QNetwork(self)

@@ -30,6 +30,7 @@ class Mlp(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     for size in self.hidden:
       x = self.activation(Dense(size, kernel_init=self.kernel_init)(x))
     return x
@@ -42,6 +43,7 @@ class Nature(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
       x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
     return x
@@ -54,6 +56,7 @@ class ImpalaShallow(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     for features, size, stride in ((16, 8, 4), (32, 4, 2)):
       x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
     return x
@@ -66,6 +69,7 @@ class ImpalaDeep(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     conv = functools.partial(Conv, size=3, padding='SAME', kernel_init=self.kernel_init)
     for features in (16, 32, 32):
       x = nn.max_pool(conv(features)(x), (3, 3), strides=(2, 2), padding='SAME')
@@ -82,6 +86,7 @@ class Grid(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     return nn.relu(Conv(16, 3, kernel_init=self.kernel_init)(x))
 
 
@@ -94,8 +99,10 @@ IMAGE_TORSOS = {
 
 
 class Torso(nn.Module):
-  """Observations [B, ...] to features [B, F]: images through convolutions, or all of them through a transformer;
-  then all through an MLP."""
+  """Features [B, F] of observations [B, ...].
+
+  Images pass through convolutions, or all observations through a transformer; then an MLP follows.
+  """
 
   image: str  # a key of IMAGE_TORSOS, 'transformer', or 'mlp' to flatten images too
   hidden: tuple[int, ...]
@@ -105,6 +112,7 @@ class Torso(nn.Module):
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
+    """Apply the layers."""
     if self.image == 'transformer':
       features = [TransformerTorso(self.transformer)(observation)]
     else:
@@ -112,6 +120,7 @@ class Torso(nn.Module):
     return Mlp(self.hidden, self.activation, self.kernel_init)(jnp.concatenate(features, axis=-1))
 
   def features(self, observation: Any) -> list[Array]:
+    """Return the features of each part of an observation."""
     features = []
     for x in jax.tree.leaves(observation):
       if x.ndim == 4 and self.image != 'mlp':

@@ -1,7 +1,7 @@
 """Residual towers, as MuZero's (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
 
-Against the paper: layers are normalised over the channels of each place, not over the batch, so that there are no
-statistics to keep.
+Against the paper: layers are normalised over the channels of each place, not over the batch, so
+that there are no statistics to keep.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Convolution(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     x = Conv(self.channels, 3, self.stride, 'SAME', self.kernel_init)(x)
     if not self.normalize:
       return x
@@ -44,6 +45,7 @@ class Blocks(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     for _ in range(self.blocks):
       y = nn.relu(self.layer(self.channels)(x))
       x = nn.relu(x + self.layer(self.channels)(y))
@@ -51,7 +53,7 @@ class Blocks(nn.Module):
 
 
 class Tower(nn.Module):
-  """A convolution to as many channels, then residual blocks: [B, H, W, C] to [B, H, W, channels]."""
+  """A convolution, then residual blocks: [B, H, W, C] to [B, H, W, channels]."""
 
   channels: int
   blocks: int
@@ -59,15 +61,17 @@ class Tower(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     x = nn.relu(self.layer(self.channels)(x))
     return Blocks(self.channels, self.blocks, self.layer)(x)
 
 
 class Downsample(nn.Module):
-  """An observation's image to a hidden state: boards keep their size, pixels become a sixteenth a side.
+  """The hidden state of an observation: boards keep their size, pixels become a sixteenth a side.
 
-  The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks; average pooling; three
-  blocks; average pooling; then the tower. What else is in the observation becomes planes of one number each.
+  The paper's: half the channels, stride 2, two blocks; all channels, stride 2, three blocks;
+  average pooling; three blocks; average pooling; then the tower. The rest of the observation
+  becomes planes of one number each.
   """
 
   channels: int
@@ -76,6 +80,7 @@ class Downsample(nn.Module):
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
+    """Apply the layers."""
     leaves = [unit(x) for x in jax.tree.leaves(observation)]
     images = [x for x in leaves if x.ndim == 4]
     if not images:

@@ -1,4 +1,4 @@
-"""A transformer over the parts of one observation, and how its parameters are split over a model axis."""
+"""A transformer over the parts of an observation, and its sharding over a model axis."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from podrace.fields import check_fields
 from podrace.networks.layers import Conv, flat
 from podrace.types import Array
 
-# Heads, and what is between the two layers behind attention, are on different devices; the rest is on all.
+# Heads, and the units between the two layers behind attention, are split over devices. The rest is
+# on all.
 SHARDING = (
   (r'attention/(query|key|value)/kernel$', -2),
   (r'attention/(query|key|value)/bias$', -2),
@@ -41,7 +42,7 @@ class Transformer:
 
 
 class TransformerTorso(nn.Module):
-  """Observations [B, ...] to features [B, width]: the mean over what comes of all tokens.
+  """Features [B, width] of observations [B, ...]: the mean over the outputs of all tokens.
 
   Layers are normalised before each block (Xiong et al. 2020, arXiv 2002.04745).
   """
@@ -50,6 +51,7 @@ class TransformerTorso(nn.Module):
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
+    """Apply the layers."""
     x = Tokens(self.sizes.width, self.sizes.patch, name='tokens')(observation)
     for i in range(self.sizes.layers):
       x = Block(self.sizes.heads, name=f'block_{i}')(x)
@@ -57,11 +59,11 @@ class TransformerTorso(nn.Module):
 
 
 class Tokens(nn.Module):
-  """Observations to tokens [B, N, width]: the patches of images (Dosovitskiy et al. 2021, arXiv 2010.11929), and each
-  number of all else by itself (Gorishniy et al. 2021, arXiv 2106.11959).
+  """Tokens [B, N, width] of observations.
 
-  A token is an embedding of its content plus one of its place. Both begin with the same size, as the norm of their sum is
-  not seen.
+  Images are cut into patches (Dosovitskiy et al. 2021, arXiv 2010.11929). Each other number is a
+  token of its own (Gorishniy et al. 2021, arXiv 2106.11959). A token is an embedding of its content
+  plus one of its place. Both start with the same size, since the norm hides the size of their sum.
   """
 
   width: int
@@ -69,6 +71,7 @@ class Tokens(nn.Module):
 
   @nn.compact
   def __call__(self, observation: Any) -> Array:
+    """Apply the layers."""
     tokens = []
     for i, x in enumerate(jax.tree.leaves(observation)):
       x = x[..., None] if x.ndim == 3 else x  # a board without channels
@@ -92,6 +95,7 @@ class Block(nn.Module):
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
     normal = nn.LayerNorm(name='before_attention')(x)
     x = x + nn.MultiHeadDotProductAttention(self.heads, name='attention')(normal)
     y = nn.Dense(4 * x.shape[-1], name='up')(nn.LayerNorm(name='before_layers')(x))

@@ -20,7 +20,7 @@ from test_sebulba import keys
 from test_value_agents import anakin
 
 from podrace import distributions, topology
-from podrace.agents.disco import Disco, Extras, divergence, inputs_of
+from podrace.agents.disco import Disco, DiscoExtras, divergence, inputs_of
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage as rule_formats
 from podrace.envs import make
@@ -55,7 +55,7 @@ class Table(Predictor):
     return params, state
 
   def unroll_taken(self, params: Any, state: Any, timesteps: Any, action: Any) -> Any:
-    taken = {k: rules.chosen(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
+    taken = {k: rules.select_action(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
     return params._replace(**taken)
 
 
@@ -71,7 +71,7 @@ def window_of(update: int) -> Trajectory:
   steps = TimeStep(
     jnp.zeros((*last.shape, 4)), t['reward'], 1 - last.astype(jnp.float32), step_type
   )
-  extras = Extras(t['behaviour'][:-1])
+  extras = DiscoExtras(t['behaviour'][:-1])
   return Trajectory(steps, ActorOutput(action, extras), (), jnp.arange(inputs.B))
 
 
@@ -147,12 +147,12 @@ def targets(agent: Disco, rule: Any, train: TrainState, window: Trajectory) -> A
   """What the agent estimates, what its rule sees of that, and what the rule aims at."""
   found = agent.estimates(train.params, train.rest.target, window)
   first, second = jnp.mean(found.advantage), jnp.mean(found.advantage**2)
-  moments = agent.moved(train.rest.moments, first, second)
+  moments = agent.update_moments(train.rest.moments, first, second)
   seen = inputs_of(train.params, train.rest.target, found, window, moments)
   return found, seen, rules.update(rule, train.rest.memory, seen)[0]
 
 
-def check_targets(found: Any, seen: rules.Inputs, aims: Any, expected: Any) -> None:
+def check_targets(found: Any, seen: rules.DiscoInputs, aims: Any, expected: Any) -> None:
   close(found.q_target, expected['q_targets'], 'q')
   close(found.advantage, expected['advantage'], 'advantage')
   close(seen.scaled_advantage, expected['scaled_advantage'], 'scaled advantage')
@@ -188,7 +188,7 @@ def random_window(batch: int = 8, length: int = 6, mask: bool = False) -> Trajec
       np.arange(batch, dtype=np.int32),
     ),
   )
-  return Trajectory(TimeStep(*steps), ActorOutput(outputs[0], Extras(outputs[1])), (), env_id)
+  return Trajectory(TimeStep(*steps), ActorOutput(outputs[0], DiscoExtras(outputs[1])), (), env_id)
 
 
 def bound(agent: Disco, space: Any = SPACE) -> Disco:
@@ -255,7 +255,7 @@ def test_what_is_said_of_taken_actions_is_what_is_said_of_all(core: Any) -> None
   taken = jax.jit(network.unroll_taken)(params, state, window.timesteps, jnp.asarray(action))
   said, _ = jax.jit(network.unroll)(params, state, window.timesteps)
   for name in ('z', 'q', 'next_policy'):
-    expected = rules.chosen(getattr(said, name), jnp.asarray(action))
+    expected = rules.select_action(getattr(said, name), jnp.asarray(action))
     np.testing.assert_allclose(getattr(taken, name), expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(taken.policy, said.policy)
 
@@ -279,7 +279,7 @@ def test_a_window_is_learned_from_as_often_as_it_says() -> None:
 def test_a_rule_is_the_same_for_any_number_of_actions() -> None:
   """An order of the actions is an order of its targets, and it sees no further than the end of an episode."""
   params = rules.init(jax.random.key(0), rule_files.SIZES)
-  state = rules.State(jnp.ones(6), jnp.ones(6))
+  state = rules.DiscoRuleState(jnp.ones(6), jnp.ones(6))
   t = some_inputs()
   found, _ = rules.update(params, state, t)
   turned, _ = rules.update(params, state, rotated(t))
@@ -291,7 +291,7 @@ def test_a_rule_is_the_same_for_any_number_of_actions() -> None:
   assert not np.allclose(rules.update(params, rules.initial_state(6), t)[0].y, found.y)
 
 
-def some_inputs() -> rules.Inputs:
+def some_inputs() -> rules.DiscoInputs:
   keys = iter(jax.random.split(jax.random.key(1), 20))
 
   def some(*shape: int) -> Any:
@@ -302,13 +302,13 @@ def some_inputs() -> rules.Inputs:
 
   last = jnp.zeros((5, 2), bool).at[2].set(True)
   action = jnp.array([[0, 1], [2, 3], [3, 3], [1, 0], [2, 2]])
-  return rules.Inputs(
+  return rules.DiscoInputs(
     predicted(), predicted(), some(5, 2, 4), action, some(5, 2), last, some(6, 2), some(5, 2), some(5, 2),
     some(5, 2, 4), some(5, 2, 4), some(5, 2, 4),
   )  # fmt: skip
 
 
-def rotated(t: rules.Inputs) -> rules.Inputs:
+def rotated(t: rules.DiscoInputs) -> rules.DiscoInputs:
   """The same with each action one further."""
 
   def turn(x: Any) -> Any:

@@ -106,7 +106,7 @@ def case(space: str, seed: int = 0) -> Case:
 def recorded(agent: Any, c: Case) -> Any:
   """The last gradient that `learn` gives its optimiser, as {path: array}, and the metrics."""
   agent = dataclasses.replace(agent, network=c.network, move=c.move)
-  train = TrainState(policy_gradient.Params(c.params), jax.tree.map(np.zeros_like, c.params))
+  train = TrainState(policy_gradient.PolicyParams(c.params), jax.tree.map(np.zeros_like, c.params))
   step = learner(agent, on_policy(), topology.learner_mesh(1))
   step = jax.jit(step, compiler_options={'xla_backend_optimization_level': 0})  # compiles faster
   train, _, metrics, _ = step(train, (), c.trajectory, jax.random.key(1), np.int32(0))
@@ -376,12 +376,14 @@ def test_impala(settings: dict[str, Any], space: str) -> None:
 TRANSITIONS, VTRACE = policy_gradient.transitions, returns.vtrace
 
 
-def no_mask(*args: Any) -> policy_gradient.Transitions:
+def no_mask(*args: Any) -> policy_gradient.PolicyTransitions:
   step = TRANSITIONS(*args)
   return step._replace(mask=jnp.ones_like(step.mask))
 
 
-def truncation_as_termination(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
+def truncation_as_termination(
+  trajectory: Trajectory, *args: Any
+) -> policy_gradient.PolicyTransitions:
   step = TRANSITIONS(trajectory, *args)
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   return step._replace(discount_t=jnp.where(after.last, 0.0, step.discount_t))
@@ -399,11 +401,11 @@ def leak_past_last(trajectory: Trajectory, params: Any, discount: float, lambda_
   return step._replace(lambda_t=jnp.full_like(step.lambda_t, lambda_))
 
 
-def rewards_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
+def rewards_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.PolicyTransitions:
   return TRANSITIONS(trajectory, *args)._replace(reward_t=trajectory.timesteps.reward[:-1])
 
 
-def mask_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.Transitions:
+def mask_one_late(trajectory: Trajectory, *args: Any) -> policy_gradient.PolicyTransitions:
   after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)
   return TRANSITIONS(trajectory, *args)._replace(mask=1.0 - after.last)
 

@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from podrace import cli, topology
-from podrace.agents.intrinsic import Intrinsic, Params
+from podrace.agents.intrinsic import Intrinsic, IntrinsicParams
 from podrace.architectures import unroll
 from podrace.architectures.anakin import Anakin
 from podrace.envs import contract, make
@@ -40,13 +40,13 @@ def agent(env: str = WORLD, **settings: Any) -> Intrinsic:
   return found
 
 
-def loud(params: Params) -> Params:
+def loud(params: IntrinsicParams) -> IntrinsicParams:
   """With rewards and values that are not almost 0, as they begin."""
   return jax.tree.map(lambda x: 3.0 * x, params)
 
 
 @functools.cache
-def lived(env: str = WORLD) -> tuple[Intrinsic, Params, list[Trajectory]]:
+def lived(env: str = WORLD) -> tuple[Intrinsic, IntrinsicParams, list[Trajectory]]:
   """Two unrolls in a row."""
   learning, many = agent(env), batch(make(env), B)
   params = loud(contract.quick_jit(learning.init)(jax.random.key(1)).params)
@@ -178,7 +178,7 @@ def test_policies_learn_by_reinforce_on_the_intrinsic_reward_alone() -> None:
     np.testing.assert_allclose(log_prob[:, b], expected, rtol=1e-3, atol=2e-4)
   other = whole._replace(agent_state=whole.agent_state)
   scaled = jax.tree.map(jnp.zeros_like, params.reward)
-  still = relive(Params(scaled, params.value), other)
+  still = relive(IntrinsicParams(scaled, params.value), other)
   assert not np.any(still[1]) and not np.allclose(still[3], log_prob, atol=1e-3)
 
 
@@ -258,7 +258,7 @@ def test_the_meta_gradient_against_differences() -> None:
 
     @jax.jit
     def outcome(reward: Any) -> Any:
-      return learning.loss(Params(reward, params.value), first)[1]['policy_loss']
+      return learning.loss(IntrinsicParams(reward, params.value), first)[1]['policy_loss']
 
     gradient = jax.jit(jax.grad(outcome))(params.reward)
     for seed in range(3):
@@ -279,7 +279,7 @@ def test_the_meta_gradient_against_differences() -> None:
 def test_the_value_is_learned_by_its_own_loss_and_the_reward_by_the_other() -> None:
   learning, params, (first, _) = lived()
 
-  def of(name: str, params: Params) -> Any:
+  def of(name: str, params: IntrinsicParams) -> Any:
     return learning.loss(params, first)[1][name]
 
   policy, value = (

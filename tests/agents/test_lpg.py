@@ -71,19 +71,19 @@ def updater(agent: LPG) -> Any:
 # --- the rule -------------------------------------------------------------------------------------------
 
 
-def inputs(seed: int = 0) -> rules.Inputs:
+def inputs(seed: int = 0) -> rules.LPGInputs:
   rng, x = np.random.default_rng(seed), window(seed)
   t = x.timesteps
   probability, y = rng.random((T, B)), rng.normal(size=(T + 1, B, SIZES.predictions))
   given = t.reward[1:], t.discount[1:], t.last[1:], probability, y
-  return rules.Inputs(*(jnp.asarray(x, jnp.float32) for x in given))._replace(last=t.last[1:])
+  return rules.LPGInputs(*(jnp.asarray(x, jnp.float32) for x in given))._replace(last=t.last[1:])
 
 
 def sigmoid(x: Any) -> Any:
   return 1 / (1 + np.exp(-x))
 
 
-def slow_targets(p: Any, t: rules.Inputs, discount: float, b: int) -> tuple[Any, Any]:
+def slow_targets(p: Any, t: rules.LPGInputs, discount: float, b: int) -> tuple[Any, Any]:
   """Of one stream, step by step."""
 
   def phi(y: Any) -> float:

@@ -23,7 +23,7 @@ from test_value_agents import anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
 
 from podrace import topology
-from podrace.agents.muesli import Extras, Muesli, cmpo, sampled_cmpo
+from podrace.agents.muesli import Muesli, MuesliExtras, cmpo, sampled_cmpo
 from podrace.envs import make
 from podrace.learner import sample_learner
 from podrace.networks import LearnedModel
@@ -85,7 +85,7 @@ def window_of(batch: int = BATCH) -> Trajectory:
   mask = steps.observation['action_mask'][:-1]
   action = np.argmax(mask * rng.random(mask.shape), -1).astype(np.int32)
   log_prob = np.log(rng.uniform(0.2, 0.9, action.shape)).astype(np.float32)
-  return streams.trajectory(steps, action, Extras(log_prob), ())
+  return streams.trajectory(steps, action, MuesliExtras(log_prob), ())
 
 
 def networks(agent: Muesli) -> tuple[Any, Any]:
@@ -366,11 +366,13 @@ def test_the_first_rewards_are_not_divided_by_rounding() -> None:
   """After batches without advantages, the policy's gradient is by 1 / sqrt(1 - decay) of the advantages' size."""
   agent = Muesli()
   size = jnp.float32(0.3)
-  scale = agent.bounded(jnp.float32(1e6), jnp.square(size))
+  scale = agent.limit_scale(jnp.float32(1e6), jnp.square(size))
   assert float(scale * size) == pytest.approx(10.0, rel=1e-4)
-  assert float(agent.bounded(jnp.float32(0.7), jnp.square(size))) == pytest.approx(0.7)
-  assert float(agent.bounded(jnp.float32(0.0), jnp.square(size))) == 0.0  # the first batch of all
-  nothing = float(agent.bounded(jnp.float32(1e6), jnp.float32(0)))
+  assert float(agent.limit_scale(jnp.float32(0.7), jnp.square(size))) == pytest.approx(0.7)
+  assert (
+    float(agent.limit_scale(jnp.float32(0.0), jnp.square(size))) == 0.0
+  )  # the first batch of all
+  nothing = float(agent.limit_scale(jnp.float32(1e6), jnp.float32(0)))
   assert nothing == pytest.approx(1e6, rel=1e-4)
   only = recording(cmpo_cost=0.0, model_cost=0.0, reward_cost=0.0, value_cost=0.0)
   gradient = {
@@ -469,7 +471,7 @@ def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
   replay = agent.memory(envs, length)
   steps = TimeStep(*(np.zeros((length + 1, envs), x) for x in (np.float32, 'f4', 'f4', np.int8)))
   action = np.zeros((length, envs), np.int32)
-  example = streams.trajectory(steps, action, Extras(steps.reward[1:]), ())
+  example = streams.trajectory(steps, action, MuesliExtras(steps.reward[1:]), ())
   example = jax.tree.map(jnp.asarray, example)
 
   def update(memory: Any, i: Any) -> Any:

@@ -26,8 +26,8 @@ from test_value_agents import sebulba as sebulba_of
 
 from podrace import cli, distributions, returns, topology
 from podrace.agents import search as searching
-from podrace.agents.muzero import Extras, MuZero
-from podrace.agents.search import Params, Plan
+from podrace.agents.muzero import MuZero, MuZeroExtras
+from podrace.agents.search import MuZeroParams, Plan
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel, Prediction
 from podrace.networks.planning import decode, encode, features, scale_hidden
@@ -135,14 +135,14 @@ def window_of(agent: MuZero, batch: int = BATCH) -> Trajectory:
   value = rng.normal(size=(length, batch)).astype(np.float32)
   age = np.full((length, batch), 7, np.int32)
   plan = Plan(weights, (), value, age, np.zeros((length, batch), bool))
-  return streams.trajectory(steps, action, Extras(action, plan), ())
+  return streams.trajectory(steps, action, MuZeroExtras(action, plan), ())
 
 
 def learned(agent: MuZero, window: Trajectory, weight: np.ndarray, seed: int = 0) -> Any:
   """The gradient that `learn` gives its optimiser, the priorities, and the metrics."""
   network = agent.network.init(jax.random.key(seed))
   zeros = jax.tree.map(jnp.zeros_like, network)
-  train = TrainState(Params(network, jnp.int32(10)), agent.init(jax.random.key(seed)).rest)
+  train = TrainState(MuZeroParams(network, jnp.int32(10)), agent.init(jax.random.key(seed)).rest)
   train = train._replace(rest=train.rest._replace(opt_state=zeros))
   sample = Sample(window, jnp.asarray(weight), jnp.arange(len(weight)))
   step = jax.shard_map(
@@ -406,9 +406,10 @@ def table(seed: int = 0) -> tuple[Table, np.ndarray]:
 
 
 def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, seed: int = 3) -> Any:
-  params = Params({}, jnp.int32(0))
+  params = MuZeroParams({}, jnp.int32(0))
   search = jax.jit(
-    lambda h, o, k: searching.plan(agent, params, h, o, k, simulations), compiler_options=quick
+    lambda h, o, k: searching.plan(agent.search_settings, params, h, o, k, simulations),
+    compiler_options=quick,
   )
   observation = () if mask is None else {'action_mask': mask}
   return jax.device_get(search(hidden, observation, jax.random.key(seed)))
@@ -434,7 +435,9 @@ def test_learning_from_searches_ends_where_value_iteration_ends() -> None:
 
   @jax.jit
   def search(known: Any, key: Any) -> Any:
-    return searching.plan(agent, Params(known, jnp.int32(0)), states, None, key, 16)[1]
+    return searching.plan(
+      agent.search_settings, MuZeroParams(known, jnp.int32(0)), states, None, key, 16
+    )[1]
 
   for i in range(12):
     plan = search(known, jax.random.key(i))
@@ -479,7 +482,7 @@ def test_what_acts_and_what_is_learned_from() -> None:
   ):
     agent = dataclasses.replace(deep, **change)
     search = jax.jit(
-      lambda h, k, agent=agent: agent.choose(Params({}, jnp.int32(0)), h, None, k),
+      lambda h, k, agent=agent: agent.choose(MuZeroParams({}, jnp.int32(0)), h, None, k),
       compiler_options=quick,
     )
     found[name] = jax.device_get(search(jnp.arange(STATES), jax.random.key(3)))
@@ -498,7 +501,7 @@ def test_actions_by_chance() -> None:
   mask = jnp.tile(jnp.array([[True, False, True]]), (4000, 1))
 
   def actions(agent: MuZero) -> Any:
-    choose = jax.jit(lambda h, m, k: agent.choose(Params({}, jnp.int32(0)), h, m, k)[0])
+    choose = jax.jit(lambda h, m, k: agent.choose(MuZeroParams({}, jnp.int32(0)), h, m, k)[0])
     return np.asarray(choose(jnp.zeros(4000, jnp.int32), {'action_mask': mask}, jax.random.key(0)))
 
   greedy = actions(greedily(dataclasses.replace(agent, epsilon=0.0)))
@@ -551,7 +554,7 @@ def test_the_priors_of_samples() -> None:
   model, _ = table()
   agent = MuZero(model, sampled_actions=8, sampled_temperature=2.0)  # type: ignore[arg-type]
   policy = jnp.array(np.random.default_rng(0).normal(size=(6, A)), jnp.float32)
-  x, logits = jax.device_get(searching.draw(agent, policy, jax.random.key(0)))
+  x, logits = jax.device_get(agent.search_settings.candidates.draw(policy, jax.random.key(0)))
   pi, beta = jax.nn.softmax(policy), jax.nn.softmax(policy / 2)
   for b in range(6):
     seen = set[int]()
@@ -606,7 +609,7 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)
   network = agent.network.init(jax.random.key(0))
-  refresh = jax.jit(lambda w, k: agent.refreshed(network, jnp.int32(10), w, k))
+  refresh = jax.jit(lambda w, k: agent.renew_plans(network, jnp.int32(10), w, k))
   plans = jax.device_get(refresh(window, jax.random.key(2)))
   old = window.outputs.extras.plan
   fresh = (plans.value != old.value).all(0)
@@ -622,7 +625,7 @@ def test_values_of_the_target_network() -> None:
   agent = recording(bootstrap='target')
   window = window_of(agent)
   network = agent.network.init(jax.random.key(5))
-  plans = agent.refreshed(network, jnp.int32(10), window, jax.random.key(2))
+  plans = agent.renew_plans(network, jnp.int32(10), window, jax.random.key(2))
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
   expected = decode(hidden @ network['v'], agent.network.support)
   np.testing.assert_allclose(plans.value, expected, rtol=1e-5, atol=1e-5)

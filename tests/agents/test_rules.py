@@ -17,7 +17,7 @@ import pytest
 import podrace.envs
 from podrace import cli
 from podrace.agents.muzero import MuZero
-from podrace.agents.search import Params
+from podrace.agents.search import MuZeroParams
 from podrace.envs.adapters.pgx import Game, mcts, random_move
 from podrace.envs.base import NextStepReset
 from podrace.envs.states import rules, with_state
@@ -153,7 +153,7 @@ def searcher(simulations: int, env: str = SELF, says: float = 0.0, **settings: A
     return x + says if 'value_head' in jax.tree_util.keystr(path) and x.shape == (1,) else x
 
   network = jax.tree_util.tree_map_with_path(moved, agent.network.init(jax.random.key(0)))
-  params = Params(network, jnp.int32(0))
+  params = MuZeroParams(network, jnp.int32(0))
 
   @jax.jit
   def act(timestep: TimeStep) -> Any:

@@ -113,12 +113,12 @@ def metagradient_of(agent: Any, devices: int) -> tuple[dict[str, float], Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Updating:
-  """An agent that only makes its own updates."""
+  """A self-tuning agent that only makes its own updates."""
 
   agent: Any
 
   def learn(self, *given: Any) -> Any:
-    return self.agent.update(*given)
+    return type(self.agent).learn.__wrapped__(self.agent, *given)
 
 
 def by_differences(agent: Any, train: Any, devices: int) -> dict[str, float]:
@@ -178,7 +178,7 @@ def test_the_gradient_is_that_of_differences(
 ) -> None:
   """In float64, but for float32 in the losses' masks and observations, which both have."""
   agent = AGENTS[name]
-  monkeypatch.setattr(metagradient, 'optimiser', lambda agent: recorder())
+  monkeypatch.setattr(metagradient, 'optimiser', lambda tuning: recorder())
   with jax.enable_x64(True):
     found, train = metagradient_of(agent, devices)
     expected = by_differences(agent, train, devices)
@@ -240,7 +240,9 @@ def test_a_share_of_1_begins_at_099() -> None:
   assert metrics['tuned_discount'] == pytest.approx(agent.discount)
   near = dataclasses.replace(agent, lambda_=0.995)
   shift = {name: jnp.zeros([]) for name in agent.tuning.fields}
-  assert float(metagradient.settings(near, shift)['lambda_']) == pytest.approx(0.995)
+  assert float(
+    metagradient.tuned_values(metagradient.user_values(near), shift)['lambda_']
+  ) == pytest.approx(0.995)
 
 
 @pytest.mark.parametrize('limit', [40.0, float('inf')])
@@ -303,7 +305,8 @@ def tuned(name: str, start: float, **settings: Any) -> float:
   rest = state.train.rest._replace(shift=shift)
   state = state._replace(train=state.train._replace(rest=rest))
   state = anakin.run(state, jnp.int32(150))
-  return float(metagradient.settings(agent, state.train.rest.shift)[field])
+  user = metagradient.user_values(agent)
+  return float(metagradient.tuned_values(user, state.train.rest.shift)[field])
 
 
 def test_a_discount_grows_where_rewards_come_late() -> None:

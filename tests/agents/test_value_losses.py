@@ -558,10 +558,10 @@ def test_r2d2_initial_priority_is_that_of_learning(n_step: int) -> None:
   window = random_window(T, 3, discrete, state)
   q = q_values(network, train.params, window.timesteps, state.core)
   action = window.outputs.action
-  from podrace.agents.value_based import Extras
+  from podrace.agents.value_based import ValueExtras
 
   taken = np.take_along_axis(q[:-1], action[..., None], -1)[..., 0]
-  told = window._replace(outputs=ActorOutput(action, Extras(taken, q[:-1].max(-1))))
+  told = window._replace(outputs=ActorOutput(action, ValueExtras(taken, q[:-1].max(-1))))
   found = agent.initial_priority(told._replace(timesteps=told.timesteps._replace(observation=())))
   steps = window.timesteps
   error = goals(agent, steps, q.max(-1), T - 1) - taken[:-1]

@@ -739,7 +739,7 @@ def test_priorities_of_dqn_by_what_acting_saw() -> None:
     ),
     ActorOutput(
       jnp.zeros((2, 4), jnp.int32),
-      value_based.Extras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
+      value_based.ValueExtras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
     ),
     (),
     jnp.arange(4),

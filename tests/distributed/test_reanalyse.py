@@ -24,7 +24,7 @@ from test_muzero import quick, recording, window_of
 from podrace import cli, errors, tables
 from podrace.agents import search
 from podrace.agents.muzero import MuZero
-from podrace.agents.search import Params
+from podrace.agents.search import MuZeroParams
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import acting as acting_process
 from podrace.distributed import learner_client, parameters, reanalyse, replay, run_identity
@@ -83,7 +83,9 @@ def without_plan(window: Trajectory) -> Any:
 def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   agent = recording(simulations=3, reanalyse_simulations=5)
   window, key = window_of(agent), jax.random.key(2)
-  params, other = (Params(agent.network.init(jax.random.key(i)), jnp.int32(42)) for i in (0, 1))
+  params, other = (
+    MuZeroParams(agent.network.init(jax.random.key(i)), jnp.int32(42)) for i in (0, 1)
+  )
   refresh = jax.jit(agent.refresh, compiler_options=quick)
   fresh = jax.device_get(refresh(params, window, key))
   plan, old = fresh.outputs.extras.plan, window.outputs.extras.plan
@@ -91,7 +93,7 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   hidden = merge_time(jnp.tanh(states @ params.network['r']))
   for given, n, equal in ((params, 5, True), (params, 3, False), (other, 5, False)):
     searched = jax.jit(
-      lambda p, h, k, n=n: search.plan(agent, p, h, merge_time(states), k, n)[1],
+      lambda p, h, k, n=n: search.plan(agent.search_settings, p, h, merge_time(states), k, n)[1],
       compiler_options=quick,
     )(given, hidden, key)
     expected = split_time(searched, agent.positions)
@@ -119,17 +121,19 @@ def test_states_behind_a_burn_in_are_refreshed_from_where_they_begin() -> None:
     lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype),
     agent.init(jax.random.key(0)).params.network,
   )
-  params, key = Params(network, jnp.int32(9)), jax.random.key(1)
+  params, key = MuZeroParams(network, jnp.int32(9)), jax.random.key(1)
   refresh = jax.jit(agent.refresh, compiler_options=quick)
   plan, old = refresh(params, window, key).outputs.extras.plan, window.outputs.extras.plan
   same(*(jax.tree.map(lambda x: x[:2], p) for p in (plan, old)))
   assert (np.asarray(plan.steps[2:]) == 9).all() and np.asarray(plan.reanalysed[2:]).all()
   steps = jax.tree.map(lambda x: x[:length], window.timesteps)
 
-  def searched(params: Params) -> search.Plan:
+  def searched(params: MuZeroParams) -> search.Plan:
     hidden = agent.network.represent(params.network, window.agent_state, steps)[0]
     behind = merge_time(jax.tree.map(lambda x: x[2:], hidden))
-    return search.plan(agent, params, behind, merge_time(steps.observation[2:]), key, 2)[1]
+    return search.plan(
+      agent.search_settings, params, behind, merge_time(steps.observation[2:]), key, 2
+    )[1]
 
   expected = jax.jit(searched, compiler_options=quick)(params)
   np.testing.assert_allclose(merge_time(plan.value[2:]), expected.value, atol=1e-4)

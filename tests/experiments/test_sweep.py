@@ -274,9 +274,9 @@ def test_a_population_takes_over_from_the_best() -> None:
 
 
 def together_rest(values: np.ndarray) -> Any:
-  from podrace.agents.population import Rest
+  from podrace.agents.population import VariedRest
 
-  return Rest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(4))
+  return VariedRest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(4))
 
 
 def test_a_population_of_what_is_no_program_is_refused(

@@ -1,13 +1,14 @@
 """The rule of DiscoRL (Oh et al. 2025, Nature).
 
-A rule looks at a trajectory with what the agent predicted there, and gives the
-targets of its policy and of two predictions, y and z, which mean only what the rule makes of them. One LSTM runs
-backwards over the trajectory, as returns do; a second one goes one step with each update, over the lifetime of an
-agent. What a rule says does not depend on the number of actions or on observations.
+From a trajectory and the agent's predictions in it, a rule makes targets of the policy and of two
+predictions, y and z, with no meaning but the one that the rule gives them. One LSTM runs backwards
+over the trajectory, as returns do. A second one takes a step with each update, over the lifetime of
+an agent. A rule depends neither on the number of actions nor on observations.
 
-Everything is a pure function of `params`, the arrays of the file under their names there, and of `state`.
-`targets` and `remember` are two functions because a mean over devices belongs between them; `update` is both.
-Names of arrays are those of google-deepmind/disco_rl's released weights. Sizes may differ.
+Everything is a pure function of `params`, the arrays of the file under their names there, and of
+`state`. `targets` and `remember` are two functions because a mean over devices belongs between
+them; `update` is both. Names of arrays are those of google-deepmind/disco_rl's released weights.
+Sizes may differ.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from podrace.agents.rules.layers import (
-  Params,
+  RuleParams,
   backwards,
   dense,
   embed,
@@ -34,7 +35,7 @@ from podrace.types import Array
 
 SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
 HIDDEN = 'lstm/~/meta_lstm/~unroll'  # of the LSTM over the lifetime
-REGULARISERS = {  # metrics of an agent that learns by it -> their weights in meta-training: the release's
+REGULARISERS = {  # metrics of an agent that learns by it -> the release's weights in meta-training
   'y_entropy': -1e-3,
   'z_entropy': -1e-3,
   'policy_target_square': 1e-3,
@@ -42,20 +43,20 @@ REGULARISERS = {  # metrics of an agent that learns by it -> their weights in me
   'z_target_square': 1e-3,
   'target_divergence': 1e-2,
 }
-BASE = 23  # numbers that describe a step, without those that are pooled over the actions
+BASE = 23  # numbers that describe a step, without the numbers pooled over the actions
 EACH = 9  # numbers that describe an action in a step
 
 
 class Predicted(NamedTuple):
-  """What an agent's network says of timesteps, as far as a rule looks at it."""
+  """An agent's predictions at timesteps, as inputs of a rule."""
 
   policy: Array  # [T+1, B, A] f32 logits
   y: Array  # [T+1, B, Y] f32 logits
   z: Array  # [T+1, B, A, Y] f32 logits
 
 
-class Inputs(NamedTuple):
-  """What a rule looks at, of a trajectory of T steps."""
+class DiscoInputs(NamedTuple):
+  """Inputs of a rule, from a trajectory of T steps."""
 
   online: Predicted
   target: Predicted  # by parameters that follow the online ones slowly
@@ -71,14 +72,14 @@ class Inputs(NamedTuple):
   scaled_advantages: Array  # [T, B, A] f32
 
 
-class State(NamedTuple):
-  """What a rule knows of an agent's lifetime, [M] each."""
+class DiscoRuleState(NamedTuple):
+  """A rule's memory of an agent's lifetime, [M] each."""
 
   hidden: Array
   cell: Array
 
 
-class Targets(NamedTuple):
+class DiscoTargets(NamedTuple):
   """Where the predictions should move: logits, of which the loss is a KL divergence."""
 
   policy: Array  # [T, B, A] f32
@@ -100,7 +101,7 @@ class Sizes:
   channels: int = 16  # of an action, before the mean of all is added
   pooled: int = 2
   policy: int = 16  # of an action, before it becomes its target
-  lifetime_embedding: int = 16  # the same, of what the LSTM over the lifetime is given
+  lifetime_embedding: int = 16  # the same, of the inputs of the LSTM over the lifetime
   lifetime_channels: int = 16
   lifetime_pooled: int = 2
   summary: int = 16  # of an update
@@ -128,7 +129,8 @@ class Sizes:
     return with_biases(linear)
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
+    """Return the widths of a rule."""
     return cls(**{field: params[name].shape[axis] for field, (name, axis) in WIDTHS.items()})
 
 
@@ -167,27 +169,31 @@ def init(key: Array, sizes: Sizes) -> dict[str, Array]:
   return initial(key, sizes.shapes(), wide)
 
 
-# --- the network -----------------------------------------------------------------------------------------
+# --- the network ----------------------------------------------------------------------------------
 
 
-def initial_state(lifetime: int) -> State:
-  """Of a new agent; `lifetime` is that of `Sizes`."""
-  return State(jnp.zeros(lifetime), jnp.zeros(lifetime))
+def initial_state(lifetime: int) -> DiscoRuleState:
+  """Return the memory of a new agent; `lifetime` is that of `Sizes`."""
+  return DiscoRuleState(jnp.zeros(lifetime), jnp.zeros(lifetime))
 
 
-def update(params: Params, state: State, inputs: Inputs) -> tuple[Targets, State]:
+def update(
+  params: RuleParams, state: DiscoRuleState, inputs: DiscoInputs
+) -> tuple[DiscoTargets, DiscoRuleState]:
   """One step of a rule."""
-  found, summary = targets(params, state, inputs)
-  return found, remember(params, state, summary)
+  goals, summary = targets(params, state, inputs)
+  return goals, remember(params, state, summary)
 
 
-def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Array]:
+def targets(
+  params: RuleParams, state: DiscoRuleState, inputs: DiscoInputs
+) -> tuple[DiscoTargets, Array]:
   """Targets of a trajectory, and its summary [summary], to be averaged over the devices."""
   rows, actions = describe(params, 'lstm', inputs)
   x = backwards(params, 'lstm/lstm/linear', rows, inputs.last)
   x = x * dense(params, 'lstm/linear', state.hidden[None])[None]
   y, z = dense(params, 'lstm/linear_2', x), dense(params, 'lstm/linear_3', x)
-  found = Targets(policy_target(params, x, actions), y, z)
+  goals = DiscoTargets(policy_target(params, x, actions), y, z)
   rows, _ = describe(params, HIDDEN, inputs)
   parts = [
     rows,
@@ -195,17 +201,17 @@ def targets(params: Params, state: State, inputs: Inputs) -> tuple[Targets, Arra
     embed(params, f'{HIDDEN}/mlp', jax.nn.softmax(y)),
   ]
   summary = dense(params, f'{HIDDEN}/mlp_2/~/linear_0', jnp.concatenate(parts, axis=-1))
-  return found, jnp.mean(summary, axis=(0, 1))
+  return goals, jnp.mean(summary, axis=(0, 1))
 
 
-def remember(params: Params, state: State, summary: Array) -> State:
+def remember(params: RuleParams, state: DiscoRuleState, summary: Array) -> DiscoRuleState:
   """The state after an update of this summary [summary]."""
   name = f'{HIDDEN}/lstm/linear'
   gates = dense(params, name, jnp.concatenate([summary, state.hidden])[None])
-  return State(*lstm(gates[0], state.cell))
+  return DiscoRuleState(*lstm(gates[0], state.cell))
 
 
-def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]:
+def describe(params: RuleParams, prefix: str, inputs: DiscoInputs) -> tuple[Array, Array]:
   """Each step as numbers [T, B, N], and each action in it as [T, B, A, C].
 
   Probabilities and values are data; a meta-gradient goes through y and z alone.
@@ -220,7 +226,7 @@ def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]
   ))  # fmt: skip
   y, y_target = (embed(params, f'{prefix}/mlp', jax.nn.softmax(p.y)) for p in inputs[:2])
   z, z_target = (embed(params, f'{prefix}/mlp_1', jax.nn.softmax(p.z))[..., 0] for p in inputs[:2])
-  taken = functools.partial(chosen, action=inputs.action)
+  taken = functools.partial(select_action, action=inputs.action)
 
   code = jax.nn.one_hot(inputs.action, num_actions)
   each = (pi[:-1], mu, pi_target[:-1], z[:-1], z_target[:-1], q, advantages, scaled_all, code)
@@ -231,22 +237,22 @@ def describe(params: Params, prefix: str, inputs: Inputs) -> tuple[Array, Array]
     return [taken(z[:-1]), pair(jnp.sum(z * pi, axis=-1)), pair(jnp.max(z, axis=-1))]
 
   parts = [
-    taken(pi[:-1]), taken(mu), signed_log(inputs.reward), 1.0 - inputs.last, pair(value), advantage, scaled,
-    taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]), *of_actions(z), *of_actions(z_target),
-    jnp.mean(actions, axis=2), taken(actions),
+    taken(pi[:-1]), taken(mu), signed_log(inputs.reward), 1.0 - inputs.last, pair(value),
+    advantage, scaled, taken(pi_target[:-1]), pair(y[..., 0]), pair(y_target[..., 0]),
+    *of_actions(z), *of_actions(z_target), jnp.mean(actions, axis=2), taken(actions),
   ]  # fmt: skip
   return jnp.concatenate([x.reshape(t, b, -1) for x in parts], axis=-1), actions
 
 
-def policy_target(params: Params, x: Array, actions: Array) -> Array:
+def policy_target(params: RuleParams, x: Array, actions: Array) -> Array:
   """Logits [T, B, A] from steps [T, B, H] and actions [T, B, A, C]."""
   t, b, num_actions, _ = actions.shape
   steps = jnp.broadcast_to(x[:, :, None], (t, b, num_actions, x.shape[-1]))
-  found = pool(params, 'lstm/sequential_1/conv1_d', jnp.concatenate([steps, actions], axis=-1))
-  return dense(params, 'lstm/linear_4', found)[..., 0]
+  features = pool(params, 'lstm/sequential_1/conv1_d', jnp.concatenate([steps, actions], axis=-1))
+  return dense(params, 'lstm/linear_4', features)[..., 0]
 
 
-def pool(params: Params, name: str, x: Array) -> Array:
+def pool(params: RuleParams, name: str, x: Array) -> Array:
   """A layer for each action [T, B, A, N] that sees the mean of all of them as well."""
   w, size = params[f'{name}/w'][0], x.shape[-1]
   mean = jnp.mean(x, axis=2)
@@ -255,7 +261,7 @@ def pool(params: Params, name: str, x: Array) -> Array:
   return jax.nn.relu(own + others.reshape(*mean.shape[:-1], 1, -1))
 
 
-def chosen(x: Array, action: Array) -> Array:
+def select_action(x: Array, action: Array) -> Array:
   """[T, B, ...] of actions [T, B], from [T, B, A, ...]."""
   index = action.astype(jnp.int32).reshape(*action.shape, *(1,) * (x.ndim - 2))
   return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
@@ -267,4 +273,5 @@ def pair(x: Array) -> Array:
 
 
 def signed_log(x: Array) -> Array:
+  """Return sign(x) * log(1 + |x|)."""
   return jnp.sign(x) * jnp.log1p(jnp.abs(x))

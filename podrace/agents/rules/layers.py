@@ -1,4 +1,4 @@
-"""What the networks of rules share: layers as pure functions of a rule's arrays."""
+"""Layers of the networks of rules, as pure functions of a rule's arrays."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jax import lax
 
 from podrace.types import Array
 
-Params = Mapping[str, Any]  # name in the file -> f32 array
+RuleParams = Mapping[str, Any]  # name in the file -> f32 array
 
 
 def with_biases(weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-  """Shapes of the arrays of layers, from those of their weights."""
-  found: dict[str, tuple[int, ...]] = {}
+  """Return the shapes of all arrays of layers, from the shapes of their weights."""
+  all_shapes: dict[str, tuple[int, ...]] = {}
   for name, shape in weights.items():
-    found[f'{name}/b'], found[f'{name}/w'] = (shape[-1],), shape
-  return found
+    all_shapes[f'{name}/b'], all_shapes[f'{name}/w'] = (shape[-1],), shape
+  return all_shapes
 
 
 def embedding(name: str, predictions: int, size: int) -> dict[str, tuple[int, ...]]:
@@ -31,7 +31,7 @@ def embedding(name: str, predictions: int, size: int) -> dict[str, tuple[int, ..
 def initial(
   key: Array, shapes: Mapping[str, tuple[int, ...]], wide: Mapping[str, float]
 ) -> dict[str, Array]:
-  """Arrays before they are trained; `wide` has standard deviations other than by the number of inputs."""
+  """Return arrays before training. `wide` has standard deviations that are not by the fan-in."""
   params = {}
   for i, (name, shape) in enumerate(shapes.items()):
     if name.endswith('/b'):
@@ -42,13 +42,13 @@ def initial(
   return params
 
 
-def dense(params: Params, name: str, x: Array) -> Array:
+def dense(params: RuleParams, name: str, x: Array) -> Array:
   """A linear layer on [..., N]."""
   w, b = params[f'{name}/w'], params[f'{name}/b']
   return (x.reshape(-1, w.shape[0]) @ w + b[None]).reshape(*x.shape[:-1], -1)
 
 
-def embed(params: Params, name: str, x: Array) -> Array:
+def embed(params: RuleParams, name: str, x: Array) -> Array:
   """A prediction [..., Y] as one number [..., 1]."""
   return dense(params, f'{name}/~/linear_1', jax.nn.relu(dense(params, f'{name}/~/linear_0', x)))
 
@@ -60,8 +60,11 @@ def lstm(gates: Array, cell: Array) -> tuple[Array, Array]:
   return jax.nn.sigmoid(o) * jnp.tanh(cell), cell
 
 
-def backwards(params: Params, name: str, rows: Array, last: Array) -> Array:
-  """An LSTM over a trajectory [T, B, N], from its end; it begins anew where an episode ends, `last` [T, B]."""
+def backwards(params: RuleParams, name: str, rows: Array, last: Array) -> Array:
+  """Run an LSTM backwards over a trajectory [T, B, N].
+
+  It is reset where an episode ends, `last` [T, B].
+  """
   w, b = params[f'{name}/w'], params[f'{name}/b']
   inputs, size = rows.shape[-1], b.shape[0] // 4
   gates = (rows.reshape(-1, inputs) @ w[:inputs] + b[None]).reshape(*rows.shape[:2], -1)
@@ -73,12 +76,12 @@ def backwards(params: Params, name: str, rows: Array, last: Array) -> Array:
     return (hidden, cell), hidden
 
   zeros = jnp.zeros_like(gates[0, :, :size])
-  _, found = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
-  return found
+  _, outputs = lax.scan(step, (zeros, zeros), (gates, last), reverse=True)
+  return outputs
 
 
 def entropy(logits: Array) -> Array:
-  """Of categorical distributions [...] by their logits [..., N], in nats."""
+  """Return the entropies [...] of categorical distributions, in nats, from logits [..., N]."""
   log_p = jax.nn.log_softmax(logits)
   return -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
 

@@ -1,12 +1,12 @@
 """The rule of LPG, the learned policy gradient (Oh et al. 2020, arXiv 2007.08794).
 
-An LSTM runs backwards over a trajectory. In each step it is given reward, end, discount, the probability of the
-action that was taken, and what the agent predicts before and after the step. It says by how much the action should
-become more likely, and where the prediction y should move. It looks at no observation and at no other action, so it
-is the same for all of them.
+An LSTM runs backwards over a trajectory. In each step it is given reward, end, discount, the
+probability of the action, and the agent's predictions before and after the step. It returns the
+increase of the action's log-probability, and the target of the prediction y. It sees no observation
+and no other action, so it is the same for all of them.
 
-Ours: what comes after a terminated episode predicts nothing; where a time limit cuts an episode, the LSTM begins anew
-and the prediction of the last observation counts, as at the end of a trajectory.
+Ours: the prediction after a terminated episode is nothing. Where a time limit cuts an episode, the
+LSTM is reset and the prediction of the last observation counts, as at the end of a trajectory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from podrace.agents.rules.layers import (
-  Params,
+  RuleParams,
   backwards,
   dense,
   embed,
@@ -28,7 +28,7 @@ from podrace.agents.rules.layers import (
 )
 from podrace.types import Array
 
-REGULARISERS = {  # metrics of an agent that learns by it -> their weights in meta-training: the paper's
+REGULARISERS = {  # metrics of an agent that learns by it -> the paper's weights in meta-training
   'y_entropy': -1e-3,
   'policy_target_square': 5e-3,
   'y_target_square': 1e-3,
@@ -36,8 +36,8 @@ REGULARISERS = {  # metrics of an agent that learns by it -> their weights in me
 INPUTS = 6  # numbers that describe a step
 
 
-class Inputs(NamedTuple):
-  """What the rule looks at, of a trajectory of T steps."""
+class LPGInputs(NamedTuple):
+  """Inputs of the rule, from a trajectory of T steps."""
 
   reward: Array  # [T, B] f32
   discount: Array  # [T, B] f32 the environment's: 0 where the episode has terminated
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
   y: Array  # [T+1, B, Y] f32 logits
 
 
-class Targets(NamedTuple):
+class LPGTargets(NamedTuple):
   """How the agent should change."""
 
   policy: Array  # [T, B] f32: by how much the logarithm of the action's probability should grow
@@ -74,7 +74,8 @@ class Sizes:
     )
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
+    """Return the widths of a rule."""
     (trajectory, predictions), width = params['y/linear/w'].shape, params['embedding/~/linear_0/b']
     return cls(predictions, trajectory, width.shape[0])
 
@@ -84,8 +85,8 @@ def init(key: Array, sizes: Sizes) -> dict[str, Array]:
   return initial(key, sizes.shapes(), {})
 
 
-def targets(params: Params, inputs: Inputs, discount: float) -> Targets:
-  """What a trajectory says to an agent of this discount."""
+def targets(params: RuleParams, inputs: LPGInputs, discount: float) -> LPGTargets:
+  """Return the targets of a trajectory, for an agent of this discount."""
   y = embed(params, 'embedding', jax.nn.softmax(inputs.y))[..., 0]
   rows = (
     inputs.reward,
@@ -96,4 +97,4 @@ def targets(params: Params, inputs: Inputs, discount: float) -> Targets:
     y[1:] * inputs.discount,
   )
   x = backwards(params, 'lstm/linear', jnp.stack(rows, axis=-1), inputs.last)
-  return Targets(dense(params, 'policy/linear', x)[..., 0], dense(params, 'y/linear', x))
+  return LPGTargets(dense(params, 'policy/linear', x)[..., 0], dense(params, 'y/linear', x))

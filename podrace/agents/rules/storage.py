@@ -1,4 +1,4 @@
-"""Files of rules: .npz of float32 arrays, in the format of google-deepmind/disco_rl's released weights."""
+"""Files of rules: .npz of float32 arrays, as google-deepmind/disco_rl's released weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self
 
 import numpy as np
 
-from podrace.agents.rules.layers import Params
+from podrace.agents.rules.layers import RuleParams
 from podrace.errors import UnreadableFile, UsageError
 from podrace.system.files import save_arrays, write_whole
 from podrace.system.files.reading import read_bytes, read_npz
@@ -19,29 +19,29 @@ FILE_BYTES, UNPACKED_BYTES = (
   2**26,
   2**28,
 )  # largest rule, as a file and in memory; Disco103 has 3 MB
-KNOWN = {  # sha256 -> what is released under it
+KNOWN = {  # sha256 -> name of the release
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
 
 
 class Sizes(Protocol):
-  """Widths of a rule's layers; made without arguments it has all names of the arrays, and their axes."""
+  """Widths of a rule's layers. The defaults have all names of the arrays, and their axes."""
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of each array, by its name in the file."""
     ...
 
   @classmethod
-  def of(cls, params: Params) -> Self:
+  def of(cls, params: RuleParams) -> Self:
     """The widths that a rule has."""
     ...
 
 
 def sha256(path: str) -> str:
-  """Of a file, in hexadecimal.
+  """Return the sha256 of a file, in hexadecimal.
 
   Raises:
-    UsageError: if it can't be read.
+    UsageError: if it cannot be read.
   """
   return hashlib.sha256(_read(path)).hexdigest()
 
@@ -54,7 +54,8 @@ def pin(agent: Any) -> None:
   """
   if agent.rule_sha256 and not agent.rule:
     raise UsageError(
-      f'--agent.rule-sha256 {agent.rule_sha256:.100} is of the file --agent.rule, which is not given'
+      f'--agent.rule-sha256 {agent.rule_sha256:.100} is of the file --agent.rule, which is not '
+      'given'
     )
   if agent.rule and not agent.rule_sha256:
     object.__setattr__(agent, 'rule_sha256', sha256(agent.rule))
@@ -77,9 +78,10 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
     UsageError: if it can't be read, is another file, or is no rule of the kind.
   """
   content = _read(path)
-  if (found := hashlib.sha256(content).hexdigest()) != expected:
+  if (actual := hashlib.sha256(content).hexdigest()) != expected:
     raise UsageError(
-      f'the rule {path} is not the file that was asked for: its sha256 is {found}, expected {expected}'
+      f'the rule {path} is not the file that was asked for: its sha256 is {actual}, expected '
+      f'{expected}'
     )
   try:
     params = read_npz(content, UNPACKED_BYTES)
@@ -89,7 +91,7 @@ def load(path: str, expected: str, kind: type[Sizes]) -> dict[str, np.ndarray]:
   return params
 
 
-def _agent_of(params: Params, kind: type[Sizes]) -> str:
+def _agent_of(params: RuleParams, kind: type[Sizes]) -> str:
   """The other agent that learns by such arrays; '' if none does."""
   from podrace.agents.rules import disco, lpg
 
@@ -99,16 +101,19 @@ def _agent_of(params: Params, kind: type[Sizes]) -> str:
   )
 
 
-def check(params: Params, path: str, kind: type[Sizes]) -> None:
-  """Raises UsageError unless these arrays make a rule of the kind."""
+def check(params: RuleParams, path: str, kind: type[Sizes]) -> None:
+  """Raise UsageError unless these arrays make a rule of the kind."""
   names = kind().shapes()
   if other := _agent_of(params, kind):
     raise UsageError(f'{path} is a rule of {other}; give --agent {other}, or another rule')
   if params.keys() != names.keys():
-    lacks, others = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
-    said = [f'{what} {_some(x)}' for what, x in (('it lacks', lacks), ('it has', others)) if x]
+    missing, extra = sorted(names.keys() - params.keys()), sorted(params.keys() - names.keys())
+    differences = [
+      f'{what} {_some(x)}' for what, x in (('it lacks', missing), ('it has', extra)) if x
+    ]
     raise UsageError(
-      f'{path} is no rule of this version: {len(names)} arrays are expected; {", and ".join(said)}'
+      f'{path} is no rule of this version: {len(names)} arrays are expected; '
+      f'{", and ".join(differences)}'
     )
   for name, x in params.items():
     if x.ndim != len(names[name]):
@@ -130,23 +135,23 @@ def _some(names: list[str]) -> str:
 
 
 def check_fits(path: str, ours: dict[str, tuple[int, int]]) -> None:
-  """Raises UsageError for the first option, of (what the agent has, what the rule needs), where they differ."""
+  """Raise UsageError for the first option -> (agent's value, needed value) that differs."""
   for option, (has, needed) in ours.items():
     if has != needed:
       raise UsageError(f'the rule {path} needs {option} {needed}, not {has}')
 
 
-def save(path: str | Path, params: Params) -> None:
-  """Writes a rule as `load` reads it, whole or not at all."""
+def save(path: str | Path, params: RuleParams) -> None:
+  """Write a rule as `load` reads it, whole or not at all."""
   arrays: Any = {name: np.asarray(x) for name, x in params.items()}
   content = io.BytesIO()
   save_arrays(content, arrays)
   write_whole(Path(path), content.getvalue())
 
 
-def opening(path: str, found: str) -> str:
-  """What a run says of the rule in a file of this sha256; '' without a file."""
+def opening(path: str, digest: str) -> str:
+  """Return the line about the rule with this sha256 that a run prints; '' without a file."""
   if not path:
     return ''
-  name = KNOWN.get(found, 'which is not a released one')
-  return f'learning by the rule {path}, {name} (sha256 {found})'
+  name = KNOWN.get(digest, 'which is not a released one')
+  return f'learning by the rule {path}, {name} (sha256 {digest})'

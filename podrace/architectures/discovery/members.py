@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podrace.agents.rules.layers import Params, entropy
+from podrace.agents.rules.layers import RuleParams, entropy
 from podrace.architectures import unroll as acting
 from podrace.architectures.discovery.objective import ValueFunction, ValueState
 from podrace.architectures.faults import find_faults
@@ -102,7 +102,7 @@ class Kind:
   # --- a meta-step
 
   def outcome(
-    self, rule: Params, member: Member, key: Array
+    self, rule: RuleParams, member: Member, key: Array
   ) -> tuple[Array, tuple[Member, Metrics]]:
     """Return the meta-loss of one member, and as aux the member after K updates and metrics.
 
@@ -119,7 +119,7 @@ class Kind:
     agents = {f'agent_{name}': x for name, x in means.items()}
     return loss, (member._replace(value=value), lax.stop_gradient(agents | loss_metrics))
 
-  def update(self, rule: Params, member: Member, key: Array) -> tuple[Member, Metrics]:
+  def update(self, rule: RuleParams, member: Member, key: Array) -> tuple[Member, Metrics]:
     """Act, add the unroll to replay, and learn by the rule."""
     act_key, sample_key = jax.random.split(key)
     member, unrolled = self._act(member, act_key)

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.agents.rules import storage
-from podrace.agents.rules.layers import Params
+from podrace.agents.rules.layers import RuleParams
 from podrace.architectures.discovery.members import Kind, Member
 from podrace.architectures.faults import check_faults, count_faults
 from podrace.architectures.unroll import Episodes, pooled
@@ -160,8 +160,8 @@ class MetaTraining:
   # --- a meta-step
 
   def _local(
-    self, rule: Params, groups: Any, scales: Any, key: Array, update: Array
-  ) -> tuple[Params, Any, Any, Metrics, Curve]:
+    self, rule: RuleParams, groups: Any, scales: Any, key: Array, update: Array
+  ) -> tuple[RuleParams, Any, Any, Metrics, Curve]:
     """Make one device's part of a meta-step: sums over its members, not yet over the devices.
 
     Returns the moves of the rule, the members, their scales, metrics, and a curve.

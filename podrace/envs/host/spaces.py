@@ -6,8 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.spaces import bounds, inward
+from podrace.envs.spaces import bounds
 from podrace.errors import UnknownName
+from podrace.types import round_inward
 
 WRAPPER = 'a wrapper such as gymnasium.wrappers.TransformAction can'
 
@@ -109,5 +110,5 @@ def narrow(box: Any, low: Any, high: Any, dtype: Any) -> Any:
     limits = np.iinfo(dtype)
     low, high = (np.clip(x, limits.min, limits.max).astype(dtype) for x in (low, high))
   else:
-    low, high = inward(low, high, dtype)
+    low, high = round_inward(low, high, dtype)
   return spaces.Box(low, high, box.shape, dtype)
