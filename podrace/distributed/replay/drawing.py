@@ -14,7 +14,6 @@ import numpy as np
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.connection import Asked, Connection
-from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.distributed.replay.sample_frames import read_samples
 from podrace.errors import RunError
 from podrace.tables.blocking import REPORT_AFTER, Closed, RateLimited, Wait

@@ -11,8 +11,8 @@ from podrace.tables.chunks import Chunk
 from podrace.tables.items import Item
 
 if TYPE_CHECKING:
+  from podrace.distributed.replay.writer_store import WriterStore
   from podrace.distributed.replay.remote_table import RemoteTable
-from podrace.distributed.replay.writer_store import WriterStore
 
 COUNTED = 4096  # bytes of a chunk that is counted in the size of a message
 REFERENCE = 16  # bytes that any chunk counts for

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.outbox import Outbox
 from podrace.distributed.replay.sent_chunks import Piece, Sending, SentChunk
 from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Wait
 from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
 from podrace.tables.items import NEW, Item
 
 if TYPE_CHECKING:
+  from podrace.distributed.replay.outbox import Outbox
   from podrace.distributed.replay.connection import Connection
   from podrace.distributed.replay.remote_table import RemoteTable
 
