@@ -97,7 +97,7 @@ def profile(args: list[str], seconds: float) -> dict[str, Any]:
   from podrace.experiments import bench
   from podrace.run.build import build_sebulba
 
-  base = dataclasses.replace(base_config('pong', None, None), architecture='sebulba')
+  base = dataclasses.replace(base_config('pong'), architecture='sebulba')
   config = parse(base, args)
   driver = build_sebulba(config)
   program = bench.acting_of(driver)

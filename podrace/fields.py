@@ -14,6 +14,8 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+C = typing.TypeVar('C', bound=Any)  # a dataclass
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:
@@ -221,3 +223,28 @@ def whole_number(text: str) -> str:
 def flag(field: str) -> str:
   """A field's name on the command line."""
   return field.rstrip('_').replace('_', '-')
+
+
+# --- paths --------------------------------------------------------------------------------------
+
+
+def of_part(part: str, settings: Mapping[str, Any] | None = None, /, **more: Any) -> dict[str, Any]:
+  """Return settings of a part by their paths: `of_part('network', hidden=(64,))` has network.hidden."""
+  return {f'{part}.{name}': value for name, value in {**(settings or {}), **more}.items()}
+
+
+def replace_paths(settings: C, values: Mapping[str, Any]) -> C:
+  """Return a dataclass with new values, by path, such as network.hidden.
+
+  Each part is replaced once, so checks of a part see all of its values.
+  """
+  changes: dict[str, Any] = {}
+  parts: dict[str, dict[str, Any]] = {}
+  for path, value in values.items():
+    name, _, rest = path.partition('.')
+    if rest:
+      parts.setdefault(name, {})[rest] = value
+    else:
+      changes[name] = value
+  changes |= {n: replace_paths(getattr(settings, n), inner) for n, inner in parts.items()}
+  return dataclasses.replace(settings, **changes)

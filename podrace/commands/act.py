@@ -6,7 +6,6 @@ import logging
 
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
-from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.options import Command, Option, Options
@@ -29,7 +28,7 @@ COMMAND = Command(
     shared.CLIENT_INSECURE,
     shared.QUIET,
     shared.NO_COMPILE_CACHE,
-    AGENT,
+    shared.AGENT,
   ),
   """
 Besides, --actor-devices, --actor-threads, --env-batch-size, --env-deadline, --env-threads and --max-lag
@@ -56,7 +55,7 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
-  config = configure.configured(preset, options, 'podrace act')
+  config = configure.parse_config(preset, options, 'podrace act')
   from podrace.distributed import acting, learner_client, run_identity
 
   acting.check_options(config, options.arguments)

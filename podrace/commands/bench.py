@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from podrace.commands import configure, train
+from podrace.commands.shared_options import AGENT
 from podrace.errors import UsageError
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone
@@ -14,7 +15,7 @@ COMMAND = Command(
   'sebulba [PRESET] [OPTIONS of train] [--seconds S]',
   "how fast the environments, the actors' inference and the learner are alone, with the sizes of the "
   'run, and the run itself',
-  (Option('--seconds', 'S', 'for each of the four', 10),),
+  (AGENT, Option('--seconds', 'S', 'for each of the four', 10)),
   """
 The last line printed is JSON, in steps/s: environment, inference, learner, combined; `parallel` is
 what they would reach by taking turns on the same cores, 1/(1/e + 1/i + 1/l); `minimum`, where actors
@@ -38,7 +39,7 @@ def run(args: list[str]) -> int:
     raise UsageError(f'bench keeps no run: {", ".join(sorted(wrong))} has no meaning')
   if not (seconds := options.number('--seconds')):
     raise UsageError(f'--seconds must be more than 0, not {seconds:g}')
-  config = configure.configured(preset, options, 'podrace train', sebulba=True)
+  config = configure.parse_config(preset, options, 'podrace train', architecture='sebulba')
   from podrace.experiments.bench import bench_sebulba
 
   print_json(bench_sebulba(config, seconds))

@@ -6,12 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.commands import help, init, train
+from podrace.commands import init, train
+from podrace.commands.option_table import table
 from podrace.envs import libraries, registry
 from podrace.errors import UsageError
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
-from podrace.system.options import Command
+from podrace.system.options import Command, Options
 from podrace.system.output import print_text
 
 SHELLS = {
@@ -58,8 +59,6 @@ zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
-# Options of one run, or of one process of it.
-NOT_OF_A_SWEEP = {'--run-dir', '--override', '--coordinator', '--num-processes', '--process-id'}
 TAKE_PRESETS = ('train', 'act', 'reanalyse', 'bench', 'sweep')
 FIRST = {
   'init': tuple(init.KINDS),
@@ -99,8 +98,7 @@ def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
   name = before[0]
-  found = {o.name for o in commands[name].COMMAND.options} | {'--help'} | set(_fields(before))
-  return sorted(found - (NOT_OF_A_SWEEP if name == 'sweep' else set()))
+  return sorted({o.name for o in commands[name].COMMAND.options} | {'--help', *_fields(before)})
 
 
 def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
@@ -126,24 +124,18 @@ def _environments(on_host_only: bool) -> list[str]:
 
 
 def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
-  """The settings of a run that a command takes as options, by its help; and their values, where they have names."""
+  """Return the settings of a run that a command takes as options, each with its named values."""
   name, *rest = before
   if name == 'discover':
-    text = help.discover_help((), None)
+    rows = table().of('discover', 'rule', 'value function')
   elif name in TAKE_PRESETS:
-    preset = rest[0] if rest and rest[0] in PRESETS else None
-    agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
-    agent = agent if agent in AGENTS else None
-    given = ['--agent', agent] if agent else []
-    text = help.train_help(train.COMMAND.options, given, preset, everything=not (agent or preset))
+    agent: str | None = Options(rest, train.COMMAND, lenient=True).text('--agent')
+    if agent not in AGENTS:
+      agent = PRESETS[rest[0]].agent if rest and rest[0] in PRESETS else None
+    rows = table().of('run', 'sebulba') + table().of_agent(agent)
   else:
     return {}
-  found: dict[str, tuple[str, ...]] = {}
-  for line in text.splitlines():
-    if line.startswith('  --'):
-      option, kind, *_ = [*line.split(), '']
-      choices = tuple(kind.split('|')) if '|' in kind else ()
-      choices = ('True', 'False') if kind == 'bool' else choices
-      # Without an agent it is the help of all of them, where one option may have several lines.
-      found[option] = tuple(dict.fromkeys((*found.get(option, ()), *choices)))
-  return found
+  fields: dict[str, tuple[str, ...]] = {}
+  for r in rows:  # of all agents, an option may have several rows
+    fields[r.name] = tuple(dict.fromkeys((*fields.get(r.name, ()), *r.choices)))
+  return fields

@@ -16,11 +16,9 @@ from podrace.run import compile_cache
 from podrace.run.directory import check_directory, run_directory
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
-from podrace.system.options import Command, Option, Options, value_of
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import Lasting, print_text, results, results_alone
 from podrace.system.process import log_to_stderr
-
-DEFAULT = 'lpg-catch'
 
 
 class Discover(Command):
@@ -28,7 +26,8 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     preset = take_preset(args)
-    return help.discover_help(self.options, preset, value_of('--agent', args))
+    agent = configure.requested_agent(Options(args, self, lenient=True))
+    return help.discover_help(self.options, preset, agent)
 
 
 COMMAND = Discover(
@@ -57,7 +56,7 @@ def run(args: list[str]) -> int:
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = base_config(preset, run_dir, configure.agent_of(options), allowed)
+  base = base_config(preset, run_dir, configure.requested_agent(options), allowed)
   config = configure.parse(base, options.arguments, 'podrace discover')
 
   from podrace.run import loop as runs
@@ -95,7 +94,7 @@ def base_config(
     if not isinstance(config, Discovery):
       raise UsageError(f'{run_dir} holds a run of `podrace train`: give another --run-dir')
   else:
-    config = PRESETS[preset or DEFAULT]()
+    config = PRESETS[preset or help.DISCOVER_DEFAULT]()
   if agent is not None and agent != agent_name(config.agent):
     other = default_agent(agent)
     config = dataclasses.replace(config, agent=other, rule=rules_of(other).Sizes())

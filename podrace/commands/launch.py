@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.train import AGENT, metrics_address
+from podrace.commands.shared_options import AGENT
 from podrace.commands.train import COMMAND as TRAIN
+from podrace.commands.train import metrics_address
 from podrace.errors import UsageError, unknown
 from podrace.launch.arrangements import ARRANGEMENTS, Asked
 from podrace.launch.engines import kubernetes, ray, skypilot, slurm
@@ -119,7 +120,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
 
   net.require()
   metrics_address(options)  # is refused here, before a job waits for its machines
-  config = configure.configured(preset, options, 'podrace launch')
+  config = configure.parse_config(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
   flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
 

@@ -6,7 +6,6 @@ import logging
 
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
-from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.options import Command, Option, Options
@@ -28,7 +27,7 @@ COMMAND = Command(
     shared.CLIENT_INSECURE,
     shared.QUIET,
     shared.NO_COMPILE_CACHE,
-    AGENT,
+    shared.AGENT,
   ),
   """
 Besides, --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the learner's.
@@ -52,7 +51,7 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
-  config = configure.configured(preset, options, 'podrace reanalyse')
+  config = configure.parse_config(preset, options, 'podrace reanalyse')
   from podrace.distributed import learner_client, reanalyse, run_identity
 
   reanalyse.check_options(config, options.arguments)

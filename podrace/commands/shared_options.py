@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from podrace.agents import AGENTS
 from podrace.distributed.net.announce import Announcement
 from podrace.system.options import Option, Options
 
+AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
 NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'compile anew, and keep nothing of it for the next command'
 )

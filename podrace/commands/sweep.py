@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.shared_options import ALLOW_CODE
-from podrace.commands.train import AGENT
+from podrace.commands.shared_options import AGENT, ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.system.options import Command, Option, Options
@@ -61,7 +60,7 @@ def run(args: list[str]) -> int:
   spaces = settings.parse(options.every('--vary'))
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
-  config = configure.configured(preset, options, 'podrace sweep')
+  config = configure.parse_config(preset, options, 'podrace sweep')
   for sample in settings.samples(spaces):  # before anything is written
     configure.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])

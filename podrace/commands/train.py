@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.agents import AGENTS
 from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
@@ -18,17 +17,13 @@ from podrace.run.directory import check_directory, name_of, new_run_dir, run_dir
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
-from podrace.system.options import Command, Option, Options, value_of
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import Lasting, print_text, results, results_alone
 from podrace.system.process import log_to_stderr
 
 if TYPE_CHECKING:
   from podrace.distributed.net.announce import Announcement
   from podrace.run.processes import Place
-
-AGENT = Option(
-  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class'
-)  # fmt: skip
 
 COORDINATOR = 'coordinator'  # its name in announcements
 OF_LISTEN = ('--keys', '--insecure', '--peer-timeout', '--announce')
@@ -40,7 +35,8 @@ class Train(Command):
   def help(self, args: list[str]) -> str:
     plain = [a for a in args if a != help.ALL]
     preset = configure.take_preset(plain)
-    return help.train_help(self.options, plain, preset, help.ALL in args)
+    options = Options(plain, self, lenient=True)
+    return help.train_help(self.options, options, preset, help.ALL in args)
 
 
 COMMAND = Train(
@@ -49,7 +45,7 @@ COMMAND = Train(
   'train an agent',
   (  # the fields of Config are further options
     Option('--run-dir', 'DIR', 'where the run is kept; started again with the same one, it resumes'),
-    AGENT,
+    shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
@@ -78,23 +74,22 @@ def run(args: list[str]) -> int:
   """Trains."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  agent, rest = configure.agent_of(options), options.arguments
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = configure.base_config(preset, run_dir, agent, rest, allowed)
-  if value_of('--envs', rest) == 'remote':  # its default of --lag is another
+  base = configure.base_config(preset, run_dir, options, allowed)
+  if options.passed('--envs') == 'remote':  # its default of --lag is another
     base = dataclasses.replace(base, envs='remote', lag='async')
-  base = configure.implied(base, rest)
-  config = configure.parse(base, rest)
+  base = configure.with_architecture(base, options)
+  config = configure.parse(base, options.arguments)
   place = _place(options)
   peers, metrics_at = _peers(options, place), metrics_address(options)
   quiet = '--quiet' in options
   if place is not None:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
-  if configure.is_open(preset, run_dir, agent, rest):
-    config = configure.settled(base, config.env, rest)
+  if configure.needs_defaults(preset, run_dir, options):
+    config = configure.parse_with_defaults(base, config.env, options.arguments)
 
   import jax
 

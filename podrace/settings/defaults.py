@@ -7,10 +7,12 @@ and of Config. The returns they reach are in benchmarks/results/defaults.json.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
+from podrace.fields import of_part, replace_paths
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Common, Config
 
@@ -32,10 +34,14 @@ class Defaults:
   unroll_length: int
   agent: Mapping[str, Any]  # by path: network.activation
 
+  @property
+  def paths(self) -> dict[str, Any]:
+    """All settings by path, the agent's under `agent.`."""
+    sizes = {'num_envs': self.num_envs, 'unroll_length': self.unroll_length}
+    return {**sizes, **of_part('agent', self.agent)}
 
-def _buffer(**settings: Any) -> dict[str, Any]:
-  return {f'buffer.{name}': value for name, value in settings.items()}
 
+_buffer = functools.partial(of_part, 'buffer')
 
 CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
 NORMALIZED = {'normalize_observations': True, 'normalize_rewards': True}
@@ -142,15 +148,8 @@ def with_defaults(config: Config, env: str) -> Config:
   name = agent_name(config.agent)
   if all(name != agent for agent, _ in TABLE):
     return config
-  found, _ = entry(name, env)
-  if found is None:
-    return config
-  agent = config.agent
-  for path, value in found.agent.items():
-    agent = _set(agent, path.split('.'), value)
-  return dataclasses.replace(
-    config, agent=agent, num_envs=found.num_envs, unroll_length=found.unroll_length
-  )
+  row, _ = entry(name, env)
+  return config if row is None else replace_paths(config, row.paths)
 
 
 def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
@@ -214,12 +213,6 @@ def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
   return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
 
 
-def _set(settings: Any, path: list[str], value: Any) -> Any:
-  name, *rest = path
-  inner = _set(getattr(settings, name), rest, value) if rest else value
-  return dataclasses.replace(settings, **{name: inner})
-
-
 def spaces_of(name: str) -> tuple[Any, Any]:
   """The spaces of an environment, of observations and actions."""
   from podrace import envs
@@ -252,27 +245,3 @@ def _has_floats(space: Any) -> bool:
   from podrace.envs.spaces import leaves, seen
 
   return any(np.issubdtype(s.dtype, np.floating) for _, s in leaves(seen(space)))
-
-
-def rows() -> list[tuple[str, str]]:
-  """(agent and kind, what is set) of the table, for `podrace train --help`."""
-  return [
-    (
-      f'{agent}, {kind}',
-      ' '.join(
-        [
-          f'--num-envs {d.num_envs} --unroll-length {d.unroll_length}',
-          *(f'--agent.{_flag(path)} {_shown(value)}' for path, value in d.agent.items()),
-        ]
-      ),
-    )
-    for (agent, kind), d in TABLE.items()
-  ]
-
-
-def _flag(path: str) -> str:
-  return '.'.join(part.rstrip('_').replace('_', '-') for part in path.split('.'))
-
-
-def _shown(value: Any) -> str:
-  return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)

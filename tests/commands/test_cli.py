@@ -67,6 +67,7 @@ from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.system.options import Command as Declared
+from podrace.system.options import Options
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -255,9 +256,7 @@ def test_list(run: Command) -> None:
 
 def config_of(*args: str) -> Config:
   preset = args[0] if args and not args[0].startswith('-') else None
-  return configure.parse(
-    configure.base_config(preset, None, None), list(args[1:] if preset else args)
-  )
+  return configure.parse(configure.base_config(preset), list(args[1:] if preset else args))
 
 
 def test_without_arguments_it_is_catch_on_anakin() -> None:
@@ -304,7 +303,8 @@ def test_flags_reach_every_kind_of_field() -> None:
   ids=' '.join,
 )
 def test_what_has_but_one_architecture_implies_it(args: list[str], architecture: str) -> None:
-  assert configure.implied(Config(Impala()), args).architecture == architecture
+  options = Options(args, train.COMMAND)
+  assert configure.with_architecture(Config(Impala()), options).architecture == architecture
 
 
 @pytest.mark.slow
@@ -336,9 +336,10 @@ def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: 
 
 
 def test_the_agent_option_takes_the_agents_defaults() -> None:
-  assert configure.base_config('catch', None, 'ppo').agent == PPO()
-  assert configure.base_config('catch', None, 'impala') == PRESETS['catch']()
-  assert configure.base_config('catch', None, 'ppo').env == 'podrace:catch'
+  ppo, impala = (Options(['--agent', name], train.COMMAND) for name in ('ppo', 'impala'))
+  assert configure.base_config('catch', None, ppo).agent == PPO()
+  assert configure.base_config('catch', None, impala) == PRESETS['catch']()
+  assert configure.base_config('catch', None, ppo).env == 'podrace:catch'
 
 
 def test_run_directory_through_the_interpreter(finished: Path) -> None:
