@@ -13,7 +13,7 @@ from podrace.run.callbacks import Callback
 from podrace.settings import user_code
 from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
-from podrace.settings.defaults import meaningless, with_defaults
+from podrace.settings.defaults import reset_unused, with_defaults
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import to_json
 from podrace.settings.validation import needs_sebulba
@@ -89,7 +89,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   changes = agent if isinstance(agent, dict) else {}
   if preset is not None:
     config = PRESETS[preset]()
-    config = dataclasses.replace(config, **meaningless(config, settings))
+    config = dataclasses.replace(config, **reset_unused(config, settings))
     if isinstance(agent, str):
       agent = default_agent(agent)
   else:

@@ -96,7 +96,7 @@ def base_config(
     config = load_config(run_dir, allowed)
   else:
     config = PRESETS[preset or 'catch']()
-    config = dataclasses.replace(config, **defaults.meaningless(config, settings_in(options)))
+    config = dataclasses.replace(config, **defaults.reset_unused(config, settings_in(options)))
   if agent is not None and agent != agent_name(config.agent):
     config = dataclasses.replace(config, agent=default_agent(agent))
   return config

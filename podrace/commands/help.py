@@ -85,7 +85,7 @@ def _as_options(paths: Mapping[str, Any]) -> dict[str, str]:
 def _of_preset(name: str, options: Options) -> Settings:
   preset = PRESETS[name]
   config = Config(agent=None, **preset.settings)
-  unused = defaults.meaningless(config, configure.settings_in(options))
+  unused = defaults.reset_unused(config, configure.settings_in(options))
   return Settings(preset.agent, {**_as_options(preset.paths), **_as_options(unused)})
 
 

@@ -1,7 +1,8 @@
-"""Settings for a run that names an environment or an agent, but no preset. Importing this does not import jax.
+"""Defaults of a run that names an environment or an agent, but no preset.
 
-One table, by agent and kind of environment. What it does not list has the defaults of the agent's class
-and of Config. The returns they reach are in benchmarks/results/defaults.json.
+One table, by agent and kind of environment. Other settings have the defaults of the agent's class and
+of Config. benchmarks/results/defaults.json has the returns that the defaults reach. Importing this
+does not import jax.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from podrace.settings.config import Common, Config
 
 Kind = Literal['vector', 'grid', 'pixels', 'continuous']
 
-KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
+KINDS: Mapping[Kind, str] = {  # actions are discrete in all but the last
   'vector': 'numbers',
   'grid': 'small images, as of MinAtar and MiniGrid',
   'pixels': 'images of 36 pixels a side and more',
@@ -28,7 +29,7 @@ KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-  """The sizes of a run, and those fields of its agent that differ from the class' defaults."""
+  """The sizes of a run, and the fields of its agent that differ from the class defaults."""
 
   num_envs: int
   unroll_length: int
@@ -144,7 +145,7 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
 
 
 def with_defaults(config: Config, env: str) -> Config:
-  """`config` with what the table has for its agent in `env`, which is made to be looked at."""
+  """Return `config` with the table's settings for its agent in `env`. Makes the environment."""
   name = agent_name(config.agent)
   if all(name != agent for agent, _ in TABLE):
     return config
@@ -153,17 +154,20 @@ def with_defaults(config: Config, env: str) -> Config:
 
 
 def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
-  """Returns the entry of the table for an agent in `env`, which is made to be looked at, and the kind of `env`."""
+  """Return the entry of the table for an agent in `env`, and the kind of `env`.
+
+  Makes the environment to read its spaces.
+  """
   observation_space, action_space = spaces_of(env)
   kind = kind_of(observation_space, action_space)
-  found = TABLE.get((agent, kind))
-  if found is not None and not _has_floats(observation_space):
-    plain = {k: v for k, v in found.agent.items() if k != 'normalize_observations'}
-    found = dataclasses.replace(found, agent=plain)
-  return found, kind
+  row = TABLE.get((agent, kind))
+  if row is not None and not _has_floats(observation_space):
+    plain = {k: v for k, v in row.agent.items() if k != 'normalize_observations'}
+    row = dataclasses.replace(row, agent=plain)
+  return row, kind
 
 
-# The kinds of the environments that podrace lists, so that --help need not make them. Tests compare them.
+# The kinds of listed environments, so that --help need not make them. Tests compare them.
 OF_LIBRARY: Mapping[str, Kind] = {
   'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector', 'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
@@ -188,7 +192,7 @@ EXCEPTIONS: Mapping[str, Kind] = {
 
 
 def kind_named(env: str) -> Kind | None:
-  """Returns the kind of an environment that podrace lists; None if only its spaces tell."""
+  """Return the kind of a listed environment; None if only its spaces tell."""
   library, _, name = env.partition(':')
   known = LIBRARIES.get(library) or HOST_LIBRARIES.get(library)
   if known is None or (known.names and name not in known.names):
@@ -196,25 +200,29 @@ def kind_named(env: str) -> Kind | None:
   return EXCEPTIONS.get(env, OF_LIBRARY.get(library))
 
 
-def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns settings of a preset that have no meaning with the settings that are `given`, with their plain defaults.
+def reset_unused(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the class defaults of a preset's settings that `changes` make meaningless.
 
-  Else a run is refused for options that the user has not given.
+  Without the reset, validation would refuse options that the user did not set.
+
+  Args:
+    config: the preset's configuration.
+    changes: fields of Config that the user sets.
   """
   fields: set[str] = set()
-  if given.get('architecture') == 'anakin' and config.architecture == 'sebulba':
+  if changes.get('architecture') == 'anakin' and config.architecture == 'sebulba':
     fields |= {f.name for f in dataclasses.fields(Config)} - {
       f.name for f in dataclasses.fields(Common)
     }
-  if given.get('env', config.env) != config.env:
+  if changes.get('env', config.env) != config.env:
     fields |= {'eval_env'}
-  if str(given.get('eval_every', config.eval_every)) == '0':
+  if str(changes.get('eval_every', config.eval_every)) == '0':
     fields |= {'eval_env', 'eval_episodes', 'eval_video'}
-  return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
+  return {name: getattr(Config, name) for name in sorted(fields - changes.keys())}
 
 
 def spaces_of(name: str) -> tuple[Any, Any]:
-  """The spaces of an environment, of observations and actions."""
+  """Return the observation space and the action space of an environment."""
   from podrace import envs
   from podrace.envs.host import base as host
 
@@ -224,7 +232,7 @@ def spaces_of(name: str) -> tuple[Any, Any]:
 
 
 def kind_of(observation_space: Any, action_space: Any) -> Kind:
-  """The kind of environment that has these spaces."""
+  """Return the kind of environment that has these spaces."""
   from gymnasium import spaces
 
   from podrace.envs.spaces import PIXELS
@@ -239,7 +247,7 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
 
 
 def _has_floats(space: Any) -> bool:
-  """Whether there is anything in a space that `normalize_observations` is for."""
+  """Return whether a space has floats, which `normalize_observations` needs."""
   import numpy as np
 
   from podrace.envs.spaces import leaves, seen
