@@ -60,14 +60,14 @@ class Result:
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
     acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
-    allowed = user_code.named(to_json(self.config))
+    allowed = user_code.named_modules(to_json(self.config))
     return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
 
   def export(self, folder: Path | str, member: int = 0) -> dict[str, Any]:
     """As `podrace export`: the policy in a new directory, for `podrace.load_policy`; what its policy.json says."""
     from podrace.policy.export import export
 
-    return export(self.run_dir, Path(folder), member, user_code.named(to_json(self.config)))
+    return export(self.run_dir, Path(folder), member, user_code.named_modules(to_json(self.config)))
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:

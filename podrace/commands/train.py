@@ -238,7 +238,7 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
       '(--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
-  allow = user_code.options(user_code.named(to_json(config)))
+  allow = user_code.options(user_code.named_modules(to_json(config)))
   print_text(
     f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
   )

@@ -22,7 +22,7 @@ from podrace.settings.config import Config
 from podrace.settings.record import (
   changes,
   check_code,
-  completed,
+  complete,
   differences,
   from_json,
   to_json,
@@ -152,7 +152,7 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
 
 def completed_record(record: dict[str, Any], config: Config | Discovery) -> dict[str, Any]:
   """A run directory's record with later fields; of code, it may name what this configuration has."""
-  return completed(record, user_code.named(to_json(config)))
+  return complete(record, user_code.named_modules(to_json(config)))
 
 
 def continued(config: Any, run_dir: Path) -> Any:

@@ -23,7 +23,7 @@ def check_start(config: Config) -> Any:
     UsageError: if there is no such run or no checkpoint, or if the parameters have other shapes.
   """
   source = Path(config.init_from)
-  theirs = load_config(source, user_code.named(to_json(config)))
+  theirs = load_config(source, user_code.named_modules(to_json(config)))
   if theirs.seeds not in (1, config.seeds):
     raise UsageError(
       f'--init-from {source} has {theirs.seeds} seeds, this run {config.seeds}: it takes one of 1 seed, or of as many'

@@ -1,8 +1,8 @@
 """Defaults of a run that names an environment or an agent, but no preset.
 
-One table, by agent and kind of environment. Other settings have the defaults of the agent's class and
-of Config. benchmarks/results/defaults.json has the returns that the defaults reach. Importing this
-does not import jax.
+One table, by agent and kind of environment. Other settings have the defaults of the agent's class
+and of Config. benchmarks/results/defaults.json has the returns that the defaults reach. Importing
+this does not import jax.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('dqn', 'pixels'): Defaults(
     16, 8,
     CONVOLUTIONS | _buffer(min_size=20_000)
-    | {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01, 'epsilon_steps': 50_000},
+    | {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01}
+    | {'epsilon_steps': 50_000},
   ),
   ('r2d2', 'vector'): Defaults(32, 20, SEQUENCES),
   ('r2d2', 'grid'): Defaults(32, 20, SEQUENCES),
@@ -113,12 +114,14 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
   ('muesli', 'grid'): Defaults(
     64, 16,
-    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000, 'network.hidden': (128,), 'network.latent': 128},
+    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000}
+    | {'network.hidden': (128,), 'network.latent': 128},
   ),
   ('muesli', 'pixels'): Defaults(
     16, 20,
     CONVOLUTIONS
-    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99, 'network.latent': 256, 'network.dynamics_hidden': (256,)},
+    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99}
+    | {'network.latent': 256, 'network.dynamics_hidden': (256,)},
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
@@ -131,14 +134,15 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('muzero', 'pixels'): Defaults(
     16, 8,
     _buffer(batch_size=64, min_size=20_000, samples_per_insert=4.0)
-    | {'network.torso': 'impala', 'network.hidden': (256,), 'network.latent': 256, 'bootstrap': 'target'},
+    | CONVOLUTIONS
+    | {'network.latent': 256, 'bootstrap': 'target'},
   ),
   ('muzero', 'continuous'): Defaults(
     8, 8,
     PLANNING | _buffer(samples_per_insert=128.0, priority_exponent=0.0)
     | {
-      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97, 'bootstrap': 'target',
-      'target_period': 100, 'entropy_cost': 0.01,
+      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97,
+      'bootstrap': 'target', 'target_period': 100, 'entropy_cost': 0.01,
     },
   ),
 }  # fmt: skip
@@ -169,21 +173,22 @@ def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
 
 # The kinds of listed environments, so that --help need not make them. Tests compare them.
 OF_LIBRARY: Mapping[str, Kind] = {
-  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector', 'navix': 'grid', 'ale': 'pixels',
+  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector',
+  'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
 EXCEPTIONS: Mapping[str, Kind] = {
   'podrace:maze': 'grid',
   **dict.fromkeys(
     (
-      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc', 'gymnax:Reacher-misc',
-      'gymnax:Swimmer-misc',
+      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc',
+      'gymnax:Reacher-misc', 'gymnax:Swimmer-misc',
     ),
     'continuous',
   ),
   **dict.fromkeys(
     (
-      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar', 'gymnax:Seaquest-MinAtar',
-      'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
+      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar',
+      'gymnax:Seaquest-MinAtar', 'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
       'jumanji:RubiksCube-partly-scrambled-v0', 'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
     ),
     'grid',

@@ -29,7 +29,7 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Discovery(Basics):
-  """All settings of one run of meta-training, recorded as config.json. Its updates are meta-steps."""
+  """All settings of one meta-training run, recorded as config.json. Updates are meta-steps."""
 
   env: EnvName = 'podrace:catch,rows=5,columns=5'
   # ^ LIB:NAME, with options after commas; more names after spaces, each for a group of agents
@@ -46,7 +46,7 @@ class Discovery(Basics):
   capacity: int = 10_000  # environment steps in an agent's replay, if it has one
   meta_learning_rate: float = 1e-3
   meta_optimizer: Literal['each', 'mean'] = 'each'
-  # ^ each: the mean of one Adam step for each agent's meta-gradient; mean: Adam of the mean gradient
+  # ^ each: mean of Adam steps, one for each agent; mean: one Adam step of the mean meta-gradient
   max_meta_update: float = 1.0
   # ^ limit of each element of a meta-update, before the learning rate; 0: no limit
   entropy_cost: float = 0.01  # weight of the entropy of agents' policies in the meta-loss

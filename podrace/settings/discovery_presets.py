@@ -63,8 +63,8 @@ PRESETS: Mapping[str, DiscoveryPreset] = {
     | _value_network(hidden=(32,), initializer='lecun', activation='relu'),
   ),
   'disco-catch': DiscoveryPreset(
-    "DiscoRL's small example: its rule on Catch of 5 x 5, two agents, 800 meta-steps of two updates "
-    'each.',
+    "DiscoRL's small example: its rule on Catch of 5 x 5, two agents, 800 meta-steps of two "
+    'updates each.',
     'disco',
     {'learning_rate': 5e-4} | _network(hidden=(512, 512), head_hidden=(256,), model_size=256),
     {'env': 'podrace:catch,rows=5,columns=5', 'agents': 2, 'num_envs': 32, 'unroll_length': 16,

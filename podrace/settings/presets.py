@@ -266,7 +266,7 @@ PRESETS: Mapping[str, Preset] = {
   'muzero-minatar': Preset(
     'MuZero on MinAtar Breakout: a return above 50.',
     'muzero',
-    # Needs many gradient steps for each environment step: with 2 instead of 16 the return stays at 6.
+    # Needs many gradient steps for each environment step: with 2 instead of 16 it stays at 6.
     {'simulations': 8, 'n_step': 5, 'bootstrap': 'target', 'target_period': 1_000,
       'learning_rate': 5e-4, 'entropy_cost': 0.01, 'discount': 0.99}
     | _network(torso='mlp', hidden=(128,), latent=128, dynamics_hidden=(128,), head_hidden=(64,),

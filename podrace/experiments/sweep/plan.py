@@ -18,7 +18,7 @@ from podrace.run.metrics import Line
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
-  completed,
+  complete,
   differences,
   to_json,
   unrecorded_options,
@@ -116,7 +116,7 @@ def begin(sweep: Sweep) -> None:
   before, now = _recorded(sweep), sweep.described()
   if before is not None:
     if isinstance(record := before.get('config'), dict):
-      before['config'] = completed(record, user_code.named(now['config']))
+      before['config'] = complete(record, user_code.named_modules(now['config']))
     if changed := differences(before, now):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
