@@ -1,4 +1,4 @@
-"""The command line. Each command is a file of podrace.commands. Help does not import jax."""
+"""The command line. Each command is a file in podrace/commands. Help does not import jax."""
 
 from __future__ import annotations
 
@@ -108,22 +108,14 @@ MODULES = (
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 HELP = {'-h', '--help', '--help-all'}
-LASTING = (
-  'train',
-  'discover',
-  'sweep',
-  'act',
-  'reanalyse',
-  'envs',
-  'replay',
-  'launch',
-)  # commands that go on if nobody reads their output
-LEAVE_SECONDS = 2.0  # that other processes of a run have to be stopped as well, where this one could not end its work
-UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
+# Commands that continue if nothing reads their output.
+LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')
+LEAVE_SECONDS = 2.0  # grace for the other processes of a run, if this one could not save all
+UNREAD = 141  # exit code of the remaining commands on a closed pipe, as a shell reports SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
+  """Run a command and exit: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
   open_standard()
   tell_of_faults()
@@ -132,27 +124,27 @@ def main(argv: Sequence[str] | None = None) -> None:
   if args[1:] and args[0] in HELP:  # podrace --help train
     args[:2] = args[1::-1]
   lasting = bool(args) and args[0] in LASTING
-  # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
+  # Until the command installs its handlers, nothing is saved, and an exception could be swallowed.
   handlers = on_signals(end_at_once) if lasting else contextlib.nullcontext()
   with handlers:
     try:
       code = _guarded(args)
     except Exception:
-      if not _in_company():
+      if not _has_peers():
         raise
       tell(traceback.format_exc())
       code = 1
   if not flush_standard() and not lasting and not code:
     code = UNREAD
-  # A compilation may still be going in a thread, and nothing can stop it. A process that leaves a run of
-  # several in order would wait for the others: they don't know yet, until JAX aborts them.
-  if code > 128 or (code in (1, 2) and _in_company()):
+  # A thread may still compile, and nothing can stop it. A process of a distributed run would wait
+  # for its peers at a regular exit: they learn of the failure only when JAX aborts them.
+  if code > 128 or (code in (1, 2) and _has_peers()):
     os._exit(code)
   sys.exit(code)
 
 
 def entry() -> None:
-  """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
+  """Run `main` as a process, and exit with its code even if threads still run."""
   end_on_signals()
   sys.excepthook = tell_exception
   try:
@@ -163,8 +155,8 @@ def entry() -> None:
     leave(e.code)
 
 
-def _in_company() -> bool:
-  """Whether this is one of several processes of a run."""
+def _has_peers() -> bool:
+  """Return whether this process shares its run with other processes."""
   coordinator = sys.modules.get('podrace.run.processes')
   return coordinator is not None and coordinator.is_one_of_several()
 
@@ -182,7 +174,7 @@ def _guarded(args: list[str]) -> int:
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
-    if name == 'completion' and rest[:1] == ['words']:  # what a shell asks at each TAB
+    if name == 'completion' and rest[:1] == ['words']:  # a shell calls this at each TAB
       print_text('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
       return 0
     command = COMMANDS[name]
@@ -198,19 +190,19 @@ def _guarded(args: list[str]) -> int:
     return _complain(e, 2)
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
+  except BrokenPipeError:  # the reader has closed its end, as in `podrace list | head`
     return UNREAD
   except Stopped as e:
     from podrace.run.processes import leave_processes
 
-    same = '--dir' if args[0] == 'sweep' else '--run-dir'
-    then = (
-      f'start again with the same {same} to go on'
+    option = '--dir' if args[0] == 'sweep' else '--run-dir'
+    advice = (
+      f'start again with the same {option} to go on'
       if e.kept
       else 'no step was made, and nothing is kept'
     )
-    tell(f'stopped by {e}; {then}')
-    # Unless all were signalled, the others go on with what this one has left, and do not come.
+    tell(f'stopped by {e}; {advice}')
+    # Peers that were not signalled keep running, so leaving must not wait for them without limit.
     leave_processes(LEAVE_SECONDS if e.unsaved else None)
     return 128 + e.signum
   except RunError as e:
@@ -222,17 +214,17 @@ def _guarded(args: list[str]) -> int:
 
 
 def is_ours(error: Exception) -> bool:
-  """Whether podrace raised it itself, and not the user's code or a library."""
+  """Return whether podrace raised the error, and not the user's code or a library."""
   return _file(error).is_relative_to(Path(__file__).parent)
 
 
 def _is_of_jax(error: Exception, file: str) -> bool:
-  """Whether this file of JAX raised it: config.py for values of its variables, xla_bridge.py for devices."""
+  """Return whether a file of JAX raised it: config.py for variables, xla_bridge.py for devices."""
   return _file(error).parts[-3:] == ('jax', '_src', file)
 
 
 def _file(error: Exception) -> Path:
-  """Where it was raised."""
+  """Return the file that raised the error."""
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   return Path(frame.f_code.co_filename)
 

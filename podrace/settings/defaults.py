@@ -188,8 +188,9 @@ EXCEPTIONS: Mapping[str, Kind] = {
   **dict.fromkeys(
     (
       'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar',
-      'gymnax:Seaquest-MinAtar', 'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
-      'jumanji:RubiksCube-partly-scrambled-v0', 'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
+      'gymnax:Seaquest-MinAtar', 'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc',
+      'jumanji:RubiksCube-v0', 'jumanji:RubiksCube-partly-scrambled-v0',
+      'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
     ),
     'grid',
   ),

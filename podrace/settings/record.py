@@ -11,7 +11,7 @@ from typing import Any
 
 from podrace import hooks
 from podrace.errors import UsageError, unknown
-from podrace.fields import expected, flag
+from podrace.fields import flag, mismatch
 from podrace.settings import user_code
 from podrace.settings.agents import agent_class, agent_name
 from podrace.settings.config import Basics
@@ -135,7 +135,7 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
     raise unknown(f'field of {cls.__name__}', name, fields)
   values = dict(getattr(cls, 'UNRECORDED', {}))  # a record leaves them out
   for name, value in record.items():
-    if (wrong := expected(value, hints[name])) and cls.__module__.startswith('podrace.'):
+    if (wrong := mismatch(value, hints[name])) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')
     if isinstance(value, dict):
       value = _make(hints[name], value)
