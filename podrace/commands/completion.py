@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from podrace.agents import AGENTS
@@ -30,7 +30,7 @@ _podrace() {
   done
   word=${typed[${#typed[@]}-1]}
   COMPREPLY=($(compgen -W "$(podrace completion words "${typed[@]}" 2>/dev/null)" -- "$word"))
-  cut=${word%"${word##*[:=]}"}  # what stands before the last of them is there already
+  cut=${word%"${word##*[:=]}"}  # the line has the part up to the last of them
   COMPREPLY=("${COMPREPLY[@]#"$cut"}")
   [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *: ]] && compopt -o nospace 2>/dev/null
   return 0
@@ -52,7 +52,7 @@ complete -c podrace -a '(podrace completion words (commandline -opc)[2..] (comma
 COMMAND = Command(
   'completion',
   'bash|zsh|fish',
-  "prints a shell's completion of commands, options, their values, presets, agents and environments",
+  'print a script by which a shell completes commands, options, values, presets and names',
   notes="""
 bash:  podrace completion bash >> ~/.bashrc
 zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
@@ -64,11 +64,11 @@ FIRST = {
   'init': tuple(init.KINDS),
   'completion': tuple(SHELLS),
   'discover': tuple(DISCOVERIES),
-}  # arguments of other commands
+}  # first arguments of commands that take no preset of train
 
 
 def run(args: list[str]) -> int:
-  """Prints a script. It calls `podrace completion words ...`, which the command line answers by `words`."""
+  """Print a script. It calls `podrace completion words ...`, which `words` answers."""
   if len(args) != 1 or args[0] not in SHELLS:
     raise UsageError(f'completion takes {", ".join(SHELLS)}, not {" ".join(args) or "nothing"}')
   print_text(SHELLS[args[0]], end='')
@@ -76,24 +76,21 @@ def run(args: list[str]) -> int:
 
 
 def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
-  """What the last of the typed arguments, which may be empty, can become; none where a path is to come."""
+  """Return completions of the last typed argument, which may be empty; none for a path."""
   *before, last = typed
   if before and last.startswith('--') and '=' in last:
     name, _, value = last.partition('=')
     return [f'{name}={x}' for x in words([*before, name, value], commands)]
+  candidates: Iterable[str] = ()
   if not before:
-    found = list(commands)
+    candidates = commands
   elif values := _values(before, commands):
-    found = values
+    candidates = values
   elif before[0] in commands and last.startswith('-'):
-    found = _options(before, commands)
-  elif before[0] in TAKE_PRESETS and len(before) == 1:
-    found = list(PRESETS)
+    candidates = _options(before, commands)
   elif len(before) == 1:
-    found = list(FIRST.get(before[0], ()))
-  else:
-    found = []
-  return [x for x in found if x.startswith(last)]
+    candidates = PRESETS if before[0] in TAKE_PRESETS else FIRST.get(before[0], ())
+  return [x for x in candidates if x.startswith(last)]
 
 
 def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
@@ -102,7 +99,7 @@ def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 
 def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
-  """What the option can be that stands last; none if it is no option, or takes values without names."""
+  """Return the named values of the last word if it is an option, else an empty list."""
   name, option = before[0], before[-1]
   if name not in commands or not option.startswith('--'):
     return []
@@ -115,12 +112,12 @@ def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 
 def _environments(on_host_only: bool) -> list[str]:
-  """Names of environments; of libraries whose environments have no list here, the library."""
-  found = [f'{library}:' for library in libraries.HOST_LIBRARIES]
+  """Return names of environments, or LIB: for a library without a list of names."""
+  on_host = [f'{library}:' for library in libraries.HOST_LIBRARIES]
   if on_host_only:
-    return found
-  inside = registry.names().items()
-  return [f'{library}:{n}' for library, names in inside for n in names or ('',)] + found
+    return on_host
+  in_jax = registry.names().items()
+  return [f'{library}:{n}' for library, names in in_jax for n in names or ('',)] + on_host
 
 
 def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""From a command's arguments to a configuration, for train, act and bench."""
+"""From a command's arguments to a configuration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NO_OPTIONS = Options((), Command('train', '', '', (AGENT,), others_pass=True))
 
 
 def take_preset(args: list[str]) -> str | None:
-  """Takes the preset out of the arguments, where it stands before all options."""
+  """Remove the preset from the arguments and return it; it stands before all options."""
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
@@ -130,7 +130,7 @@ def parse_config(
 
 
 def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
-  """`config` with the flags' changes; tyro ends the program with code 2 on a bad one."""
+  """Return `config` with the changes of the flags; tyro exits with code 2 on a bad flag."""
   import tyro
 
   cls = type(config)
@@ -139,16 +139,16 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   types |= {n: type(values[n]) for n in names if types[n] is Any}
   fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
-  plain = [_whole(a) for a in said_plainly(args, set(booleans(config)))]
+  plain = [_whole(a) for a in normalize_booleans(args, set(boolean_options(config)))]
   check_agent_options(config.agent, plain)
   with _escaped(plain):
-    found = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
-  return cls(**{n: getattr(found, n) for n in names})
+    parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
+  return cls(**{n: getattr(parsed, n) for n in names})
 
 
 @contextlib.contextmanager
 def _escaped(args: Sequence[str]) -> Iterator[None]:
-  """Have `print_text` print tyro's errors, so that no argument reaches the terminal unescaped."""
+  """Print tyro's errors with `tell`, which escapes the arguments that they quote."""
   if all(printable(a) == a for a in args):
     yield
     return
@@ -161,46 +161,46 @@ def _escaped(args: Sequence[str]) -> Iterator[None]:
       tell(out.getvalue())
 
 
-SAID = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
-SAID |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
+BOOLEANS = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
+BOOLEANS |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
 
 
-def booleans(settings: Any, prefix: str = '--') -> Iterator[str]:
-  """The options with True or False of a dataclass, and of the dataclasses among its fields."""
+def boolean_options(settings: Any, prefix: str = '--') -> Iterator[str]:
+  """Yield the boolean options of a dataclass, and of the dataclasses among its fields."""
   for field in dataclasses.fields(settings):
     value, name = getattr(settings, field.name), prefix + flag(field.name)
     if isinstance(value, bool):
       yield name
     elif dataclasses.is_dataclass(value):
-      yield from booleans(value, f'{name}.')
+      yield from boolean_options(value, f'{name}.')
 
 
-def said_plainly(args: list[str], names: set[str]) -> list[str]:
-  """`args` as tyro takes them: `--x True`, where it says --x alone, --no-x, or another case or word."""
+def normalize_booleans(args: list[str], names: set[str]) -> list[str]:
+  """Return `args` with `--x True` or `--x False` in place of --x, --no-x, --x=yes and so on."""
   negated = {f'{head}.no-{last}': n for n in names for head, _, last in [n.rpartition('.')]}
   negated |= {f'--no-{n[2:]}': n for n in names}
-  found: list[str] = []
+  normal: list[str] = []
   rest = list(args)
   while rest:
     arg = rest.pop(0)
     name, equals, value = arg.partition('=')
     name = name.replace('_', '-')
     if name in negated and not equals:
-      found += [negated[name], 'False']
+      normal += [negated[name], 'False']
     elif name not in names:
-      found.append(arg)
+      normal.append(arg)
     elif equals:
-      found += [name, SAID.get(value.lower(), value)]
+      normal += [name, BOOLEANS.get(value.lower(), value)]
     elif rest and not rest[0].startswith('--'):
       value = rest.pop(0)
-      found += [name, SAID.get(value.lower(), value)]
+      normal += [name, BOOLEANS.get(value.lower(), value)]
     else:
-      found += [name, 'True']
-  return found
+      normal += [name, 'True']
+  return normal
 
 
 def _whole(arg: str) -> str:
-  """1e7 and 1_000_000 as integers, also after `--option=`."""
+  """Return 1e7 and 1_000_000 as digits, also after `--option=`."""
   name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
   return name + equals + whole_number(text)
 
@@ -222,16 +222,16 @@ def settings_in(options: Options) -> dict[str, str]:
 
 
 def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
-  """The options of an agent's fields, as --agent.simulations 0, and the other arguments."""
-  found: list[str] = []
-  others: list[str] = []
+  """Split `args` into the options of an agent's fields, such as --agent.simulations 0, and the rest."""
+  settings: list[str] = []
+  remaining: list[str] = []
   rest = list(args)
   while rest:
     arg = rest.pop(0)
     if not arg.startswith('--agent.'):
-      others.append(arg)
+      remaining.append(arg)
       continue
-    found.append(arg)
+    settings.append(arg)
     if '=' not in arg and rest and not rest[0].startswith('--'):
-      found.append(rest.pop(0))
-  return found, others
+      settings.append(rest.pop(0))
+  return settings, remaining

@@ -1,4 +1,4 @@
-"""podrace discover: trains a rule by which agents learn, or goes on with that."""
+"""podrace discover: train a rule by which agents learn, or resume the training."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from podrace.system.process import log_to_stderr
 
 
 class Discover(Command):
-  """Its help has the options of the rules."""
+  """The command, whose help has the options of the rules."""
 
   def help(self, args: list[str]) -> str:
+    """Return the help for a preset and an agent among `args`."""
     preset = take_preset(args)
     agent = configure.requested_agent(Options(args, self, lenient=True))
     return help.discover_help(self.options, preset, agent)
@@ -35,13 +36,16 @@ COMMAND = Discover(
   '[PRESET] [OPTIONS]',
   'train a rule of learning',
   (  # the fields of Discovery are further options
-    Option('--run-dir', 'DIR', 'where the run is kept, and rule.npz; started again with the same one, it resumes'),
-    Option('--agent', 'NAME', 'disco or lpg, with its defaults, and so the kind of rule (the preset has its own)'),
+    Option('--run-dir', 'DIR', 'the run directory, which also gets rule.npz; started again with the '
+      'same one, the run resumes'),
+    Option('--agent', 'NAME', 'disco or lpg, which also selects the kind of rule (default: that of '
+      'the preset)'),
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma', choices=('tensorboard', 'wandb')),
-    Option('--quiet', '', 'no progress; only warnings and the last words'),
+    Option('--sinks', 'NAMES', 'metrics also go to tensorboard, wandb, or both with a comma',
+      choices=('tensorboard', 'wandb')),
+    Option('--quiet', '', 'no progress, only warnings and the result'),
   ),
   others_pass=True,
   jax=True,
@@ -50,7 +54,7 @@ COMMAND = Discover(
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Trains a rule."""
+  """Train a rule."""
   preset = take_preset(args)
   options = Options(args, COMMAND)
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
@@ -75,7 +79,7 @@ def run(args: list[str]) -> int:
 
 
 def take_preset(args: list[str]) -> str | None:
-  """Takes the preset out of the arguments, where it stands before all options."""
+  """Remove the preset from the arguments and return it; it stands before all options."""
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
     raise unknown('preset of discover', preset, PRESETS)
@@ -85,7 +89,7 @@ def take_preset(args: list[str]) -> str | None:
 def base_config(
   preset: str | None, run_dir: Path | None, agent: str | None, allowed: list[str]
 ) -> Any:
-  """The configuration before the flags: the preset's, else the record of the run, else that of the smallest preset."""
+  """Return the configuration before the flags: the preset's, else the run's, else the default."""
   from podrace.run.directory import load_any
   from podrace.settings.discovery import Discovery, rules_of
 
@@ -112,8 +116,8 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
 
 
 def next_command(config: Any, rule: Path) -> str:
-  """Trains an agent by the rule: it has the options that the rule's widths need."""
+  """Return the command that trains an agent by the rule, with options for the rule's widths."""
   name = agent_name(config.agent)
-  fits = default_agent(name).fits(config.rule)
-  needed = [f'{option} {size}' for option, (has, size) in fits.items() if has != size]
+  sizes = default_agent(name).fits(config.rule)
+  needed = [f'{option} {size}' for option, (default, size) in sizes.items() if default != size]
   return ' '.join([f'podrace train --agent {name} --agent.rule {shlex.quote(str(rule))}', *needed])

@@ -23,7 +23,8 @@ from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Option, Options, row
 
 MOST_USED = (  # options of a run that come first
-  '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env', '--agent', '--architecture',
+  '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env',
+  '--agent', '--architecture',
 )  # fmt: skip
 SERVING = ('--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout', '--announce')
 # ^ only Sebulba reads these
@@ -154,7 +155,7 @@ def _printable(value: Any) -> str:
 
 
 def discover_help(declared: Iterable[Option], preset: str | None, agent: str | None = None) -> str:
-  """Return the help of `discover`: `declared` and the fields of Discovery, rule and value function."""
+  """Return the help of `discover`: declared options, and the fields of Discovery and its parts."""
   chosen = DISCOVERIES[preset or DISCOVER_DEFAULT]
   name, paths = chosen.agent, chosen.paths
   if agent is not None and agent != name:
@@ -164,7 +165,7 @@ def discover_help(declared: Iterable[Option], preset: str | None, agent: str | N
   rows = {r.name: _line(r, values) for r in table().of('discover')}
   rows |= {o.name: row(o.name, o.value, o.text) for o in declared}
   lines = [
-    'podrace discover [PRESET] [OPTIONS]: train a rule of learning; without arguments, LPG on Catch',
+    'podrace discover [PRESET] [OPTIONS]: train a rule of learning; default: LPG on Catch',
     '',
     f'presets: {", ".join(DISCOVERIES)}',
     *_preset_lines(preset or DISCOVER_DEFAULT, values),
@@ -195,7 +196,7 @@ def train_help(
     declared: the options of the command itself.
     options: the arguments.
     preset: the preset, if one is named.
-    everything: has the options of all agents, with the defaults of their classes.
+    everything: add the options of all agents, with the defaults of their classes.
   """
   settings = settings_of(preset, options)
   name, values = settings.agent, settings.values
@@ -239,7 +240,7 @@ def _most_used_first(rows: Mapping[str, str]) -> list[str]:
 
 
 def _run_lines(declared: Iterable[Option], values: Values, agent: str, sebulba: bool) -> list[str]:
-  """Return the options of a run; those that only Sebulba reads are left out unless `sebulba`."""
+  """Return the options of a run; `sebulba` adds the options that only Sebulba reads."""
   listed = [o for o in declared if sebulba or o.name not in SERVING]
   rows = {o.name: row(o.name, o.value, o.text) for o in listed}
   groups = ('run', 'sebulba') if sebulba else ('run',)
@@ -264,7 +265,9 @@ def _agent_lines(name: str, values: Values, kind: str = '') -> list[str]:
   if kind:
     others = [k for n, k in defaults.TABLE if n == name and k != kind]
     head = [f'agent {name}, with its defaults where {_kind_text(kind)}:']
-    head += [f'(where {"; ".join(map(_kind_text, others))}: others; give --env)'] if others else []
+    head += (
+      [f'(where {"; ".join(map(_kind_text, others))}: other defaults; add --env)'] if others else []
+    )
   return ['', *head, *(_line(r, values) for r in table().of('agent', agent=name))]
 
 
@@ -295,8 +298,7 @@ def _default_lines() -> list[str]:
   """Return the settings of podrace.settings.defaults, by agent and kind of environment."""
   lines = [
     '',
-    'defaults in the place of those above, where no preset has others: of an agent in a kind of environment,',
-    'which is',
+    'defaults of an agent in a kind of environment, unless a preset is named; the kinds are',
     *(f'  {kind}: {text}' for kind, text in defaults.KINDS.items()),
   ]
   for (agent, kind), entry in defaults.TABLE.items():

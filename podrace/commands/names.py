@@ -1,4 +1,4 @@
-"""podrace list: the names of presets, agents and environments."""
+"""podrace list: print the names of presets, agents and environments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HOST_EXAMPLES = {
 
 
 def run(args: list[str]) -> int:
-  """Prints them."""
+  """Print the names."""
   if args:
     raise UsageError(f'list takes no arguments, not {" ".join(args)}')
   from podrace import envs
@@ -35,7 +35,7 @@ def run(args: list[str]) -> int:
   print_text('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))
-  print_text('\nenvironments on the host, under sebulba (as those above may be):')
+  print_text('\nenvironments on the host, under sebulba:')
   for library, known in HOST_LIBRARIES.items():
     _print_filled(f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}')
   return 0

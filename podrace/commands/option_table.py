@@ -1,7 +1,7 @@
-"""The options that the fields of dataclasses are: their table, options.json, and its generator.
+"""The table of options that are fields of dataclasses, options.json, and its generator.
 
-Help and completion read the table, since importing the dataclasses imports jax and takes seconds.
-`python -m podrace.commands.option_table` writes the table again after a field has changed.
+Help, completion and `podrace list` read the table, since importing the dataclasses imports jax and
+takes seconds. After a change of a field, run `python -m podrace.commands.option_table`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHOSEN_BY_AGENTS = {  # fields of parts that agents set themselves, so they are 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-  """An option that a field of a dataclass is."""
+  """A field of a dataclass as an option."""
 
   group: str  # run, sebulba, agent, the part of an agent, discover, rule, value function
   name: str  # --agent.network.hidden
@@ -52,7 +52,7 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-  """All options that are fields, and a line about each agent."""
+  """All fields as options, and a line about each agent."""
 
   agents: Mapping[str, str]
   rows: tuple[Row, ...]
@@ -115,11 +115,11 @@ def _kind(field: dataclasses.Field[Any]) -> str:
 
 
 def comments_of(cls: type) -> dict[str, str]:
-  """Return the comment behind each field of a dataclass and of its bases, or below it after `# ^`."""
+  """Return the comment of each field of a dataclass: behind it, or in a `# ^` line below it."""
   comments: dict[str, str] = {}
   for base in reversed(cls.__mro__):
     if dataclasses.is_dataclass(base):
-      with contextlib.suppress(OSError, TypeError, SyntaxError):  # it has no source
+      with contextlib.suppress(OSError, TypeError, SyntaxError):  # without source
         comments |= dict(_comments_in(inspect.getsource(base)))
   return comments
 
@@ -181,7 +181,7 @@ def _run_rows() -> Iterator[Row]:
 
 
 def _own_rows(settings: Any, prefix: str, group: str) -> Iterator[Row]:
-  """Yield the rows of the fields that are no parts."""
+  """Yield the rows of all fields that are no dataclasses."""
   parts = tuple(f'{prefix}{flag(name)}.' for name in _parts(settings))
   yield from (r for r in rows_of(settings, prefix, group) if not r.name.startswith(parts or '\n'))
 

@@ -1,4 +1,4 @@
-"""podrace reanalyse: newer targets for the contents of a replay service."""
+"""podrace reanalyse: compute newer targets for the contents of a replay service."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from podrace.system.process import log_to_stderr
 COMMAND = Command(
   'reanalyse',
   '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
-  'searches the states in a replay service again, with newer parameters of the learner, which is `podrace train '
+  'search the states in a replay service again, with newer parameters of the learner, `podrace train '
   '[PRESET] --connect-replay ... --listen ADDRESS`',
   (
     shared.CONNECT_REPLAY,
     shared.PARAMS,
-    Option('--batch-size', 'N', "windows that are refreshed together (default: the agent's buffer.batch_size)"),
+    Option('--batch-size', 'N', 'windows of a batch (default: buffer.batch_size of the agent)'),
     shared.MAX_STALENESS,
     shared.GIVE_UP_AFTER,
     shared.CLIENT_KEYS,
@@ -30,10 +30,11 @@ COMMAND = Command(
     shared.AGENT,
   ),
   """
-Besides, --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the learner's.
+It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and --unroll-length.
 
-Start as many as you like, and stop them at any time. Each waits for the processes that it needs, and comes
-back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+Any number of these processes can start and stop at any time. Each waits for the learner and the replay
+service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage,
+143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,
@@ -42,7 +43,7 @@ back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usag
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Reanalyses."""
+  """Reanalyse until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))

@@ -128,7 +128,7 @@ def test_the_live_view_of_damaged_runs(damaged: dict[str, Path]) -> None:
   for path in damaged.values():
     with ends(), contextlib.suppress(UsageError):
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
-      assert not unprintable(follow.shown(runs.look(path), lines, ['loss', 'episode_return']))
+      assert not unprintable(follow.render(runs.look(path), lines, ['loss', 'episode_return']))
 
 
 def test_a_report_has_what_can_be_read(
