@@ -54,30 +54,30 @@ podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace discover [PRESET] ...       train a rule by which agents learn
-  podrace sweep [PRESET] --vary ...   train with many settings, and say which is best
+  podrace sweep [PRESET] --vary ...   train with many settings and show the best
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
-  podrace watch RUN                   videos of its policy
-  podrace export RUN DIR              its policy, for use without training code
-  podrace runs [DIR]                  all runs, with their progress, return and state
-  podrace follow RUN                  a run, live, with small curves
-  podrace plot RUN...                 learning curves as a picture; scores over several tasks
-  podrace report RUN...               runs as one HTML page: curves, speed, faults, videos
+  podrace watch RUN                   write videos of its policy
+  podrace export RUN DIR              write its policy, for use without training code
+  podrace runs [DIR]                  list runs with their progress, return and state
+  podrace follow RUN                  show a run with small curves until it ends
+  podrace plot RUN...                 draw learning curves, and scores over tasks
+  podrace report RUN...               write runs as one HTML page: curves, speed, faults, videos
   podrace rm RUN...                   delete runs
-  podrace launch [PRESET] --as ...    all processes of a distributed run, with one command
+  podrace launch [PRESET] --as ...    start all processes of a distributed run
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
-  podrace replay --listen ADDRESS ... replay tables as a service
-  podrace keys new DIR                keys for learners, services and those who connect to them
-  podrace top ADDRESS                 what the clients of a learner or a service do
-  podrace list                        presets, agents and environments
-  podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
-  podrace init agent|env|network NAME a file that works, and its test, to start from
-  podrace completion bash|zsh|fish    completion of all this in your shell
-  podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
-  podrace plan RATES --as A ...       what a run on N machines would make, cost and wait for
+  podrace replay --listen ADDRESS ... serve replay tables
+  podrace keys new DIR                make keys for learners, services and their clients
+  podrace top ADDRESS                 show the clients of a learner or a service
+  podrace list                        list presets, agents and environments
+  podrace devices [OPTIONS]           list the devices, and their roles under Sebulba
+  podrace init agent|env|network NAME write a working file and its test to start from
+  podrace completion bash|zsh|fish    print a script for completion in a shell
+  podrace bench sebulba [PRESET] ...  measure the stages alone and together
+  podrace plan RATES --as A ...       estimate speed, cost and bottleneck of a distributed run
 
-`podrace COMMAND --help` says more.
+`podrace COMMAND --help` has the details.
 """
 
 MODULES = (

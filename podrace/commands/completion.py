@@ -46,7 +46,8 @@ _podrace() {
 compdef _podrace podrace
 """,
   'fish': """\
-complete -c podrace -a '(podrace completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+complete -c podrace \\
+  -a '(podrace completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
 """,
 }
 COMMAND = Command(

@@ -222,7 +222,7 @@ def settings_in(options: Options) -> dict[str, str]:
 
 
 def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
-  """Split `args` into the options of an agent's fields, such as --agent.simulations 0, and the rest."""
+  """Split `args` into options of the agent's fields, as --agent.simulations 0, and the rest."""
   settings: list[str] = []
   remaining: list[str] = []
   rest = list(args)

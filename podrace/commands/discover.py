@@ -22,7 +22,7 @@ from podrace.system.process import log_to_stderr
 
 
 class Discover(Command):
-  """The command, whose help has the options of the rules."""
+  """The command with help for the options of the rules."""
 
   def help(self, args: list[str]) -> str:
     """Return the help for a preset and an agent among `args`."""
@@ -36,8 +36,8 @@ COMMAND = Discover(
   '[PRESET] [OPTIONS]',
   'train a rule of learning',
   (  # the fields of Discovery are further options
-    Option('--run-dir', 'DIR', 'the run directory, which also gets rule.npz; started again with the '
-      'same one, the run resumes'),
+    Option('--run-dir', 'DIR', 'the run directory, which also gets rule.npz; started again with '
+      'the same one, the run resumes'),
     Option('--agent', 'NAME', 'disco or lpg, which also selects the kind of rule (default: that of '
       'the preset)'),
     shared.NO_COMPILE_CACHE,

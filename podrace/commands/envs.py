@@ -18,10 +18,10 @@ COMMAND = Command(
       'list with commas, each of which gets a part of the environments'),
     Option('--env', 'LIB:NAME', 'LIB is ale, envpool or gymnasium; options follow after commas'),
     Option('--num-envs', 'N', 'number of environments', 1),
-    Option('--workers', 'N', 'threads or processes that step environments, over all groups (default: '
-      'two for each core)', 0),
-    Option('--groups', 'N', 'groups of environments; one group steps while the learner computes the '
-      'actions of another (default: the number that the learner requests)', 0),
+    Option('--workers', 'N', 'threads or processes that step environments, over all groups '
+      '(default: two for each core)', 0),
+    Option('--groups', 'N', 'groups of environments; one group steps while the learner computes '
+      'the actions of another (default: the number that the learner requests)', 0),
     CLIENT_KEYS,
     CLIENT_INSECURE,
     Option('--seed', 'S', 'seed of the environments (default: random)'),

@@ -16,23 +16,23 @@ from podrace.system.output import print_json, print_text, results_alone, tell
 COMMAND = Command(
   'eval',
   'DIR [OPTIONS]',
-  'play episodes with the newest checkpoint of the run in DIR, twice: greedy, with the best action, '
-  'and sampled, as in training',
+  'play episodes with the newest checkpoint of the run in DIR, twice: greedy, with the best '
+  'action, and sampled, as in training',
   (
     Option('--episodes', 'N', 'number of episodes, for each seed and way of acting', 100),
     Option('--env', 'LIB:NAME', 'another environment than in training, such as another opponent or '
       'other levels'),
     Option('--seed', 'S', 'seed of the evaluation', 0),
     Option('--greedy', '', 'only greedy episodes'),
-    Option('--sample', '', 'only sampled episodes; if each environment has its own exploration rate, '
-      "the episodes spread over the run's rates"),
+    Option('--sample', '', 'only sampled episodes; if each environment has its own exploration '
+      "rate, the episodes spread over the run's rates"),
     Option('--max-steps', 'N', 'give up on longer episodes', 1_000_000),
     NO_COMPILE_CACHE,
     ALLOW_CODE,
   ),
   """
---agent.FIELD VALUE changes a setting of the agent: with --agent.simulations 0, muzero acts without a
-search.
+--agent.FIELD VALUE changes a setting of the agent: with --agent.simulations 0, muzero acts without
+a search.
 
 The last line printed is JSON: episode_return_mean, episode_return_std, episodes. If there are also
 greedy episodes, the sampled ones are sampled_episode_return_mean, sampled_episode_return_std and

@@ -19,8 +19,8 @@ COMMAND = Command(
     ALLOW_CODE,
   ),
   """
-DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, policy.jaxexport for
-JAX, and policy.onnx if the extra onnx is installed and the network is one of podrace's. Usage:
+DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, policy.jaxexport
+for JAX, and policy.onnx if the extra onnx is installed and the network is one of podrace's. Usage:
 
     import podrace
     policy = podrace.load_policy('DIR')

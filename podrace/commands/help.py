@@ -189,8 +189,8 @@ def train_help(
 ) -> str:
   """Return the help of `train`: its declared options, and the fields of Config and of its agent.
 
-  The defaults are those of the run that `preset` and `options` make. An agent of the user's own is
-  imported for its options.
+  The defaults are those of the run that `preset` and `options` make. An agent of the user is imported for
+  its options.
 
   Args:
     declared: the options of the command itself.

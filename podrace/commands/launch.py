@@ -60,8 +60,9 @@ COMMAND = Command(
     Option('--shards', 'N', 'processes of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
     Option('--learners', 'N', 'processes that learn as one; 2 with --as learners', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of Ray; '
-      'kubernetes: a JobSet; skypilot: machines of a cloud', 'local', choices=tuple(OF_ENGINES)),
+    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of '
+      'Ray; kubernetes: a JobSet; skypilot: machines of a cloud', 'local',
+      choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'the run directory, with logs/ of all processes; started again with '
       'the same one, the run resumes'),
     Option('--dry-run', '', 'only print the commands, or the manifest for an engine'),
@@ -71,8 +72,8 @@ COMMAND = Command(
   ),
   """
 It also takes the options of train. Each line of output begins with the name of its process. On
-SIGTERM and Ctrl-C all processes save and exit; a second signal kills them. Exit codes: the learner's;
-1 if another process failed for good; 2 bad usage; 143 and 130 on signals.
+SIGTERM and Ctrl-C all processes save and exit; a second signal kills them. Exit codes: the
+learner's; 1 if another process failed for good; 2 bad usage; 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,

@@ -15,13 +15,13 @@ from podrace.system.output import print_json, print_text
 COMMAND = Command(
   'plan',
   'RATES --as ARRANGEMENT [OPTIONS]',
-  'estimate the speed, the cost and the bottleneck of a distributed run, by number of machines; RATES '
-  'is the output of `podrace bench sebulba` on the machine of the learner',
+  'estimate the speed, the cost and the bottleneck of a distributed run, by number of machines; '
+  'RATES is the output of `podrace bench sebulba` on the machine of the learner',
   (
     Option('--as', 'ARRANGEMENT', 'seed: the acting machines only step environments; impala, apex: '
       'they also act', choices=tuple(ESTIMATES)),
-    Option('--acting', 'RATES', "output of `podrace bench sebulba` on an acting machine (default: the "
-      "learner's)"),
+    Option('--acting', 'RATES', "output of `podrace bench sebulba` on an acting machine (default: "
+      "the learner's)"),
     Option('--machines', 'N,...', 'numbers of acting machines', '1,2,4,8,16,32,64'),
     Option('--gbits', 'N', "gigabits per second into the learner's machine", 10.0),
     Option('--learner-price', 'DOLLARS', "price of an hour of the learner's machine", 0.0),

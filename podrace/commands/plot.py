@@ -23,10 +23,11 @@ COMMAND = Command(
     Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps', X),
     Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean', CENTERS),
     Option('--aggregate', '', 'draw scores over all tasks instead: interquartile mean, median, '
-      'performance profile and probability of improvement; for the games of Atari-5 also the predicted '
-      'median of 57 games. A score is the mean over the last tenth of a run'),
+      'performance profile and probability of improvement; for the games of Atari-5 also the '
+      'predicted median of 57 games. A score is the mean over the last tenth of a run'),
     Option('--normalise', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
-      'minmax (of each task, over the runs); default: human if all tasks are Atari games, else minmax',
+      'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
+      'minmax',
       choices=('human', 'minmax')),
   ),
   """

@@ -15,8 +15,8 @@ from podrace.system.process import log_to_stderr
 COMMAND = Command(
   'reanalyse',
   '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
-  'search the states in a replay service again, with newer parameters of the learner, `podrace train '
-  '[PRESET] --connect-replay ... --listen ADDRESS`',
+  'search the states in a replay service again, with newer parameters of the learner, `podrace '
+  'train [PRESET] --connect-replay ... --listen ADDRESS`',
   (
     shared.CONNECT_REPLAY,
     shared.PARAMS,
@@ -30,11 +30,12 @@ COMMAND = Command(
     shared.AGENT,
   ),
   """
-It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and --unroll-length.
+It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and
+--unroll-length.
 
-Any number of these processes can start and stop at any time. Each waits for the learner and the replay
-service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage,
-143 and 130 on signals.
+Any number of these processes can start and stop at any time. Each waits for the learner and the
+replay service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad
+usage, 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,

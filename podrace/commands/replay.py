@@ -13,12 +13,12 @@ COMMAND = Command(
   'the tables that they need, see docs/tables.md',
   (
     Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
-    Option('--dir', 'DIR', 'directory of checkpoints: the service restores the newest, and writes on '
-      'SIGTERM and Ctrl-C, at the request of a client, and by --checkpoint-every'),
+    Option('--dir', 'DIR', 'directory of checkpoints: the service restores the newest, and writes '
+      'on SIGTERM and Ctrl-C, at the request of a client, and by --checkpoint-every'),
     Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
     Option('--table', 'SETTINGS', 'create a table at the start; may be repeated'),
-    Option('--client-bytes', 'N', 'bytes of steps that one client may hold for later items (default '
-      '1 GiB)', 2 ** 30),
+    Option('--client-bytes', 'N', 'bytes of steps that one client may hold for later items '
+      '(default 1 GiB)', 2 ** 30),
     shared.SERVER_KEYS,
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,

@@ -22,8 +22,8 @@ COMMAND = Command(
   ),
   """
 `killed`: the run ended without a record, by SIGKILL, out of memory or a power cut. `broken`:
-config.json, summary.json, end.json, metrics.jsonl or lock cannot be read. `unknown`: an unfinished run
-on a file system without locks. `podrace train --run-dir RUN` resumes an unfinished run.
+config.json, summary.json, end.json, metrics.jsonl or lock cannot be read. `unknown`: an unfinished
+run on a file system without locks. `podrace train --run-dir RUN` resumes an unfinished run.
 """,
 )  # fmt: skip
 
