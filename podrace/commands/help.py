@@ -86,8 +86,9 @@ def _as_options(paths: Mapping[str, Any]) -> dict[str, str]:
 def _of_preset(name: str, options: Options) -> Settings:
   preset = PRESETS[name]
   config = Config(agent=None, **preset.settings)
-  unused = defaults.reset_unused(config, configure.settings_in(options))
-  return Settings(preset.agent, {**_as_options(preset.paths), **_as_options(unused)})
+  resets = defaults.reset_unused(config, configure.settings_in(options))
+  resets = {n: x for n, x in resets.items() if n in preset.settings}
+  return Settings(preset.agent, {**_as_options(preset.paths), **_as_options(resets)})
 
 
 def _with_defaults(settings: Settings, env: str | None) -> Settings:
@@ -189,8 +190,7 @@ def train_help(
 ) -> str:
   """Return the help of `train`: its declared options, and the fields of Config and of its agent.
 
-  The defaults are those of the run that `preset` and `options` make. An agent of the user is imported for
-  its options.
+  The defaults are those of the run that `preset` and `options` make. Imports an agent of the user.
 
   Args:
     declared: the options of the command itself.

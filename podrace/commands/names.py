@@ -35,7 +35,7 @@ def run(args: list[str]) -> int:
   print_text('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))
-  print_text('\nenvironments on the host, under sebulba:')
+  print_text('\nenvironments on the host, under sebulba only:')
   for library, known in HOST_LIBRARIES.items():
     _print_filled(f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}')
   return 0

@@ -34,8 +34,8 @@ It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs
 --unroll-length.
 
 Any number of these processes can start and stop at any time. Each waits for the learner and the
-replay service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad
-usage, 143 and 130 on signals.
+replay service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or
+bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,

@@ -45,7 +45,7 @@ class Common(Basics):
   """Settings that every architecture reads."""
 
   architecture: Literal['anakin', 'sebulba'] = 'anakin'
-  # ^ anakin: environments are part of the compiled program; sebulba: they run on the host
+  # ^ anakin: one compiled program; sebulba: actor threads and a learner
   seeds: int = 1  # independent agents in one program, from seed, seed + 1, ...
   eval_every: int = 0
   # ^ environment steps between evaluations, which are written to eval.jsonl; 0: none
