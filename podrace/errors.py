@@ -27,12 +27,12 @@ class UnreadableFile(UsageError):
     self.reason = reason
 
 
-def unknown(kind: str, came: str, known: Iterable[str]) -> UsageError:
+def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
   """Return the error for an unknown name, with the nearest known names."""
   known = sorted(known)
-  near = difflib.get_close_matches(came, known, n=3, cutoff=0.5)
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   hint = f'did you mean {" or ".join(near)}?' if near else f'there are {", ".join(known)}'
-  return UsageError(f'unknown {kind} {came!r}: {hint}')
+  return UsageError(f'unknown {kind} {name!r}: {hint}')
 
 
 class CheckpointError(Exception):

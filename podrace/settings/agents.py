@@ -15,17 +15,17 @@ from podrace.system import importing
 from podrace.system.process import check_jax
 
 
-def unknown_agent(came: str) -> UsageError:
+def unknown_agent(name: str) -> UsageError:
   """Return the error for an unknown agent, with the nearest names or related algorithms."""
-  if near := RELATED.get(came.lower().replace('_', '-')):
+  if near := RELATED.get(name.lower().replace('_', '-')):
     return UsageError(
-      f"unknown agent '{came}': the nearest is {' or '.join(near)}; MODULE:CLASS names your own"
+      f"unknown agent '{name}': the nearest is {' or '.join(near)}; MODULE:CLASS names your own"
     )
-  module, _, name = came.rpartition('.')
+  module, _, attribute = name.rpartition('.')
   if module:
-    hint = f'{module}:{name}' if name != 'py' else f'{module}:CLASS'
-    raise UsageError(f'unknown agent {came!r}: your own is named MODULE:CLASS; write {hint}')
-  return unknown('agent', came, AGENTS)
+    path = f'{module}:{attribute}' if attribute != 'py' else f'{module}:CLASS'
+    return UsageError(f'unknown agent {name!r}: your own is named MODULE:CLASS; write {path}')
+  return unknown('agent', name, AGENTS)
 
 
 def agent_class(name: str) -> Any:
