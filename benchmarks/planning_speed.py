@@ -43,7 +43,7 @@ from podrace.networks import outside_loops
 from podrace.networks.planning import decode
 from podrace.run import build
 from podrace.settings.agents import bind
-from podrace.settings.presets import muzero_catch
+from podrace.settings.presets import PRESETS
 
 NUM_ENVS, LENGTH = 64, 16
 SIMULATIONS = (25, 50)
@@ -212,7 +212,7 @@ def stepped(acting: Any, pool: Any, params: Any, seconds: float) -> tuple[dict[s
 
 def measure(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
   env = make('podrace:catch')
-  config = muzero_catch()
+  config = PRESETS['muzero-catch']()
   agent = bind(dataclasses.replace(config.agent, simulations=simulations), env, 100, NUM_ENVS)
   params = jax.jit(agent.network.init)(jax.random.key(0))
   makers, compile_s = {'bare': bare, 'anakin': anakin}, {}
@@ -257,7 +257,7 @@ def microseconds(calls: dict[str, Callable[[int], Any]], repeats: int, seconds: 
 def shares(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Where the bare program's time goes."""
   env = make('podrace:catch')
-  agent = dataclasses.replace(muzero_catch().agent, simulations=simulations)
+  agent = dataclasses.replace(PRESETS['muzero-catch']().agent, simulations=simulations)
   agent = bind(agent, env, 100, NUM_ENVS)
   params, envs = jax.jit(agent.network.init)(jax.random.key(0)), batch(env, NUM_ENVS)
   state, timestep = jax.jit(envs.reset)(jax.random.key(0))

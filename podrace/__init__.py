@@ -15,14 +15,14 @@ if TYPE_CHECKING:
   from podrace.policy import load_policy as load_policy
   from podrace.settings.config import Config as Config
 
-# Imported when they are used: the command line is to start quickly.
-_FROM = {
-  'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'errors', 'Config': 'settings.config',
-  'load_policy': 'policy',
+# Imported on first use, so that the command line starts quickly.
+_MODULES = {
+  'train': 'api', 'configure': 'api', 'Result': 'api', 'EndTraining': 'errors',
+  'Config': 'settings.config', 'load_policy': 'policy',
 }  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-  if name not in _FROM:
+  if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(importlib.import_module(f'podrace.{_FROM[name]}'), name)
+  return getattr(importlib.import_module(f'podrace.{_MODULES[name]}'), name)

@@ -1,11 +1,11 @@
-"""The process `podrace`, or `python -m podrace`. Signals end it without a traceback from its first line on."""
+"""The process `podrace`, or `python -m podrace`. A signal ends it without a traceback."""
 
 import os
 import signal
 
 
 def main() -> None:
-  """Run the command line. Signal handlers come first, since the imports take long."""
+  """Run the command line. Install signal handlers first, since the imports take long."""
   for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
     if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN:  # as under nohup
       signal.signal(signum, lambda number, frame: os._exit(128 + number))

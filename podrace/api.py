@@ -1,4 +1,4 @@
-"""podrace for scripts and notebooks: a configuration, a run, and what came of it."""
+"""The Python interface: configure a run, train, read its results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podrace.run.callbacks import Callback
 from podrace.settings import user_code
 from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
-from podrace.settings.defaults import meaningless, with_defaults
+from podrace.settings.defaults import reset_unused, with_defaults
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import to_json
 from podrace.settings.validation import needs_sebulba
@@ -25,11 +25,16 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-  """A run that is finished."""
+  """A finished run.
+
+  Example:
+    result = podrace.train('catch')
+    print(result.summary['episode_return'], result.frame.tail())
+  """
 
   run_dir: Path
   config: Config
-  summary: dict[str, Any]  # what summary.json holds
+  summary: dict[str, Any]  # the contents of summary.json
 
   @property
   def metrics(self) -> list[dict[str, Any]]:
@@ -38,7 +43,7 @@ class Result:
 
   @property
   def evaluations(self) -> list[dict[str, Any]]:
-    """The lines of eval.jsonl, which a run with `eval_every` has."""
+    """The lines of eval.jsonl, which a run with `eval_every` writes."""
     return metrics.read(self.run_dir / 'eval.jsonl')
 
   @property
@@ -46,7 +51,7 @@ class Result:
     """The metrics as a pandas DataFrame, a row for each line.
 
     Raises:
-      UsageError: without pandas.
+      UsageError: if pandas is not installed.
     """
     try:
       import pandas as pd
@@ -55,31 +60,38 @@ class Result:
     return pd.DataFrame(self.metrics)
 
   def evaluate(self, episodes: int = 100, seed: int = 0) -> dict[str, Any]:
-    """As `podrace eval`: the returns of the newest checkpoint, greedy and sampled."""
+    """Return the returns of the newest checkpoint, greedy and sampled, as `podrace eval` does."""
     from podrace.hooks import can_be_greedy
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
     acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
-    allowed = user_code.named(to_json(self.config))
+    allowed = user_code.named_modules(to_json(self.config))
     return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
 
   def export(self, folder: Path | str, member: int = 0) -> dict[str, Any]:
-    """As `podrace export`: the policy in a new directory, for `podrace.load_policy`; what its policy.json says."""
+    """Write the policy to a new directory for `podrace.load_policy`; return its policy.json.
+
+    Args:
+      folder: the new directory.
+      member: index of the seed, in a run with several seeds.
+    """
     from podrace.policy.export import export
 
-    return export(self.run_dir, Path(folder), member, user_code.named(to_json(self.config)))
+    return export(self.run_dir, Path(folder), member, user_code.named_modules(to_json(self.config)))
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:
-  """The configuration that `podrace train` makes of a preset, or of an environment and an agent.
+  """Return the configuration of a preset, or of an environment and an agent, as `podrace train`.
 
   Args:
-    preset: its name. None: the defaults of an agent in that kind of environment.
-    settings: fields of `Config`. `agent` is an agent, its name, or a dictionary of what changes in it, as in
-      `configure('cartpole', seeds=4, agent={'learning_rate': 3e-4, 'network': {'hidden': (64,)}})`.
+    preset: the name of a preset. None: the defaults of an agent in that kind of environment.
+    **settings: fields of `Config`. `agent` is an agent, its name, or a dictionary of changes.
 
   Raises:
-    UsageError: for a name that is none, or settings that can't be right.
+    UsageError: for an unknown name or an invalid value.
+
+  Example:
+    configure('cartpole', seeds=4, agent={'learning_rate': 3e-4, 'network': {'hidden': (64,)}})
   """
   if preset is not None and preset not in PRESETS:
     raise unknown('preset', preset, PRESETS)
@@ -89,7 +101,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   changes = agent if isinstance(agent, dict) else {}
   if preset is not None:
     config = PRESETS[preset]()
-    config = dataclasses.replace(config, **meaningless(config, settings))
+    config = dataclasses.replace(config, **reset_unused(config, settings))
     if isinstance(agent, str):
       agent = default_agent(agent)
   else:
@@ -101,25 +113,25 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   if agent is not None and not isinstance(agent, str | dict):
     config = dataclasses.replace(config, agent=agent)
   if 'architecture' not in settings:
-    asked = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
-    settings |= {'architecture': 'sebulba'} if needs_sebulba(**asked) else {}
+    needs = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
+    settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}
   try:
-    return dataclasses.replace(config, **settings, agent=_changed(config.agent, changes))
+    return dataclasses.replace(config, **settings, agent=_replace_nested(config.agent, changes))
   except ValueError as e:
     raise UsageError(str(e)) from e
 
 
-def _changed(settings: Any, changes: dict[str, Any]) -> Any:
-  """A dataclass with these changes; a dictionary changes what is within a field."""
+def _replace_nested(settings: Any, changes: dict[str, Any]) -> Any:
+  """Return a dataclass with changes; a dictionary changes fields of the dataclass in a field."""
   names = [f.name for f in dataclasses.fields(settings)]
-  if others := changes.keys() - set(names):
-    raise unknown(f'setting of {type(settings).__name__}', min(others), names)
-  found = {}
+  if unknown_names := changes.keys() - set(names):
+    raise unknown(f'setting of {type(settings).__name__}', min(unknown_names), names)
+  values = {}
   for name, value in changes.items():
     old = getattr(settings, name)
-    nested = isinstance(value, dict) and dataclasses.is_dataclass(old)
-    found[name] = _changed(old, value) if nested else value
-  return dataclasses.replace(settings, **found)
+    is_nested = isinstance(value, dict) and dataclasses.is_dataclass(old)
+    values[name] = _replace_nested(old, value) if is_nested else value
+  return dataclasses.replace(settings, **values)
 
 
 def train(
@@ -130,23 +142,29 @@ def train(
   sinks: tuple[str, ...] = (),
   quiet: bool = False,
 ) -> Result:
-  """Trains, or goes on with a run, as `podrace train` does.
+  """Train, or resume a run, as `podrace train` does.
 
   Args:
-    config: see `configure`; or the name of a preset.
-    run_dir: where the run is kept; called again with the same, it resumes. None: a new one, runs/NAME-DATE.
+    config: from `configure`, or the name of a preset.
+    run_dir: the run directory; a second call with it resumes. None: a new one, runs/NAME-DATE.
     callbacks: see `podrace.run.callbacks.Callback`.
-    override: goes on although the configuration has changed.
-    sinks: besides metrics.jsonl: tensorboard, wandb.
-    quiet: shows no progress; warnings only.
+    override: resume although the configuration has changed.
+    sinks: destinations of metrics besides metrics.jsonl: tensorboard, wandb.
+    quiet: show no progress, only warnings.
+
+  Returns:
+    The finished run.
 
   Raises:
-    UsageError: if the configuration is wrong, or not that of the run in `run_dir`.
-    RunError: if the run can't go on; it is saved as far as that is possible.
+    UsageError: if the configuration is invalid, or not that of the run in `run_dir`.
+    RunError: if the run cannot continue; it is saved as far as possible.
     podrace.errors.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
+
+  Example:
+    result = podrace.train('cartpole', run_dir='runs/cartpole')
   """
   name = config if isinstance(config, str) else config.env.partition(',')[0]
-  made = configure(config) if isinstance(config, str) else config
+  settings = configure(config) if isinstance(config, str) else config
   with new_directory.run_directory(run_dir, name) as path:
-    summary = loop.train(made, path, override, sinks, quiet, callbacks=callbacks)
-  return Result(path, made, summary)
+    summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
+  return Result(path, settings, summary)

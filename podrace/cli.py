@@ -1,4 +1,4 @@
-"""The command line. Each command is a file of podrace.commands. Help does not import jax."""
+"""The command line. Each command is a file in podrace/commands. Help does not import jax."""
 
 from __future__ import annotations
 
@@ -48,30 +48,30 @@ podrace: reinforcement learning at scale in JAX
 
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace discover [PRESET] ...       train a rule by which agents learn
-  podrace sweep [PRESET] --vary ...   train with many settings, and say which is best
+  podrace sweep [PRESET] --vary ...   train with many settings and show the best
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
-  podrace watch RUN                   videos of its policy
-  podrace export RUN DIR              its policy, for use without training code
-  podrace runs [DIR]                  all runs, with their progress, return and state
-  podrace follow RUN                  a run, live, with small curves
-  podrace plot RUN...                 learning curves as a picture; scores over several tasks
-  podrace report RUN...               runs as one HTML page: curves, speed, faults, videos
+  podrace watch RUN                   write videos of its policy
+  podrace export RUN DIR              write its policy, for use without training code
+  podrace runs [DIR]                  list runs with their progress, return and state
+  podrace follow RUN                  show a run with small curves until it ends
+  podrace plot RUN...                 draw learning curves, and scores over tasks
+  podrace report RUN...               write runs as one HTML page: curves, speed, faults, videos
   podrace rm RUN...                   delete runs
-  podrace launch [PRESET] --as ...    all processes of a distributed run, with one command
+  podrace launch [PRESET] --as ...    start all processes of a distributed run
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
-  podrace replay --listen ADDRESS ... replay tables as a service
-  podrace keys new DIR                keys for learners, services and those who connect to them
-  podrace top ADDRESS                 what the clients of a learner or a service do
-  podrace list                        presets, agents and environments
-  podrace devices [OPTIONS]           the devices there are, and what Sebulba would use
-  podrace init agent|env|network NAME a file that works, and its test, to start from
-  podrace completion bash|zsh|fish    completion of all this in your shell
-  podrace bench sebulba [PRESET] ...  how fast its stages are alone, and together
-  podrace plan RATES --as A ...       what a run on N machines would make, cost and wait for
+  podrace replay --listen ADDRESS ... serve replay tables
+  podrace keys new DIR                make keys for learners, services and their clients
+  podrace top ADDRESS                 show the clients of a learner or a service
+  podrace list                        list presets, agents and environments
+  podrace devices [OPTIONS]           list the devices, and their roles under Sebulba
+  podrace init agent|env|network NAME write a working file and its test to start from
+  podrace completion bash|zsh|fish    print a script for completion in a shell
+  podrace bench sebulba [PRESET] ...  measure the stages alone and together
+  podrace plan RATES --as A ...       estimate speed, cost and bottleneck of a distributed run
 
-`podrace COMMAND --help` says more.
+`podrace COMMAND --help` has the details.
 """
 
 MODULES = (
@@ -102,22 +102,14 @@ MODULES = (
 )
 COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
 HELP = {'-h', '--help', '--help-all'}
-LASTING = (
-  'train',
-  'discover',
-  'sweep',
-  'act',
-  'reanalyse',
-  'envs',
-  'replay',
-  'launch',
-)  # commands that go on if nobody reads their output
-LEAVE_SECONDS = 2.0  # that other processes of a run have to be stopped as well, where this one could not end its work
-UNREAD = 141  # the exit code of the others, as a shell has it of a process that SIGPIPE ended
+# Commands that continue if nothing reads their output.
+LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')
+LEAVE_SECONDS = 2.0  # grace for the other processes of a run, if this one could not save all
+UNREAD = 141  # exit code of the remaining commands on a closed pipe, as a shell reports SIGPIPE
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-  """Runs a command and exits: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
+  """Run a command and exit: 0 done, 2 bad usage or input, 1 failed, 128 + n on signal n."""
   args = list(sys.argv[1:] if argv is None else argv)
   open_standard()
   tell_of_faults()
@@ -126,27 +118,27 @@ def main(argv: Sequence[str] | None = None) -> None:
   if args[1:] and args[0] in HELP:  # podrace --help train
     args[:2] = args[1::-1]
   lasting = bool(args) and args[0] in LASTING
-  # Until a command has handlers of its own: nothing is saved yet, and an exception could be swallowed.
+  # Until the command installs its handlers, nothing is saved, and an exception could be swallowed.
   handlers = on_signals(end_at_once) if lasting else contextlib.nullcontext()
   with handlers:
     try:
       code = _guarded(args)
     except Exception:
-      if not _in_company():
+      if not _has_peers():
         raise
       tell(traceback.format_exc())
       code = 1
   if not flush_standard() and not lasting and not code:
     code = UNREAD
-  # A compilation may still be going in a thread, and nothing can stop it. A process that leaves a run of
-  # several in order would wait for the others: they don't know yet, until JAX aborts them.
-  if code > 128 or (code in (1, 2) and _in_company()):
+  # A thread may still compile, and nothing can stop it. A process of a distributed run would wait
+  # for its peers at a regular exit: they learn of the failure only when JAX aborts them.
+  if code > 128 or (code in (1, 2) and _has_peers()):
     os._exit(code)
   sys.exit(code)
 
 
 def entry() -> None:
-  """`podrace` as a process of its own, whose exit code is that of `main`, whatever threads do at its end."""
+  """Run `main` as a process, and exit with its code even if threads still run."""
   end_on_signals()
   sys.excepthook = tell_exception
   try:
@@ -157,8 +149,8 @@ def entry() -> None:
     leave(e.code)
 
 
-def _in_company() -> bool:
-  """Whether this is one of several processes of a run."""
+def _has_peers() -> bool:
+  """Return whether this process shares its run with other processes."""
   coordinator = sys.modules.get('podrace.run.processes')
   return coordinator is not None and coordinator.has_joined()
 
@@ -176,7 +168,7 @@ def _guarded(args: list[str]) -> int:
     name, *rest = args
     if name not in COMMANDS:
       raise unknown('command', name, COMMANDS)
-    if name == 'completion' and rest[:1] == ['words']:  # what a shell asks at each TAB
+    if name == 'completion' and rest[:1] == ['words']:  # a shell calls this at each TAB
       print_text('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
       return 0
     command = COMMANDS[name]
@@ -192,19 +184,19 @@ def _guarded(args: list[str]) -> int:
     return _complain(e, 2)
   except KeyboardInterrupt:
     return 130
-  except BrokenPipeError:  # the reader of the output has enough, as in `podrace list | head`
+  except BrokenPipeError:  # the reader has closed its end, as in `podrace list | head`
     return UNREAD
   except Stopped as e:
     from podrace.run.processes import leave_processes
 
-    same = '--dir' if args[0] == 'sweep' else '--run-dir'
-    then = (
-      f'start again with the same {same} to go on'
+    option = '--dir' if args[0] == 'sweep' else '--run-dir'
+    advice = (
+      f'start again with the same {option} to go on'
       if e.kept
       else 'no step was made, and nothing is kept'
     )
-    tell(f'stopped by {e}; {then}')
-    # Unless all were signalled, the others go on with what this one has left, and do not come.
+    tell(f'stopped by {e}; {advice}')
+    # Peers that were not signalled keep running, so leaving must not wait for them without limit.
     leave_processes(LEAVE_SECONDS if e.unsaved else None)
     return 128 + e.signum
   except RunError as e:
@@ -216,17 +208,17 @@ def _guarded(args: list[str]) -> int:
 
 
 def is_ours(error: Exception) -> bool:
-  """Whether podrace raised it itself, and not the user's code or a library."""
+  """Return whether podrace raised the error, and not the user's code or a library."""
   return _file(error).is_relative_to(Path(__file__).parent)
 
 
 def _is_of_jax(error: Exception, file: str) -> bool:
-  """Whether this file of JAX raised it: config.py for values of its variables, xla_bridge.py for devices."""
+  """Return whether a file of JAX raised it: config.py for variables, xla_bridge.py for devices."""
   return _file(error).parts[-3:] == ('jax', '_src', file)
 
 
 def _file(error: Exception) -> Path:
-  """Where it was raised."""
+  """Return the file that raised the error."""
   *_, (frame, _) = traceback.walk_tb(error.__traceback__)
   return Path(frame.f_code.co_filename)
 

@@ -1,4 +1,4 @@
-"""The errors whose messages are for the user."""
+"""Errors with messages for the user."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 
 
 class RunError(Exception):
-  """The run can't go on; the message is for the user. The command line exits with 1."""
+  """The run cannot continue; the message is for the user. The command line exits with 1."""
 
 
 class UsageError(ValueError):
@@ -16,7 +16,7 @@ class UsageError(ValueError):
 
 
 class UnreadableFile(UsageError):
-  """A file of a run directory, a rule or a policy is not as expected.
+  """A file of a run directory, a rule or a policy cannot be read, or has unexpected contents.
 
   Attributes:
     reason: the message without the path.
@@ -27,32 +27,32 @@ class UnreadableFile(UsageError):
     self.reason = reason
 
 
-def unknown(kind: str, came: str, known: Iterable[str]) -> UsageError:
-  """The error for a name that isn't one, with the nearest that are."""
+def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
+  """Return the error for an unknown name, with the nearest known names."""
   known = sorted(known)
-  near = difflib.get_close_matches(came, known, n=3, cutoff=0.5)
+  near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
   hint = f'did you mean {" or ".join(near)}?' if near else f'there are {", ".join(known)}'
-  return UsageError(f'unknown {kind} {came!r}: {hint}')
+  return UsageError(f'unknown {kind} {name!r}: {hint}')
 
 
 class CheckpointError(Exception):
-  """A checkpoint could not be written or read; the message says which and why."""
+  """A checkpoint could not be written or read; the message has its path and the reason."""
 
 
 class UnknownName(ValueError):
-  """The name of an environment, or an option of it, that nothing answers to."""
+  """The name of an environment, or an option in it, is unknown."""
 
 
 class MissingExtra(ValueError):
-  """An environment whose library is not installed."""
+  """The library of an environment is not installed."""
 
 
 class PolicyError(ValueError):
-  """The directory holds no policy, or a damaged one; the message is for the user."""
+  """The directory holds no policy, or a damaged policy; the message is for the user."""
 
 
 class SecurityError(ValueError):
-  """Keys or addresses that can't be right; the message is for the user."""
+  """Keys or addresses are invalid; the message is for the user."""
 
 
 class StaleParameters(TimeoutError):
@@ -68,9 +68,11 @@ class ReplayFailed(RunError):
 
 
 class EndTraining(Exception):
-  """Raised by a callback: the run saves, and is finished. Its text is the reason, in summary.json.
+  """A callback ends the run: it saves, and counts as finished.
 
-  `metrics` are what the callback would have returned for this line.
+  Attributes:
+    args: the reason, which summary.json records.
+    metrics: the callback's values for the current line of metrics.
   """
 
   def __init__(self, reason: str = '', metrics: Mapping[str, float] | None = None) -> None:
@@ -79,17 +81,23 @@ class EndTraining(Exception):
 
 
 class Stopped(Exception):
-  """A signal ended the run; all that there was to save is saved, but for what `unsaved` names."""
+  """A signal ended the run after saving.
+
+  Attributes:
+    signum: the number of the signal.
+    unsaved: a description of data that could not be saved, or ''.
+    kept: whether a run directory exists to resume from.
+  """
 
   def __init__(self, signum: int, unsaved: str = '') -> None:
     name = signal.Signals(signum).name
     super().__init__(f'{name}: {unsaved}' if unsaved else name)
     self.signum, self.unsaved = signum, unsaved
-    self.kept = True  # whether there is a run directory to go on with
+    self.kept = True
 
 
 class HostError(Exception):
-  """An environment on the host did what none may do; the message names it and the field."""
+  """An environment on the host broke its contract; the message names it and the field."""
 
 
 class SignalReceived(BaseException):

@@ -1,4 +1,4 @@
-"""Values of settings and of records: the roles of texts, numbers as users write them; types and ranges.
+"""Fields of settings: roles of texts, types, ranges, paths and spellings.
 
 Importing this imports nothing else.
 """
@@ -14,18 +14,20 @@ import typing
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NamedTuple
 
+C = typing.TypeVar('C', bound=Any)  # a dataclass
+
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-  """The meaning of a text, in `Annotated`. Each text of a setting has one, see `podrace.settings.user_code`."""
+  """The role of a text, in `Annotated`; `podrace.settings.user_code` reads it."""
 
   name: str
 
 
-EnvName = Annotated[str, Role('environment')]  # LIB:NAME, or several with blanks between them
-ClassName = Annotated[str, Role('class')]  # MODULE:CLASS, or one of podrace's agents
-FilePath = Annotated[str, Role('file')]  # a file or a run directory, which is read as data
-PlainText = Annotated[str, Role('text')]  # names nothing that could be imported or opened
+EnvName = Annotated[str, Role('environment')]  # LIB:NAME, or a list separated by blanks
+ClassName = Annotated[str, Role('class')]  # MODULE:CLASS, or the name of an agent
+FilePath = Annotated[str, Role('file')]  # a file or a run directory, read as data
+PlainText = Annotated[str, Role('text')]  # a text that is never imported or opened
 
 TEXTS = ('EnvName', 'ClassName', 'FilePath', 'PlainText')  # the types of texts that have a role
 
@@ -38,9 +40,9 @@ KINDS: dict[str, tuple[type, str]] = {
 
 
 def check_types(settings: Any) -> None:
-  """Raises ValueError for the first field whose value is of another type than it declares.
+  """Raise ValueError for the first field with a value of another type than declared.
 
-  Fields of other types than float, int, bool and str are not looked at, nor are arrays.
+  Checks float, int, bool and str only, and skips arrays.
   """
   for field in dataclasses.fields(settings):
     declared = field.type if isinstance(field.type, str) else getattr(field.type, '__name__', '')
@@ -48,18 +50,18 @@ def check_types(settings: Any) -> None:
     value = getattr(settings, field.name)
     if kind is None or hasattr(value, 'dtype'):
       continue
-    if not _is(value, kind[0]):
+    if not _is_instance(value, kind[0]):
       raise ValueError(
         f'{field.name.rstrip("_")} of {type(settings).__name__} must be {kind[1]}, not {value!r}'
       )
 
 
-def _is(value: Any, kind: type) -> bool:
+def _is_instance(value: Any, kind: type) -> bool:
   return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
 
 
 def role_of(declared: Any) -> str:
-  """Return the name of the role that a type declares; 'choice' of a Literal, '' where there is none."""
+  """Return the name of the role that a type declares; 'choice' for a Literal, '' for none."""
   if typing.get_origin(declared) is Literal:
     return 'choice'
   roles = [x for x in getattr(declared, '__metadata__', ()) if isinstance(x, Role)]
@@ -67,37 +69,37 @@ def role_of(declared: Any) -> str:
 
 
 def item_types(declared: Any, count: int) -> list[Any]:
-  """Return the type of each of `count` items of a value of the type `declared`; None where it is not known."""
+  """Return the types of the `count` items of a value of type `declared`; None if unknown."""
   of = typing.get_args(declared) if typing.get_origin(declared) is tuple else ()
   if len(of) == 2 and of[1] is Ellipsis:
     return [of[0]] * count
   return list(of) if len(of) == count else [None] * count
 
 
-def expected(value: Any, declared: Any) -> str:
-  """Return which type was expected in the place of a value from JSON; '' if it is of the type `declared`.
+def mismatch(value: Any, declared: Any) -> str:
+  """Return a description of `declared` if a value from JSON does not have that type, else ''.
 
-  Types that JSON does not have, such as arrays and classes of users, are not compared.
+  Does not compare types that JSON does not have, such as arrays and classes of users.
   """
   origin, args = typing.get_origin(declared), typing.get_args(declared)
   if origin is Annotated:
-    return expected(value, args[0])
+    return mismatch(value, args[0])
   if origin is Literal:
     fits = any(type(value) is type(x) and value == x for x in args)
     return '' if fits else f'one of {", ".join(map(str, args))}'
   if origin in (typing.Union, types.UnionType):
-    wrong = [expected(value, x) for x in args]
+    wrong = [mismatch(value, x) for x in args]
     return '' if '' in wrong else ' or '.join(wrong)
   if origin is tuple:
     if not isinstance(value, list) or (args[-1] is not Ellipsis and len(value) != len(args)):
       return 'a list' if args[-1] is Ellipsis else f'a list of {len(args)}'
     each = zip(value, item_types(declared, len(value)), strict=True)
-    return next((f'a list, each of it {x}' for v, t in each if (x := expected(v, t))), '')
+    return next((f'a list, each of it {x}' for v, t in each if (x := mismatch(v, t))), '')
   if declared is type(None):
     return '' if value is None else 'null'
   kind = KINDS.get(declared.__name__) if isinstance(declared, type) else None
   if kind is not None:
-    return '' if _is(value, kind[0]) else kind[1]
+    return '' if _is_instance(value, kind[0]) else kind[1]
   return 'an object' if dataclasses.is_dataclass(declared) and not isinstance(value, dict) else ''
 
 
@@ -105,17 +107,17 @@ def expected(value: Any, declared: Any) -> str:
 
 
 class Range(NamedTuple):
-  """The numbers that a setting may be."""
+  """The numbers that a setting may have."""
 
   low: float = -math.inf
   high: float = math.inf
   without_low: bool = False
   without_high: bool = False
-  is_limit: bool = False  # 0 and infinity: there is no limit
+  is_limit: bool = False  # 0 and infinity mean no limit
 
   def __contains__(self, value: object) -> bool:
     assert isinstance(value, int | float)
-    x = 0.0 if abs(value) < SMALLEST else value  # as float32 has it
+    x = 0.0 if abs(value) < SMALLEST else value  # as in float32
     above = x > self.low if self.without_low else x >= self.low
     return above and (x < self.high if self.without_high else x <= self.high)
 
@@ -128,16 +130,16 @@ class Range(NamedTuple):
     return f'within [{self.low:g}, {self.high:g}]'
 
 
-SMALLEST = 2.0**-126  # less is 0 on the devices
+SMALLEST = 2.0**-126  # devices flush smaller numbers to 0
 ANY, COST, SHARE, COUNT, OPTIONAL = Range(), Range(0), Range(0, 1), Range(1), Range(0)
-POSITIVE = Range(0, without_low=True)  # with a rate of 0 nothing is learned
+POSITIVE = Range(0, without_low=True)  # a learning rate of 0 learns nothing
 LIMIT = Range(0, is_limit=True)
 DECAY = Range(0, 1, without_high=True)  # a moving average with a decay of 1 never moves
 FOLLOWING = Range(0, 1, without_low=True)  # a target with a rate of 0 never moves
-EPSILON = Range(1e-30)  # what is divided by; with 0 a gradient of 0 becomes NaN
+EPSILON = Range(1e-30)  # a divisor: with 0 a gradient of 0 becomes NaN
 
 RANGES: Mapping[str, Range] = {
-  # One meaning for all agents and networks: the name of a field, or CLASS.FIELD where it means something else there.
+  # By the name of a field, which has one meaning in all classes; exceptions are CLASS.FIELD.
   **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
   **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
   **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
@@ -146,14 +148,14 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
   **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
   **dict.fromkeys(('rmsprop_decay', 'advantage_decay', 'moments_decay', 'decay'), DECAY),
-  'replay_share': DECAY,  # with 1 there is nothing new
-  'policy_mean_rate': DECAY,  # with 1 every reward is its own mean, and nothing is learned from it
+  'replay_share': DECAY,  # with 1 a batch has no new data
+  'policy_mean_rate': DECAY,  # with 1 every reward is its own mean, so it teaches nothing
   'target_rate': FOLLOWING,
   **dict.fromkeys(('adam_epsilon', 'advantage_epsilon', 'Impala.epsilon'), EPSILON),
   **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
   **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
   **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
-  'MuZero.discount': Range(-1, 1),  # below 0: of two players
+  'MuZero.discount': Range(-1, 1),  # below 0: games of two players
   **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),
   **dict.fromkeys(('y_cost', 'z_cost', 'next_policy_cost', 'cmpo_cost', 'model_cost'), COST),
   **dict.fromkeys(('policy_entropy_cost', 'consistency', 'weight_decay'), COST),
@@ -163,7 +165,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('epochs', 'minibatches', 'n_step', 'target_period', 'epsilon_steps'), COUNT),
   **dict.fromkeys(('sequence', 'unroll', 'considered_actions', 'period', 'lifetime'), COUNT),
   **dict.fromkeys(('capacity', 'batch_size', 'min_size', 'critics', 'atoms'), COUNT),
-  'R2D2.sequence': Range(2),  # one step has no error to be ranked by
+  'R2D2.sequence': Range(2),  # a single step has no TD error for a priority
   'Predictor.bins': Range(3),
   'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
   **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
@@ -187,10 +189,10 @@ def range_of(settings: Any, name: str) -> Range | None:
 def check_fields(settings: Any) -> None:
   """Check the types and the ranges of all fields.
 
-  Infinity, and NaN where any number is allowed, are left to `podrace.settings.validation.check_numbers`, which knows the option.
+  `podrace.settings.validation.check_numbers` checks infinity and NaN, since it knows the option.
 
   Raises:
-    ValueError: for the first field that is of another type, or outside of its range.
+    ValueError: for the first field of a wrong type or outside of its range.
   """
   check_types(settings)
   for field in dataclasses.fields(settings):
@@ -201,7 +203,7 @@ def check_fields(settings: Any) -> None:
 
 
 def no_limit(limit: Any) -> Any:
-  """Return a limit, infinity in the place of 0; a number, or an array as members of a program have it."""
+  """Return a limit, a number or an array, with infinity in place of 0."""
   if isinstance(limit, int | float):
     return limit or math.inf
   import jax.numpy as jnp
@@ -210,7 +212,7 @@ def no_limit(limit: Any) -> Any:
 
 
 def whole_number(text: str) -> str:
-  """1e7 and 1_000_000 as integers are written; any other text as it is."""
+  """Return 1e7 and 1_000_000 as digits, and any other text unchanged."""
   with contextlib.suppress(ValueError, OverflowError):
     value = float(text)
     if value == int(value) and not text.lstrip('-').isdigit():
@@ -219,5 +221,30 @@ def whole_number(text: str) -> str:
 
 
 def flag(field: str) -> str:
-  """A field's name on the command line."""
+  """Return a field's name on the command line."""
   return field.rstrip('_').replace('_', '-')
+
+
+# --- paths --------------------------------------------------------------------------------------
+
+
+def of_part(part: str, settings: Mapping[str, Any] | None = None, /, **more: Any) -> dict[str, Any]:
+  """Return settings of a part by path: `of_part('network', hidden=(64,))` has network.hidden."""
+  return {f'{part}.{name}': value for name, value in {**(settings or {}), **more}.items()}
+
+
+def replace_paths(settings: C, values: Mapping[str, Any]) -> C:
+  """Return a dataclass with new values, by path, such as network.hidden.
+
+  Each part is replaced once, so checks of a part see all of its values.
+  """
+  changes: dict[str, Any] = {}
+  parts: dict[str, dict[str, Any]] = {}
+  for path, value in values.items():
+    name, _, rest = path.partition('.')
+    if rest:
+      parts.setdefault(name, {})[rest] = value
+    else:
+      changes[name] = value
+  changes |= {n: replace_paths(getattr(settings, n), inner) for n, inner in parts.items()}
+  return dataclasses.replace(settings, **changes)

@@ -26,9 +26,9 @@ from podrace.run import metrics
 from podrace.run.callbacks import Callbacks
 from podrace.run.evaluate import evaluate
 from podrace.run.periodic_evaluation import Evaluations
-from podrace.settings import presets
 from podrace.settings.config import Config
 from podrace.settings.defaults import with_defaults
+from podrace.settings.presets import PRESETS
 
 SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
 
@@ -100,11 +100,11 @@ def test_it_trains_in_a_thread_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
   'preset, settings, expected',
   [
-    ('catch', {'seeds': 2}, dataclasses.replace(presets.catch(), seeds=2)),
+    ('catch', {'seeds': 2}, dataclasses.replace(PRESETS['catch'](), seeds=2)),
     ('cartpole', {'agent': {'learning_rate': 0.5}},
-     dataclasses.replace(presets.cartpole(), agent=dataclasses.replace(presets.cartpole().agent, learning_rate=0.5))),
-    ('catch', {'agent': 'dqn'}, dataclasses.replace(presets.catch(), agent=DQN())),
-    ('catch', {'agent': DQN(double=False)}, dataclasses.replace(presets.catch(), agent=DQN(double=False))),
+     dataclasses.replace(PRESETS['cartpole'](), agent=dataclasses.replace(PRESETS['cartpole']().agent, learning_rate=0.5))),
+    ('catch', {'agent': 'dqn'}, dataclasses.replace(PRESETS['catch'](), agent=DQN())),
+    ('catch', {'agent': DQN(double=False)}, dataclasses.replace(PRESETS['catch'](), agent=DQN(double=False))),
   ],
 )  # fmt: skip
 def test_configure(preset: str, settings: Any, expected: Any) -> None:
@@ -114,7 +114,7 @@ def test_configure(preset: str, settings: Any, expected: Any) -> None:
 def test_configure_changes_what_is_within() -> None:
   config = podrace.configure('catch', agent={'network': {'hidden': (7,)}})
   assert config.agent.network.hidden == (7,)
-  assert config.agent.learning_rate == presets.catch().agent.learning_rate
+  assert config.agent.learning_rate == PRESETS['catch']().agent.learning_rate
 
 
 def test_configure_takes_the_defaults_of_the_environment() -> None:

@@ -149,7 +149,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
   monkeypatch.setattr(
     configure,
-    'settled',
+    'parse_with_defaults',
     lambda base, _, args, prog='': configure.parse(base, args, prog),
   )
 

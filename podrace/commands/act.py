@@ -6,7 +6,6 @@ import logging
 
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
-from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.logs import log_to_stderr
@@ -21,23 +20,23 @@ COMMAND = Command(
   (
     shared.CONNECT_REPLAY,
     shared.PARAMS,
-    Option('--local-envs', 'N', 'environments of this process, of all --num-envs; the learner lends it '
-      'some that nobody acts in (default: all)'),
+    Option('--local-envs', 'N', 'environments of this process, out of --num-envs; the learner '
+      'assigns it free ones (default: all)'),
     shared.MAX_STALENESS,
     shared.GIVE_UP_AFTER,
     shared.CLIENT_KEYS,
     shared.CLIENT_INSECURE,
     shared.QUIET,
     shared.NO_COMPILE_CACHE,
-    AGENT,
+    shared.AGENT,
   ),
   """
-Besides, --actor-devices, --actor-threads, --env-batch-size, --env-deadline, --env-threads and --max-lag
-as of train; and --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the
-learner's.
+It also takes these options of train: --actor-devices, --actor-threads, --env-batch-size,
+--env-deadline, --env-threads, --max-lag; and, equal to the learner's, --agent, --agent.FIELD,
+--env, --num-envs and --unroll-length.
 
-It waits for whom it needs, and comes back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused
-or bad usage, 143 and 130 on signals.
+It waits for the learner and the replay service, and reconnects to them. Exit codes: 0 the run is
+complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,
@@ -46,7 +45,7 @@ or bad usage, 143 and 130 on signals.
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Acts."""
+  """Act until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
@@ -56,7 +55,7 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
-  config = configure.configured(preset, options, 'podrace act')
+  config = configure.parse_config(preset, options, 'podrace act')
   from podrace.distributed import acting, learner_client, run_identity
 
   acting.check_options(config, options.arguments)

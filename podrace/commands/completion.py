@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from podrace.agents import AGENTS
-from podrace.commands import help, init, train
+from podrace.commands import init, train
+from podrace.commands.option_table import table
 from podrace.envs import libraries, registry
 from podrace.errors import UsageError
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
-from podrace.system.options import Command
+from podrace.system.options import Command, Options
 from podrace.system.output import print_text
 
 SHELLS = {
@@ -29,7 +30,7 @@ _podrace() {
   done
   word=${typed[${#typed[@]}-1]}
   COMPREPLY=($(compgen -W "$(podrace completion words "${typed[@]}" 2>/dev/null)" -- "$word"))
-  cut=${word%"${word##*[:=]}"}  # what stands before the last of them is there already
+  cut=${word%"${word##*[:=]}"}  # the line has the part up to the last of them
   COMPREPLY=("${COMPREPLY[@]#"$cut"}")
   [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == *: ]] && compopt -o nospace 2>/dev/null
   return 0
@@ -45,31 +46,30 @@ _podrace() {
 compdef _podrace podrace
 """,
   'fish': """\
-complete -c podrace -a '(podrace completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
+complete -c podrace \\
+  -a '(podrace completion words (commandline -opc)[2..] (commandline -ct) 2>/dev/null)'
 """,
 }
 COMMAND = Command(
   'completion',
   'bash|zsh|fish',
-  "prints a shell's completion of commands, options, their values, presets, agents and environments",
+  'print a script by which a shell completes commands, options, values, presets and names',
   notes="""
 bash:  podrace completion bash >> ~/.bashrc
 zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
-# Options of one run, or of one process of it.
-NOT_OF_A_SWEEP = {'--run-dir', '--override', '--coordinator', '--num-processes', '--process-id'}
 TAKE_PRESETS = ('train', 'act', 'reanalyse', 'bench', 'sweep')
 FIRST = {
   'init': tuple(init.KINDS),
   'completion': tuple(SHELLS),
   'discover': tuple(DISCOVERIES),
-}  # arguments of other commands
+}  # first arguments of commands that take no preset of train
 
 
 def run(args: list[str]) -> int:
-  """Prints a script. It calls `podrace completion words ...`, which the command line answers by `words`."""
+  """Print a script. It calls `podrace completion words ...`, which `words` answers."""
   if len(args) != 1 or args[0] not in SHELLS:
     raise UsageError(f'completion takes {", ".join(SHELLS)}, not {" ".join(args) or "nothing"}')
   print_text(SHELLS[args[0]], end='')
@@ -77,34 +77,30 @@ def run(args: list[str]) -> int:
 
 
 def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
-  """What the last of the typed arguments, which may be empty, can become; none where a path is to come."""
+  """Return completions of the last typed argument, which may be empty; none for a path."""
   *before, last = typed
   if before and last.startswith('--') and '=' in last:
     name, _, value = last.partition('=')
     return [f'{name}={x}' for x in words([*before, name, value], commands)]
+  candidates: Iterable[str] = ()
   if not before:
-    found = list(commands)
+    candidates = commands
   elif values := _values(before, commands):
-    found = values
+    candidates = values
   elif before[0] in commands and last.startswith('-'):
-    found = _options(before, commands)
-  elif before[0] in TAKE_PRESETS and len(before) == 1:
-    found = list(PRESETS)
+    candidates = _options(before, commands)
   elif len(before) == 1:
-    found = list(FIRST.get(before[0], ()))
-  else:
-    found = []
-  return [x for x in found if x.startswith(last)]
+    candidates = PRESETS if before[0] in TAKE_PRESETS else FIRST.get(before[0], ())
+  return [x for x in candidates if x.startswith(last)]
 
 
 def _options(before: list[str], commands: Mapping[str, Any]) -> list[str]:
   name = before[0]
-  found = {o.name for o in commands[name].COMMAND.options} | {'--help'} | set(_fields(before))
-  return sorted(found - (NOT_OF_A_SWEEP if name == 'sweep' else set()))
+  return sorted({o.name for o in commands[name].COMMAND.options} | {'--help', *_fields(before)})
 
 
 def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
-  """What the option can be that stands last; none if it is no option, or takes values without names."""
+  """Return the named values of the last word if it is an option, else an empty list."""
   name, option = before[0], before[-1]
   if name not in commands or not option.startswith('--'):
     return []
@@ -117,33 +113,27 @@ def _values(before: list[str], commands: Mapping[str, Any]) -> list[str]:
 
 
 def _environments(on_host_only: bool) -> list[str]:
-  """Names of environments; of libraries whose environments have no list here, the library."""
-  found = [f'{library}:' for library in libraries.HOST_LIBRARIES]
+  """Return names of environments, or LIB: for a library without a list of names."""
+  on_host = [f'{library}:' for library in libraries.HOST_LIBRARIES]
   if on_host_only:
-    return found
-  inside = registry.names().items()
-  return [f'{library}:{n}' for library, names in inside for n in names or ('',)] + found
+    return on_host
+  in_jax = registry.names().items()
+  return [f'{library}:{n}' for library, names in in_jax for n in names or ('',)] + on_host
 
 
 def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
-  """The settings of a run that a command takes as options, by its help; and their values, where they have names."""
+  """Return the settings of a run that a command takes as options, each with its named values."""
   name, *rest = before
   if name == 'discover':
-    text = help.discover_help((), None)
+    rows = table().of('discover', 'rule', 'value function')
   elif name in TAKE_PRESETS:
-    preset = rest[0] if rest and rest[0] in PRESETS else None
-    agent = rest[rest.index('--agent') + 1] if '--agent' in rest[:-1] else None
-    agent = agent if agent in AGENTS else None
-    given = ['--agent', agent] if agent else []
-    text = help.train_help(train.COMMAND.options, given, preset, everything=not (agent or preset))
+    agent: str | None = Options(rest, train.COMMAND, lenient=True).text('--agent')
+    if agent not in AGENTS:
+      agent = PRESETS[rest[0]].agent if rest and rest[0] in PRESETS else None
+    rows = table().of('run', 'sebulba') + table().of_agent(agent)
   else:
     return {}
-  found: dict[str, tuple[str, ...]] = {}
-  for line in text.splitlines():
-    if line.startswith('  --'):
-      option, kind, *_ = [*line.split(), '']
-      choices = tuple(kind.split('|')) if '|' in kind else ()
-      choices = ('True', 'False') if kind == 'bool' else choices
-      # Without an agent it is the help of all of them, where one option may have several lines.
-      found[option] = tuple(dict.fromkeys((*found.get(option, ()), *choices)))
-  return found
+  fields: dict[str, tuple[str, ...]] = {}
+  for r in rows:  # of all agents, an option may have several rows
+    fields[r.name] = tuple(dict.fromkeys((*fields.get(r.name, ()), *r.choices)))
+  return fields

@@ -8,7 +8,7 @@ from podrace.system.output import print_text
 COMMAND = Command(
   'devices',
   '[OPTIONS]',
-  'the devices that JAX sees, and who would act and learn under Sebulba',
+  'list the devices of JAX, and which of them act and learn under Sebulba',
   (
     Option('--actor-devices', 'NUMBERS', 'as for train, such as 0,1'),
     Option('--learner-devices', 'NUMBERS', 'as for train, such as 2,3'),
@@ -19,7 +19,7 @@ COMMAND = Command(
 
 
 def run(args: list[str]) -> int:
-  """Prints them."""
+  """Print the devices."""
   options = Options(args, COMMAND)
   options.no_arguments()
   number = options.whole('--devices')
@@ -34,7 +34,8 @@ def run(args: list[str]) -> int:
   learners = set(topology.local_learners)
   print_text(f'{cores()} cores; JAX {jax.__version__}; devices of this process:')
   for i, device in enumerate(jax.local_devices()):
-    roles = [n for n, those in (('acts', topology.actors), ('learns', learners)) if device in those]
+    names = (('acts', topology.actors), ('learns', learners))
+    roles = [name for name, group in names if device in group]
     memory = (device.memory_stats() or {}).get('bytes_limit')
     size = f', {memory / 2**30:.1f} GiB' if memory else ''
     print_text(

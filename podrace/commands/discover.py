@@ -1,4 +1,4 @@
-"""podrace discover: trains a rule by which agents learn, or goes on with that."""
+"""podrace discover: train a rule by which agents learn, or resume the training."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from podrace.run.new_directory import run_directory
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
 from podrace.system.logs import log_to_stderr
-from podrace.system.options import Command, Option, Options, value_of
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import Lasting, print_text, results, results_alone
-
-DEFAULT = 'lpg-catch'
 
 
 class Discover(Command):
-  """Its help has the options of the rules."""
+  """The command with help for the options of the rules."""
 
   def help(self, args: list[str]) -> str:
+    """Return the help for a preset and an agent among `args`."""
     preset = take_preset(args)
-    return help.discover_help(self.options, preset, value_of('--agent', args))
+    agent = configure.requested_agent(Options(args, self, lenient=True))
+    return help.discover_help(self.options, preset, agent)
 
 
 COMMAND = Discover(
@@ -37,13 +37,16 @@ COMMAND = Discover(
   '[PRESET] [OPTIONS]',
   'train a rule of learning',
   (  # the fields of Discovery are further options
-    Option('--run-dir', 'DIR', 'where the run is kept, and rule.npz; started again with the same one, it resumes'),
-    Option('--agent', 'NAME', 'disco or lpg, with its defaults, and so the kind of rule (the preset has its own)'),
+    Option('--run-dir', 'DIR', 'the run directory, which also gets rule.npz; started again with '
+      'the same one, the run resumes'),
+    Option('--agent', 'NAME', 'disco or lpg, which also selects the kind of rule (default: that of '
+      'the preset)'),
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb, or both with a comma', choices=('tensorboard', 'wandb')),
-    Option('--quiet', '', 'no progress; only warnings and the last words'),
+    Option('--sinks', 'NAMES', 'metrics also go to tensorboard, wandb, or both with a comma',
+      choices=('tensorboard', 'wandb')),
+    Option('--quiet', '', 'no progress, only warnings and the result'),
   ),
   others_pass=True,
   jax=True,
@@ -52,13 +55,13 @@ COMMAND = Discover(
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Trains a rule."""
+  """Train a rule."""
   preset = take_preset(args)
   options = Options(args, COMMAND)
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = base_config(preset, run_dir, configure.agent_of(options), allowed)
+  base = base_config(preset, run_dir, configure.requested_agent(options), allowed)
   config = configure.parse(base, options.arguments, 'podrace discover')
 
   from podrace.run import loop as runs
@@ -77,7 +80,7 @@ def run(args: list[str]) -> int:
 
 
 def take_preset(args: list[str]) -> str | None:
-  """Takes the preset out of the arguments, where it stands before all options."""
+  """Remove the preset from the arguments and return it; it stands before all options."""
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
     raise unknown('preset of discover', preset, PRESETS)
@@ -87,7 +90,7 @@ def take_preset(args: list[str]) -> str | None:
 def base_config(
   preset: str | None, run_dir: Path | None, agent: str | None, allowed: list[str]
 ) -> Any:
-  """The configuration before the flags: the preset's, else the record of the run, else that of the smallest preset."""
+  """Return the configuration before the flags: the preset's, else the run's, else the default."""
   from podrace.run.directory import load_any
   from podrace.settings.discovery import Discovery, rules_of
 
@@ -96,7 +99,7 @@ def base_config(
     if not isinstance(config, Discovery):
       raise UsageError(f'{run_dir} holds a run of `podrace train`: give another --run-dir')
   else:
-    config = PRESETS[preset or DEFAULT]()
+    config = PRESETS[preset or help.DISCOVER_DEFAULT]()
   if agent is not None and agent != agent_name(config.agent):
     other = default_agent(agent)
     config = dataclasses.replace(config, agent=other, rule=rules_of(other).Sizes())
@@ -114,8 +117,8 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
 
 
 def next_command(config: Any, rule: Path) -> str:
-  """Trains an agent by the rule: it has the options that the rule's widths need."""
+  """Return the command that trains an agent by the rule, with options for the rule's widths."""
   name = agent_name(config.agent)
-  fits = default_agent(name).fits(config.rule)
-  needed = [f'{option} {size}' for option, (has, size) in fits.items() if has != size]
+  sizes = default_agent(name).fits(config.rule)
+  needed = [f'{option} {size}' for option, (default, size) in sizes.items() if default != size]
   return ' '.join([f'podrace train --agent {name} --agent.rule {shlex.quote(str(rule))}', *needed])

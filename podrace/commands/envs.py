@@ -11,34 +11,34 @@ from podrace.system.output import results_alone
 COMMAND = Command(
   'envs',
   '--connect ADDRESS --env LIB:NAME [OPTIONS]',
-  'environments for a learner elsewhere, which `podrace train --envs remote --listen ADDRESS` is; '
+  'environments for a learner on another machine, `podrace train --envs remote --listen ADDRESS`; '
   'needs no JAX',
   (
-    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH; those of several learner processes with commas, '
-      'each of which has its part of the environments'),
-    Option('--env', 'LIB:NAME', 'of ale, envpool or gymnasium, with options after commas'),
-    Option('--num-envs', 'N', 'how many', 1),
-    Option('--workers', 'N', 'threads or processes that step them, of all groups (default: two for each '
-      'core)', 0),
-    Option('--groups', 'N', 'that step by themselves, so that some are stepped while the learner infers '
-      "for others (default: as many as the learner asks for)", 0),
+    Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH; for several learner processes a '
+      'list with commas, each of which gets a part of the environments'),
+    Option('--env', 'LIB:NAME', 'LIB is ale, envpool or gymnasium; options follow after commas'),
+    Option('--num-envs', 'N', 'number of environments', 1),
+    Option('--workers', 'N', 'threads or processes that step environments, over all groups '
+      '(default: two for each core)', 0),
+    Option('--groups', 'N', 'groups of environments; one group steps while the learner computes '
+      'the actions of another (default: the number that the learner requests)', 0),
     CLIENT_KEYS,
     CLIENT_INSECURE,
-    Option('--seed', 'S', 'of the environments (default: random)'),
+    Option('--seed', 'S', 'seed of the environments (default: random)'),
     Option('--env-deadline', 'S', 'seconds that a step may take', 60),
-    Option('--give-up-after', 'S', 'end if there is no learner for so long (default: wait for it)', 0),
+    Option('--give-up-after', 'S', 'exit after S seconds without a learner (default: wait)', 0),
     QUIET,
   ),
   """
-It comes back after whatever happens to the connection or to the learner, with environments that begin
-anew. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+It reconnects after every failure of the connection or the learner, and restarts its environments.
+Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
 """,
 )  # fmt: skip
 
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Steps environments."""
+  """Step environments until the run is complete."""
   options = Options(args, COMMAND)
   options.no_arguments()
   connect, env = (options.needed(name) for name in ('--connect', '--env'))

@@ -1,4 +1,4 @@
-"""podrace eval: evaluates the newest checkpoint of a run."""
+"""podrace eval: evaluate the newest checkpoint of a run."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from podrace.system.output import print_json, print_text, results_alone, tell
 COMMAND = Command(
   'eval',
   'DIR [OPTIONS]',
-  'episodes of the newest checkpoint of the run in DIR, twice: greedily, by the best action, and '
-  'sampled, as in training',
+  'play episodes with the newest checkpoint of the run in DIR, twice: greedy, with the best '
+  'action, and sampled, as in training',
   (
-    Option('--episodes', 'N', 'how many, of each seed and way of acting', 100),
-    Option('--env', 'LIB:NAME', 'play there and not where the agent has learned: another opponent, other levels'),
-    Option('--seed', 'S', 'of the evaluation', 0),
-    Option('--greedy', '', 'greedily alone'),
-    Option('--sample', '', 'sampled alone; where environments explore each by a rate of its own, with '
-      "the rates of the run's environments, spread over the episodes"),
-    Option('--max-steps', 'N', 'give up on episodes that are longer', 1_000_000),
+    Option('--episodes', 'N', 'number of episodes, for each seed and way of acting', 100),
+    Option('--env', 'LIB:NAME', 'another environment than in training, such as another opponent or '
+      'other levels'),
+    Option('--seed', 'S', 'seed of the evaluation', 0),
+    Option('--greedy', '', 'only greedy episodes'),
+    Option('--sample', '', 'only sampled episodes; if each environment has its own exploration '
+      "rate, the episodes spread over the run's rates"),
+    Option('--max-steps', 'N', 'give up on longer episodes', 1_000_000),
     NO_COMPILE_CACHE,
     ALLOW_CODE,
   ),
   """
---agent.FIELD VALUE acts with another value of a setting than training did: with --agent.simulations 0, muzero acts
-without a search.
+--agent.FIELD VALUE changes a setting of the agent: with --agent.simulations 0, muzero acts without
+a search.
 
-The last line printed is JSON: episode_return_mean, episode_return_std, episodes; and of the sampled
-ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return_std, sampled_episodes.
+The last line printed is JSON: episode_return_mean, episode_return_std, episodes. If there are also
+greedy episodes, the sampled ones are sampled_episode_return_mean, sampled_episode_return_std and
+sampled_episodes.
 """,
   jax=True,
 )  # fmt: skip
@@ -42,12 +44,12 @@ ones, unless they are alone, sampled_episode_return_mean, sampled_episode_return
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Evaluates."""
+  """Evaluate."""
   settings, args = agent_settings(args)
   options = Options(args, COMMAND)
   run_dir = Path(options.one_argument('run directory'))
   if '--greedy' in options and '--sample' in options:
-    raise UsageError('--greedy and --sample: leave out both, to have both')
+    raise UsageError('--greedy and --sample: leave out both options for both kinds')
   allowed = options.every('--allow-code')
   user_code.look_here(allowed)
   from podrace.run import evaluate
@@ -57,9 +59,9 @@ def run(args: list[str]) -> int:
   only = evaluate.GREEDY if '--greedy' in options else ''
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
-  episodes, seed, most = map(options.whole, ('--episodes', '--seed', '--max-steps'))
+  episodes, seed, max_steps = map(options.whole, ('--episodes', '--seed', '--max-steps'))
   result = evaluate.evaluate(
-    run_dir, episodes, seed, acting, most, allowed,
+    run_dir, episodes, seed, acting, max_steps, allowed,
     change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
     env=options.text('--env'),
     say=tell,

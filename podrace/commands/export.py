@@ -1,4 +1,4 @@
-"""podrace export: a run's policy, for others to use."""
+"""podrace export: write the policy of a run for use in other programs."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from podrace.system.output import print_json, results_alone, tell
 COMMAND = Command(
   'export',
   'RUN DIR [OPTIONS]',
-  "writes the policy of a run's newest checkpoint to a new directory, in forms that need no training code",
+  "write the policy of a run's newest checkpoint to a new directory, for use without training code",
   (
-    Option('--member', 'I', 'which of the seeds of a run with --seeds, from 0', 0),
+    Option('--member', 'I', 'index of the seed, from 0, in a run with --seeds', 0),
     ALLOW_CODE,
   ),
   """
-DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, policy.jaxexport for JAX, and
-policy.onnx if the extra onnx is installed and the network is one of podrace's own. Use it:
+DIR gets params.safetensors, policy.json (spaces, network, hashes), config.json, policy.jaxexport
+for JAX, and policy.onnx if the extra onnx is installed and the network is one of podrace's. Usage:
 
     import podrace
     policy = podrace.load_policy('DIR')
@@ -34,7 +34,7 @@ The last line printed is policy.json.
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Exports."""
+  """Export."""
   options = Options(args, COMMAND)
   if len(options.arguments) != 2:
     raise UsageError('export takes a run and a new directory: podrace export RUN DIR')

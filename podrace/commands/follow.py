@@ -1,4 +1,4 @@
-"""podrace follow: a run, live, from another terminal."""
+"""podrace follow: show a run from another terminal while it trains."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from podrace.system.output import print_text
 COMMAND = Command(
   'follow',
   'RUN [OPTIONS]',
-  'shows a run while it goes on, with small curves, until it ends',
+  'show a run with small curves until it ends',
   (
-    Option('--every', 'S', 'seconds between looks', 1),
-    Option('--metrics', 'NAMES', 'the curves, with commas', 'episode_return,steps_per_s,loss'),
+    Option('--every', 'S', 'seconds between updates', 1),
+    Option('--metrics', 'NAMES', 'metrics to plot, with commas', 'episode_return,steps_per_s,loss'),
     Option('--once', '', 'show it once'),
   ),
-  'Where the output is no terminal it prints each line of metrics once, as text.',
+  'If the output is no terminal, it prints each line of metrics once, as text.',
 )
 BLOCKS = '▁▂▃▄▅▆▇█'
-WIDTH = 60  # of a curve, where the terminal has room for it
+WIDTH = 60  # of a curve, in a wide terminal
 
 
 def run(args: list[str]) -> int:
-  """Shows it."""
+  """Show the run."""
   options = Options(args, COMMAND)
   path = Path(options.one_argument('run directory'))
   if not os.path.lexists(path / 'config.json'):
@@ -57,7 +57,7 @@ def _live(path: Path, names: list[str], every: float, once: bool) -> None:
   console = Console()
   with Live(console=console, auto_refresh=False) as live:
     for seen, lines in _looks(path, every, once):
-      live.update(Text(shown(seen, lines, names, console.width)), refresh=True)
+      live.update(Text(render(seen, lines, names, console.width)), refresh=True)
 
 
 def _plain(path: Path, names: list[str], every: float, once: bool) -> None:
@@ -75,12 +75,12 @@ def _plain(path: Path, names: list[str], every: float, once: bool) -> None:
 
 
 def _looks(path: Path, every: float, once: bool) -> Any:
-  """What is there, again and again, and for the last time when the run has ended."""
+  """Yield the state of a run and its metrics until the run has ended."""
   pause = threading.Event()
   while True:
-    seen = runs.inspect_run(path)  # before its lines: what it wrote last is among them
+    seen = runs.inspect_run(path)  # before the lines, so that they include the last one of an ended run
     lines: list[dict[str, Any]] = []
-    with contextlib.suppress(UsageError):  # a damaged line: what there is of numbers is shown
+    with contextlib.suppress(UsageError):  # a damaged line: show the numbers so far
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
     yield seen, lines
     if once or seen.state != run_end.RUNNING:
@@ -89,15 +89,15 @@ def _looks(path: Path, every: float, once: bool) -> Any:
 
 
 def title(seen: runs.Run) -> str:
-  """A run in a line."""
+  """Return a line about a run."""
   done = f'step {seen.step:,} of {seen.total_steps:,}' if seen.total_steps else ''
   why = f' ({plain(seen.why)})' if seen.why else ''
   path, agent, env = (plain(x) for x in (seen.path, seen.agent, seen.env))
   return f'{path}: {agent} in {env}, {seen.state}{why}, {done}'
 
 
-def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:
-  """The whole of what a terminal of so many columns shows; curves are as wide as it has room for."""
+def render(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:
+  """Return the text for a terminal with `columns` columns; curves fill the free width."""
   part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
   left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
   words = f' {part:.0%}' + (
@@ -121,14 +121,14 @@ def shown(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns
 
 
 def value_text(value: Any) -> str:
-  """A number as short as it is of use; '' for what is none."""
+  """Return a number with up to four digits; '' if it is no number."""
   if not is_number(value):
     return ''
   return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.4g}'
 
 
 def sparkline(values: list[float], width: int = WIDTH) -> str:
-  """A curve of `width` characters at most; each is the mean of its part of the values."""
+  """Return a curve of at most `width` characters, each the mean of a part of the values."""
   values = [v for v in values if is_number(v)]
   if not values:
     return ''

@@ -1,4 +1,4 @@
-"""podrace init: a file to start from, and its test."""
+"""podrace init: write a file to start from, and its test."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ KINDS = {
 COMMAND = Command(
   'init',
   'agent|env|network NAME [OPTIONS]',
-  'write a file that works, and its test, to start from: an agent, an environment in JAX, or a network',
-  (Option('--dir', 'DIR', 'where', '.'),),
-  'NAME is that of the class, as MyAgent; the files are my_agent.py and test_my_agent.py.',
+  'write a working file and its test to start from: an agent, an environment in JAX, or a network',
+  (Option('--dir', 'DIR', 'directory of the files', '.'),),
+  'NAME is the name of the class: for MyAgent the files are my_agent.py and test_my_agent.py.',
 )
 
 
 def run(args: list[str]) -> int:
-  """Writes both files, or none."""
+  """Write both files, or none."""
   options = Options(args, COMMAND)
   if len(options.arguments) != 2 or options.arguments[0] not in KINDS:
-    came = ' '.join(options.arguments) or 'nothing'
-    raise UsageError(f'init takes agent, env or network, and a name: not {came}')
-  kind, given = options.arguments
-  name, file = names(given)
+    words = ' '.join(options.arguments) or 'nothing'
+    raise UsageError(f'init takes agent, env or network, and a name: not {words}')
+  kind, word = options.arguments
+  name, file = class_and_file(word)
   folder = Path(options.text('--dir'))
   if not folder.is_dir():
     raise UsageError(f'--dir {folder} is no directory')
   targets = {folder / f'{prefix}{file}.py': f'{prefix}{kind}.py' for prefix in ('', 'test_')}
-  if there := [str(path) for path in targets if os.path.lexists(path)]:
-    raise UsageError(f'{" and ".join(there)} exists already: give another name')
+  if existing := [str(path) for path in targets if os.path.lexists(path)]:
+    raise UsageError(f'{" and ".join(existing)} exists already: give another name')
   if importlib.util.find_spec(file) is not None:
     raise UsageError(
       f'there is a module {file} already, which {file}.py would hide: give another name'
@@ -56,14 +56,14 @@ def run(args: list[str]) -> int:
   return 0
 
 
-def names(given: str) -> tuple[str, str]:
-  """Of a name as MyAgent or my_agent, both.
+def class_and_file(word: str) -> tuple[str, str]:
+  """Return MyAgent and my_agent for either of the two.
 
   Raises:
     UsageError: if it is no name in Python.
   """
-  if not given.isidentifier() or keyword.iskeyword(given) or given.startswith('_'):
-    raise UsageError(f'{given!r} is no name for a class: take letters, digits and _')
-  name = ''.join(part[:1].upper() + part[1:] for part in given.split('_'))
+  if not word.isidentifier() or keyword.iskeyword(word) or word.startswith('_'):
+    raise UsageError(f'{word!r} is no name for a class: take letters, digits and _')
+  name = ''.join(part[:1].upper() + part[1:] for part in word.split('_'))
   file = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name).lower()
   return name, file

@@ -1,4 +1,4 @@
-"""podrace keys: keys of learners, services and their clients."""
+"""podrace keys: make keys of learners, services and their clients."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from podrace.system.output import print_text
 COMMAND = Command(
   'keys',
   'new DIR',
-  "a learner's keys, one client's, and the list of allowed clients",
+  "make a learner's keys, the keys of one client, and the list of allowed clients",
   notes="""
-podrace keys client DIR NEW: another client's keys, in the directory NEW; allows them in DIR
+podrace keys client DIR NEW: make another client's keys in the directory NEW, and allow them in DIR
 
-The learner needs DIR; a machine with environments only authority.pem, client.pem and client.key.
-Lines of DIR/allowed_clients can be removed at any time: those sessions end.
+The learner needs DIR. A machine with environments needs authority.pem, client.pem and client.key.
+Removing a line of DIR/allowed_clients ends the sessions of that client.
 """,
 )
 
 
 def run(args: list[str]) -> int:
-  """Makes keys."""
+  """Make keys."""
   args = Options(args, COMMAND).arguments
   from podrace.distributed import net
 
@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
 
   if args[:1] == ['new'] and len(args) == 2:
     keys.new_keys(Path(args[1]))
-    print_text(f'keys are in {args[1]}; a machine with environments needs of them')
+    print_text(f'keys are in {args[1]}; a machine with environments needs')
     print_text(f'  {" ".join(keys.CLIENT_FILES)}')
   elif args[:1] == ['client'] and len(args) == 3:
     keys.new_client(Path(args[1]), Path(args[2]))

@@ -1,4 +1,4 @@
-"""podrace launch: all processes of a distributed run, with one command."""
+"""podrace launch: start all processes of a distributed run with one command."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.train import AGENT, metrics_address
+from podrace.commands.shared_options import AGENT
 from podrace.commands.train import COMMAND as TRAIN
+from podrace.commands.train import metrics_address
 from podrace.errors import UsageError, unknown
 from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.engines import kubernetes, ray, skypilot, slurm
@@ -33,11 +34,12 @@ OF_ENGINES: dict[str, tuple[Option, ...]] = {
   **{name: x.OPTIONS for name, x in ENGINES.items()},
 }
 OF_TRAIN = (
-  '--no-compile-cache', '--allow-code', '--override', '--sinks', '--metrics-listen', '--metrics-insecure', '--quiet',
+  '--no-compile-cache', '--allow-code', '--override', '--sinks', '--metrics-listen',
+  '--metrics-insecure', '--quiet',
 )  # fmt: skip
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
-OF = {  # how many processes there are of each kind, by arrangement
+OF = {  # options for numbers of processes, by arrangement
   'seed': {'--actors', '--learners'},
   'impala': {'--actors', '--shards', '--learners'},
   'apex': {'--actors', '--shards', '--learners'},
@@ -49,29 +51,30 @@ OF_ARRANGEMENTS = set().union(*OF.values())
 COMMAND = Command(
   'launch',
   '[PRESET] --as ARRANGEMENT [OPTIONS]',
-  'all processes of a distributed run: starts them, starts again those that fail, and ends them with the '
-  'learner',
+  'start all processes of a distributed run, restart failed ones, and end them with the learner',
   (
-    Option('--as', 'ARRANGEMENT', 'seed: a learner and processes of environments; impala: a queue and acting '
-      'processes; apex: a replay service and acting processes; reanalyse: as apex, and processes that search '
-      'again; learners: processes that learn as one', choices=tuple(ARRANGEMENTS)),
-    Option('--actors', 'N', 'processes that act, or have environments', 2),
-    Option('--shards', 'N', 'of the replay service', 1),
+    Option('--as', 'ARRANGEMENT', 'seed: a learner and environment processes; impala: a queue and '
+      'acting processes; apex: a replay service and acting processes; reanalyse: as apex, with '
+      'processes that search again; learners: processes that learn as one',
+      choices=tuple(ARRANGEMENTS)),
+    Option('--actors', 'N', 'acting or environment processes', 2),
+    Option('--shards', 'N', 'processes of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
     Option('--learners', 'N', 'processes that learn as one; 2 with --as learners', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of Ray; kubernetes: a JobSet; '
-      'skypilot: machines of a cloud', 'local', choices=tuple(OF_ENGINES)),
-    Option('--run-dir', 'DIR', 'where the run is kept, with logs/ of all processes; started again with the same '
-      'one, it resumes'),
-    Option('--dry-run', '', 'only prints the commands, or what an engine would be given'),
+    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of '
+      'Ray; kubernetes: a JobSet; skypilot: machines of a cloud', 'local',
+      choices=tuple(OF_ENGINES)),
+    Option('--run-dir', 'DIR', 'the run directory, with logs/ of all processes; started again with '
+      'the same one, the run resumes'),
+    Option('--dry-run', '', 'only print the commands, or the manifest for an engine'),
     *dict.fromkeys(o for options in OF_ENGINES.values() for o in options),
     AGENT,
     *(o for o in TRAIN.options if o.name in OF_TRAIN),
   ),
   """
-Besides, the options of train. Each line that a process prints begins with its name. SIGTERM and Ctrl-C have
-all processes save and end; a second one kills them. Exit codes: the learner's; 1 if another process failed
-for good; 2 bad usage; 143 and 130 on signals.
+It also takes the options of train. Each line of output begins with the name of its process. On
+SIGTERM and Ctrl-C all processes save and exit; a second signal kills them. Exit codes: the
+learner's; 1 if another process failed for good; 2 bad usage; 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,
@@ -79,102 +82,102 @@ for good; 2 bad usage; 143 and 130 on signals.
 
 
 def run(args: list[str]) -> int:
-  """Launches."""
+  """Launch the processes."""
   preset, options = _options(list(args))
-  given = options.path('--run-dir')
-  if given is not None:
-    check_directory(given)
+  folder = options.path('--run-dir')
+  if folder is not None:
+    check_directory(folder)
   environ = dict(os.environ)
-  # The launcher computes nothing. Accelerators belong to the learner.
+  # The launcher computes nothing, and must not occupy the learner's accelerators.
   os.environ['JAX_PLATFORMS'] = 'cpu'
   name, make = _program(preset, options)
   if options.text('--on') == 'local' and '--dry-run' not in options:
-    make(given or Path('runs') / name)  # raises UsageError before a directory is made
-    with run_directory(given, name) as run_dir:
+    make(folder or Path('runs') / name)  # raises UsageError before a directory is created
+    with run_directory(folder, name) as run_dir:
       return local.run(make(run_dir), run_dir, environ)
   if engine := ENGINES.get(options.text('--on')):
-    del os.environ['JAX_PLATFORMS']  # a job has this environment, and with it the learner
+    del os.environ['JAX_PLATFORMS']  # the job and its learner inherit the environment
     os.environ.update(environ)
-    found: int = engine.launch(make, options)
-    return found
-  _show(make(given or Path('runs') / name), given or Path('runs') / name)
+    code: int = engine.launch(make, options)
+    return code
+  _show(make(folder or Path('runs') / name), folder or Path('runs') / name)
   return 0
 
 
 def _options(args: list[str]) -> tuple[str | None, Options]:
-  """The preset and the options, which are taken out of args."""
+  """Return the preset and the options."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   options.needed('--as')
-  for name, what, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
+  for name, kind, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
     if options.text(name) not in known:
-      raise unknown(what, options.text(name), known)
+      raise unknown(kind, options.text(name), known)
   _check(preset, options, options.path('--run-dir'))
   return preset, options
 
 
 @results_alone()
 def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path], Program]]:
-  """A name for the run, and its program for a run directory."""
+  """Return a name for the run, and a function from a run directory to the program."""
   from podrace.distributed import net
 
   net.require()
-  metrics_address(options)  # is refused here, before a job waits for its machines
-  config = configure.configured(preset, options, 'podrace launch')
+  metrics_address(options)  # refuse a bad address before a job waits for its machines
+  config = configure.parse_config(preset, options, 'podrace launch')
   agent = ('--agent', options.text('--agent')) if '--agent' in options else ()
-  flags = [x for name in OF_TRAIN for x in _as_given(options, name)]
+  flags = [x for name in OF_TRAIN for x in _words_of(options, name)]
 
   arrangement = options.text('--as')
   actors = options.whole('--actors')
-  if arrangement == 'learners':  # for which nobody else acts
+  if arrangement == 'learners':  # it has no acting processes
     actors = 1
 
   def make(run_dir: Path) -> Program:
-    # The learner goes on as the run began, and acting processes do not read its record.
+    # The learner resumes with the run's old defaults; acting processes do not read its record.
     record = read_run_record(run_dir)
-    begun = [] if record is None else unrecorded_options(config, record)
-    asked = LaunchRequest(
-      config, preset, (*agent, *options.arguments, *begun, *flags), str(run_dir),
+    old_defaults = [] if record is None else unrecorded_options(config, record)
+    request = LaunchRequest(
+      config, preset, (*agent, *options.arguments, *old_defaults, *flags), str(run_dir),
       actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
       keyed=options.text('--on') in ENGINES, learners_insecure='--learners-insecure' in options,
     )  # fmt: skip
-    return ARRANGEMENTS[arrangement](asked)
+    return ARRANGEMENTS[arrangement](request)
 
   return name_run(preset, config.env), make
 
 
 def _learners(options: Options) -> int:
-  """How many processes learn as one."""
+  """Return the number of processes that learn as one."""
   if options.text('--as') == 'learners' and '--learners' not in options:
     return 2
   return options.whole('--learners')
 
 
 def _show(program: Program, run_dir: Path) -> None:
-  """Prints what would be started."""
-  print_text('# SOCKETS: a directory of yours alone. mkdir -m 700 SOCKETS SOCKETS/announced')
+  """Print the commands of all processes."""
+  print_text('# SOCKETS: a private directory. mkdir -m 700 SOCKETS SOCKETS/announced')
   for name, words in Addresses(program, Path('SOCKETS'), run_dir).commands():
     print_text(f'# {name}\n{words}')
 
 
 def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
-  """Raises UsageError for options that contradict each other."""
+  """Raise UsageError for options that contradict each other."""
   arrangement = options.text('--as')
   if wrong := sorted(OF_ARRANGEMENTS & set(options.names) - OF[arrangement]):
     raise UsageError(f'{", ".join(wrong)}: not of --as {arrangement}')
-  here = {o.name for o in OF_ENGINES[options.text('--on')]}
-  elsewhere = {o.name for known in OF_ENGINES.values() for o in known} - here
-  if wrong := sorted(elsewhere & set(options.names)):
+  own = {o.name for o in OF_ENGINES[options.text('--on')]}
+  foreign = {o.name for known in OF_ENGINES.values() for o in known} - own
+  if wrong := sorted(foreign & set(options.names)):
     raise UsageError(
       f'{", ".join(wrong)}: not of --on {options.text("--on")}; see podrace launch --help'
     )
   names = {x.partition('=')[0] for x in options.arguments}
-  if given := sorted(names & SET_HERE):
-    raise UsageError(f'{", ".join(given)}: podrace launch sets it itself')
+  if reserved := sorted(names & SET_HERE):
+    raise UsageError(f'{", ".join(reserved)}: podrace launch sets it itself')
   if options.text('--on') == 'skypilot' and _learners(options) > 1:
     raise UsageError(
-      f'--learners {_learners(options)}: learners have one run directory, and the machines of --on skypilot have none '
-      'in common; take slurm, ray or kubernetes'
+      f'--learners {_learners(options)}: learners share a run directory, and the machines of --on '
+      'skypilot share none; take slurm, ray or kubernetes'
     )
   named = preset or '--agent' in options or '--env' in names
   if not named and run_dir is not None and (run_dir / 'config.json').exists():
@@ -183,6 +186,6 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
     )
 
 
-def _as_given(options: Options, name: str) -> list[str]:
-  """An option as it was given, every time."""
+def _words_of(options: Options, name: str) -> list[str]:
+  """Return all occurrences of an option as words."""
   return [x for value in options.every(name) for x in ([name, value] if value else [name])]

@@ -1,12 +1,10 @@
-"""podrace list: the names of presets, agents and environments."""
+"""podrace list: print the names of presets, agents and environments."""
 
 from __future__ import annotations
 
-import ast
 import textwrap
 
-from podrace.agents import AGENTS
-from podrace.commands.sources import PACKAGE
+from podrace.commands.option_table import table
 from podrace.envs.libraries import HOST_LIBRARIES
 from podrace.errors import UsageError
 from podrace.settings.presets import PRESETS
@@ -23,23 +21,21 @@ HOST_EXAMPLES = {
 
 
 def run(args: list[str]) -> int:
-  """Prints them."""
+  """Print the names."""
   if args:
     raise UsageError(f'list takes no arguments, not {" ".join(args)}')
   from podrace import envs
 
   print_text('presets:')
   for name, preset in PRESETS.items():
-    print_text(f'  {name:24}{(preset.__doc__ or "").splitlines()[0]}')
+    print_text(f'  {name:24}{preset.about}')
   print_text('\nagents:')
-  for name, (module, _) in AGENTS.items():
-    path = PACKAGE.parent / (module.replace('.', '/') + '.py')
-    source = ast.parse(path.read_text(encoding='utf-8'))
-    print_text(f'  {name:24}{(ast.get_docstring(source) or "").splitlines()[0]}')
+  for name, about in table().agents.items():
+    print_text(f'  {name:24}{about}')
   print_text('\nenvironments (LIB:NAME):')
   for library, names in envs.names().items():
     _print_filled(' '.join(f'{library}:{n}' for n in names or ('MODULE.FUNCTION',)))
-  print_text('\nenvironments on the host, under sebulba (as those above may be):')
+  print_text('\nenvironments on the host, under sebulba only:')
   for library, known in HOST_LIBRARIES.items():
     _print_filled(f'{library}:NAME  {known.description}; {HOST_EXAMPLES[library]}')
   return 0

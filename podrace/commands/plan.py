@@ -1,4 +1,4 @@
-"""podrace plan: what a distributed run would make and cost, and what it would wait for."""
+"""podrace plan: estimate the speed, the cost and the bottleneck of a distributed run."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from podrace.system.output import print_json, print_text
 COMMAND = Command(
   'plan',
   'RATES --as ARRANGEMENT [OPTIONS]',
-  'what a distributed run would make and cost, and what it would wait for, by numbers of machines; RATES is '
-  'what `podrace bench sebulba` printed on the machine of the learner',
+  'estimate the speed, the cost and the bottleneck of a distributed run, by number of machines; '
+  'RATES is the output of `podrace bench sebulba` on the machine of the learner',
   (
-    Option('--as', 'ARRANGEMENT', 'seed: other machines have environments only; impala, apex: they act',
-      choices=tuple(ESTIMATES)),
-    Option('--acting', 'RATES', 'of a machine that acts, or has environments (default: as the learner\'s)'),
-    Option('--machines', 'N,...', 'that act, or have environments', '1,2,4,8,16,32,64'),
-    Option('--gbits', 'N', 'per second, into the learner\'s machine', 10.0),
-    Option('--learner-price', 'DOLLARS', 'of an hour of its machine', 0.0),
-    Option('--acting-price', 'DOLLARS', 'of an hour of each other machine', 0.0),
-    Option('--steps', 'N', 'for which time and cost are shown', 1_000_000_000),
+    Option('--as', 'ARRANGEMENT', 'seed: the acting machines only step environments; impala, apex: '
+      'they also act', choices=tuple(ESTIMATES)),
+    Option('--acting', 'RATES', "output of `podrace bench sebulba` on an acting machine (default: "
+      "the learner's)"),
+    Option('--machines', 'N,...', 'numbers of acting machines', '1,2,4,8,16,32,64'),
+    Option('--gbits', 'N', "gigabits per second into the learner's machine", 10.0),
+    Option('--learner-price', 'DOLLARS', "price of an hour of the learner's machine", 0.0),
+    Option('--acting-price', 'DOLLARS', 'price of an hour of each acting machine', 0.0),
+    Option('--steps', 'N', 'environment steps for which time and cost are shown', 1_000_000_000),
   ),
   'The last line printed is JSON, a list with an object for each number of machines.',
 )  # fmt: skip
 
 
 def run(args: list[str]) -> int:
-  """Estimates."""
+  """Print the estimates."""
   options = Options(args, COMMAND)
   estimate = ESTIMATES.get(options.needed('--as'))
   if estimate is None:
@@ -47,22 +48,22 @@ def run(args: list[str]) -> int:
   steps = options.whole('--steps')
   rows = []
   for n in counts:
-    found = estimate(learner, acting, dataclasses.replace(machines, acting=n))
-    rows.append(row(n, found, steps))
+    result = estimate(learner, acting, dataclasses.replace(machines, acting=n))
+    rows.append(row(n, result, steps))
   show(rows, steps)
   print_json(rows)
   return 0
 
 
 def read(path: Path) -> Rates:
-  """The rates in a file, which is the last line of what `podrace bench sebulba` printed.
+  """Return the rates in the last line of a file with the output of `podrace bench sebulba`.
 
   Raises:
-    UsageError: if it can't be read, or has none.
+    UsageError: if the file cannot be read, or has no rates.
   """
   try:
     lines = read_bytes(path, RECORD_BYTES, follow=True).splitlines()
-    found = parse_json(lines[-1])
+    record = parse_json(lines[-1])
   except FileNotFoundError as e:
     raise UsageError(f'{path} cannot be read: {e.strerror}') from e
   except UnreadableFile:
@@ -71,29 +72,30 @@ def read(path: Path) -> Rates:
     raise UsageError(
       f'{path}: its last line is no JSON; `podrace bench sebulba PRESET > {path.name}` writes rates'
     ) from e
-  return Rates.from_bench(found)
+  return Rates.from_bench(record)
 
 
 def numbers(text: str) -> list[int]:
-  """Numbers of machines, with commas in between."""
+  """Return the numbers of machines in a list with commas."""
   parts = text.split(',')
   if not all(x.isascii() and x.isdigit() and int(x) for x in parts):
     raise UsageError(f'--machines takes numbers of at least 1, with commas, not {text!r}')
   return [int(x) for x in parts]
 
 
-def row(machines: int, found: Estimate, steps: int) -> dict[str, Any]:
-  """An estimate, for a script."""
-  hours = found.hours(steps)
+def row(machines: int, estimate: Estimate, steps: int) -> dict[str, Any]:
+  """Return an estimate as JSON."""
+  hours = estimate.hours(steps)
   return dict(
-    machines=machines, steps_per_s=round(found.steps_per_s, 1), waits_for=found.waits_for,
-    hours=round(hours, 3), dollars_per_hour=round(found.price, 2), dollars=round(hours * found.price, 2),
-    limits={k: round(v, 1) for k, v in found.limits.items()},
+    machines=machines, steps_per_s=round(estimate.steps_per_s, 1), waits_for=estimate.waits_for,
+    hours=round(hours, 3), dollars_per_hour=round(estimate.price, 2),
+    dollars=round(hours * estimate.price, 2),
+    limits={k: round(v, 1) for k, v in estimate.limits.items()},
   )  # fmt: skip
 
 
 def show(rows: list[dict[str, Any]], steps: int) -> None:
-  """A line for each number of machines."""
+  """Print a line for each number of machines."""
   print_text(f'{"machines":>8}  {"steps/s":>13}  {"waits for":<12}  {"hours":>9}  {"dollars":>10}')
   for r in rows:
     print_text(

@@ -1,4 +1,4 @@
-"""podrace plot: learning curves, and aggregates over tasks."""
+"""podrace plot: draw learning curves, and aggregates over tasks."""
 
 from __future__ import annotations
 
@@ -15,28 +15,31 @@ CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
   'plot',
   'RUN... [OPTIONS]',
-  'learning curves of runs, or of all runs under directories: a panel for each environment, a line for each '
-  'configuration, whatever its seeds',
+  'draw learning curves of runs, or of all runs under directories: a panel for each environment, a '
+  'line for each configuration over all its seeds',
   (
     Option('--out', 'FILE', 'a .png, .svg or .pdf', 'curves.png'),
     Option('--metric', 'NAME', 'any key of metrics.jsonl', 'episode_return'),
     Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps', X),
     Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean', CENTERS),
-    Option('--aggregate', '', 'the scores of all tasks instead: interquartile mean, median and performance '
-      'profile; how likely one configuration is better than another; and of the games of Atari-5 the median of 57 that '
-      'they predict. A score is the mean over the last tenth of a run'),
-    Option('--normalise', 'NAME', 'of --aggregate: human (Atari, random play 0 and a human 1), or '
-      'minmax (of each task, over the runs that are given); human where all tasks are Atari games, else minmax', choices=('human', 'minmax')),
+    Option('--aggregate', '', 'draw scores over all tasks instead: interquartile mean, median, '
+      'performance profile and probability of improvement; for the games of Atari-5 also the '
+      'predicted median of 57 games. A score is the mean over the last tenth of a run'),
+    Option('--normalise', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
+      'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
+      'minmax',
+      choices=('human', 'minmax')),
   ),
   """
-The band is a 95% bootstrap interval over the curves of a configuration (stratified by task with --aggregate). Runs
-that are unfinished count as far as they go; those that have nothing to show are named. The last line printed is JSON.
+The band is a 95% bootstrap interval over the curves of a configuration (with --aggregate stratified
+by task). Unfinished runs count up to their last line; runs without data are listed. The last line
+printed is JSON.
 """,
 )  # fmt: skip
 
 
 def run(args: list[str]) -> int:
-  """Draws."""
+  """Draw the picture."""
   options = Options(args, COMMAND)
   if not options.arguments:
     raise UsageError('plot needs runs, or directories of runs: podrace plot RUN...')
@@ -55,16 +58,16 @@ def run(args: list[str]) -> int:
   if not groups:
     raise UsageError(f'there is nothing to plot under {", ".join(options.arguments)}')
   _name_unfinished(groups)
-  found: dict[str, Any] = {'out': str(out)}
-  found['runs'] = len({c.run for g in groups for c in g.curves})
-  found['curves'] = sum(len(g.curves) for g in groups)
+  result: dict[str, Any] = {'out': str(out)}
+  result['runs'] = len({c.run for g in groups for c in g.curves})
+  result['curves'] = sum(len(g.curves) for g in groups)
   if '--aggregate' in options:
     from podrace.experiments import scores
 
-    found |= scores.aggregate(groups, options.text('--normalise'), out)
+    result |= scores.aggregate(groups, options.text('--normalise'), out)
   else:
     plot.draw(groups, options.text('--metric'), x, center, out)  # type: ignore[arg-type]
-    found['groups'] = [
+    result['groups'] = [
       {
         'env': g.env,
         'label': label,
@@ -73,13 +76,13 @@ def run(args: list[str]) -> int:
       }
       for g, label in zip(groups, make_labels(groups), strict=True)
     ]
-  print_json(found)
+  print_json(result)
   return 0
 
 
-def _check(name: str, came: str, known: tuple[str, ...]) -> None:
-  if came not in known:
-    raise UsageError(f'{name} is {" or ".join(known)}, not {came!r}')
+def _check(name: str, value: str, known: tuple[str, ...]) -> None:
+  if value not in known:
+    raise UsageError(f'{name} is {" or ".join(known)}, not {value!r}')
 
 
 def _name_unfinished(groups: list[Any]) -> None:

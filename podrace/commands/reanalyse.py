@@ -1,4 +1,4 @@
-"""podrace reanalyse: newer targets for the contents of a replay service."""
+"""podrace reanalyse: compute newer targets for the contents of a replay service."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import logging
 
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
-from podrace.commands.train import AGENT
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.logs import log_to_stderr
@@ -16,25 +15,27 @@ from podrace.system.output import results_alone
 COMMAND = Command(
   'reanalyse',
   '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]',
-  'searches the states in a replay service again, with newer parameters of the learner, which is `podrace train '
-  '[PRESET] --connect-replay ... --listen ADDRESS`',
+  'search the states in a replay service again, with newer parameters of the learner, `podrace '
+  'train [PRESET] --connect-replay ... --listen ADDRESS`',
   (
     shared.CONNECT_REPLAY,
     shared.PARAMS,
-    Option('--batch-size', 'N', "windows that are refreshed together (default: the agent's buffer.batch_size)"),
+    Option('--batch-size', 'N', 'windows of a batch (default: buffer.batch_size of the agent)'),
     shared.MAX_STALENESS,
     shared.GIVE_UP_AFTER,
     shared.CLIENT_KEYS,
     shared.CLIENT_INSECURE,
     shared.QUIET,
     shared.NO_COMPILE_CACHE,
-    AGENT,
+    shared.AGENT,
   ),
   """
-Besides, --agent.FIELD, --env, --num-envs and --unroll-length. These and --agent must be the learner's.
+It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and
+--unroll-length.
 
-Start as many as you like, and stop them at any time. Each waits for the processes that it needs, and comes
-back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.
+Any number of these processes can start and stop at any time. Each waits for the learner and the
+replay service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or
+bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,
@@ -43,7 +44,7 @@ back to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or bad usag
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Reanalyses."""
+  """Reanalyse until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
@@ -52,7 +53,7 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
-  config = configure.configured(preset, options, 'podrace reanalyse')
+  config = configure.parse_config(preset, options, 'podrace reanalyse')
   from podrace.distributed import learner_client, reanalyse, run_identity
 
   reanalyse.check_options(config, options.arguments)

@@ -1,4 +1,4 @@
-"""podrace replay: replay tables as a service."""
+"""podrace replay: serve replay tables."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from podrace.system.options import Command, Option, Options
 COMMAND = Command(
   'replay',
   '--listen ADDRESS [OPTIONS]',
-  'replay tables that many processes write to and sample from; needs no JAX. Clients have the tables '
-  'made that they need; docs/tables.md says how',
+  'serve replay tables that many processes write to and sample from; needs no JAX. Clients create '
+  'the tables that they need, see docs/tables.md',
   (
     Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
-    Option('--dir', 'DIR', 'keeps checkpoints, and begins with the newest: written on SIGTERM and '
-      'Ctrl-C, when a client asks, and by --checkpoint-every'),
+    Option('--dir', 'DIR', 'directory of checkpoints: the service restores the newest, and writes '
+      'on SIGTERM and Ctrl-C, at the request of a client, and by --checkpoint-every'),
     Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
-    Option('--table', 'SETTINGS', 'makes a table at the start; may be repeated'),
-    Option('--client-bytes', 'N', 'of steps that one client may keep for items to come (default 1 GiB)', 2 ** 30),
+    Option('--table', 'SETTINGS', 'create a table at the start; may be repeated'),
+    Option('--client-bytes', 'N', 'bytes of steps that one client may hold for later items '
+      '(default 1 GiB)', 2 ** 30),
     shared.SERVER_KEYS,
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
@@ -25,7 +26,7 @@ COMMAND = Command(
     shared.QUIET,
   ),
   """
-SETTINGS, with commas in between:
+SETTINGS, separated by commas:
   name=NAME  sampler=SELECTOR  remover=SELECTOR  max_size=N
   rate=min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N
   max_bytes=N  max_times_sampled=N (by default unbounded)
@@ -37,7 +38,7 @@ Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130
 
 
 def run(args: list[str]) -> int:
-  """Serves."""
+  """Serve until a signal."""
   options = Options(args, COMMAND)
   options.no_arguments()
   listen = options.needed('--listen')

@@ -1,4 +1,4 @@
-"""podrace report: runs as one page."""
+"""podrace report: write runs as one page."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from podrace.system.output import print_json, tell
 COMMAND = Command(
   'report',
   'RUN... [OPTIONS]',
-  'one HTML file of runs, or of all runs under directories: configuration, curves, scores, speed, faults, videos',
-  (Option('--out', 'FILE', 'where it is written', 'report.html'),),
+  'write one HTML file about runs, or about all runs under directories: configuration, curves, '
+  'scores, speed, faults, videos',
+  (Option('--out', 'FILE', 'the file to write', 'report.html'),),
   """
-The page needs no network. Runs that can't be read are named in it. The last line printed is JSON.
+The page needs no network, and lists unreadable runs. The last line printed is JSON.
 """,
 )  # fmt: skip
 
 
 def run(args: list[str]) -> int:
-  """Writes the page."""
+  """Write the page."""
   options = Options(args, COMMAND)
   if not options.arguments:
     raise UsageError('report needs runs, or directories of runs: podrace report RUN...')
@@ -31,8 +32,8 @@ def run(args: list[str]) -> int:
   from podrace.experiments import report
 
   paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
-  found = report.write_report(paths, out)
-  for text in found['left_out']:
+  result = report.write_report(paths, out)
+  for text in result['left_out']:
     tell(f'podrace report: left out: {text}')
-  print_json(found)
+  print_json(result)
   return 0

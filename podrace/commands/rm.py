@@ -1,4 +1,4 @@
-"""podrace rm: deletes runs."""
+"""podrace rm: delete runs."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from podrace.system.output import print_text
 COMMAND = Command(
   'rm',
   'RUN... [OPTIONS]',
-  'delete run directories, after showing what that frees and asking',
+  'delete run directories, after showing their size and a question',
   (Option('--yes', '', 'do not ask'),),
-  'A run that is still going is refused.',
+  'A running run is refused.',
 )
 
 
 def run(args: list[str]) -> int:
-  """Asks, then deletes: all of them or none."""
+  """Ask, then delete all of the runs or none."""
   options = Options(args, COMMAND)
   paths = list(dict.fromkeys(Path(a) for a in options.arguments))
   if not paths:
@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
   sizes = [size_of(str(path)) for path in paths]
   for path, bytes_ in zip(paths, sizes, strict=True):
     print_text(f'{size(bytes_):>9}  {path}')
-  if '--yes' not in options and not _agreed(len(paths), sum(sizes)):
+  if '--yes' not in options and not _ask(len(paths), sum(sizes)):
     print_text('nothing is deleted')
     return 1
   for path in paths:
@@ -40,8 +40,8 @@ def run(args: list[str]) -> int:
   return 0
 
 
-def _agreed(count: int, bytes_: int) -> bool:
+def _ask(count: int, bytes_: int) -> bool:
   if not sys.stdin.isatty():
-    raise UsageError('there is no terminal to ask at: give --yes')
-  what = 'this run' if count == 1 else f'these {count} runs'
-  return input(f'delete {what} and free {size(bytes_)}? [y/N] ').strip().lower() in ('y', 'yes')
+    raise UsageError('standard input is no terminal for the question: add --yes')
+  subject = 'this run' if count == 1 else f'these {count} runs'
+  return input(f'delete {subject} and free {size(bytes_)}? [y/N] ').strip().lower() in ('y', 'yes')

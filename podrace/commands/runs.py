@@ -1,4 +1,4 @@
-"""podrace runs: the runs under a directory."""
+"""podrace runs: list the runs under a directory."""
 
 from __future__ import annotations
 
@@ -14,25 +14,26 @@ from podrace.system.output import print_json, print_text
 COMMAND = Command(
   'runs',
   '[DIR] [OPTIONS]',
-  'the runs under DIR, runs/ if it is not given; the one that wrote last comes last',
+  'list the runs under DIR (default: runs/), sorted by the time of their last output',
   (
-    Option('--json', '', 'one JSON list, with all that is known of each'),
-    Option('--state', 'NAME', f'those alone that are {", ".join(STATES[:-1])} or {STATES[-1]}', choices=STATES),
+    Option('--json', '', 'print one JSON list with all properties of each run'),
+    Option('--state', 'NAME', f'only runs that are {", ".join(STATES[:-1])} or {STATES[-1]}',
+      choices=STATES),
   ),
   """
-A run is `killed` if it ended without a word: SIGKILL, out of memory, a power cut. `broken` is one of which
-config.json, summary.json, end.json, metrics.jsonl or lock can't be read. `unknown` is one that is not finished, on a file
-system without locks. `podrace train --run-dir RUN` goes on with one that did not finish.
+`killed`: the run ended without a record, by SIGKILL, out of memory or a power cut. `broken`:
+config.json, summary.json, end.json, metrics.jsonl or lock cannot be read. `unknown`: an unfinished
+run on a file system without locks. `podrace train --run-dir RUN` resumes an unfinished run.
 """,
 )  # fmt: skip
 
 HEAD = ('run', 'agent', 'environment', 'step', 'done', 'return', 'steps/s', 'state', 'age', 'size')
-PATH, NAME = 1000, 200  # characters of a cell, at most
-NUMBERS = {3, 4, 5, 6, 8, 9}  # columns that end at the right
+PATH, NAME = 1000, 200  # limits of a cell, in characters
+NUMBERS = {3, 4, 5, 6, 8, 9}  # columns aligned to the right
 
 
 def run(args: list[str]) -> int:
-  """Prints them."""
+  """Print the runs."""
   options = Options(args, COMMAND)
   if len(options.arguments) > 1:
     raise UsageError(f'runs takes one directory, not {" ".join(options.arguments)}')
@@ -41,21 +42,21 @@ def run(args: list[str]) -> int:
     raise UsageError(f'--state is {", ".join(STATES[:-1])} or {STATES[-1]}, not {state!r}')
   root = Path((options.arguments or ['runs'])[0])
   if not options.arguments and not root.exists():
-    raise UsageError('there is no runs/ here: name the directory')
-  found = sorted((inspect_run(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
+    raise UsageError('there is no runs/ here: name a directory')
+  rows = sorted((inspect_run(path) for path in find(root)), key=lambda r: (-r.age_s, r.path))
   if state:
-    found = [r for r in found if r.state == state]
+    rows = [r for r in rows if r.state == state]
   if '--json' in options:
-    print_json([r.as_json() for r in found])
-  elif not found:
+    print_json([r.as_json() for r in rows])
+  elif not rows:
     print_text(f'no {state} run under {root}' if state else f'no run under {root}')
   else:
-    print_text(table([HEAD, *(row(r) for r in found)]))
+    print_text(table([HEAD, *(row(r) for r in rows)]))
   return 0
 
 
 def row(r: Run) -> tuple[str, ...]:
-  """A run's line; a long reason is cut."""
+  """Return the cells of a run; a long reason is cut."""
   state = f'{r.state}: {r.why}' if r.why else r.state
   returned = '' if r.episode_return is None else return_text(r.episode_return)
   return (
@@ -73,12 +74,12 @@ def row(r: Run) -> tuple[str, ...]:
 
 
 def return_text(value: float) -> str:
-  """A return with two decimals; as 1e+20 where that would be long."""
+  """Return a text with two decimals, or such as 1e+20 for a large value."""
   return f'{value:,.2f}' if abs(value) < 1e15 else f'{value:.4g}'
 
 
 def table(rows: list[tuple[str, ...]]) -> str:
-  """Columns as wide as their widest cell."""
+  """Return rows as text, with columns as wide as their widest cell."""
   widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
   lines = []
   for cells in rows:
@@ -91,7 +92,7 @@ def table(rows: list[tuple[str, ...]]) -> str:
 
 
 def age(seconds: float) -> str:
-  """As 12s, 5m, 3h, 2d."""
+  """Return a duration such as 12s, 5m, 3h, 2d."""
   for unit, length in (('d', 86400), ('h', 3600), ('m', 60)):
     if seconds >= length:
       return f'{seconds // length:.0f}{unit}'
@@ -99,7 +100,7 @@ def age(seconds: float) -> str:
 
 
 def size(number: float) -> str:
-  """As 12 KB, 3.4 MB."""
+  """Return a size such as 12 KB, 3.4 MB."""
   units = ['TB', 'GB', 'MB', 'KB', 'B']
   while number >= 1000 and len(units) > 1:
     number /= 1000

@@ -1,4 +1,4 @@
-"""podrace sweep: a run for each of many settings, in one program or in processes."""
+"""podrace sweep: train with many settings, in one program or in processes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.commands import configure
-from podrace.commands.shared_options import ALLOW_CODE
-from podrace.commands.train import AGENT
+from podrace.commands.shared_options import AGENT, ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.system.options import Command, Option, Options
@@ -18,24 +17,27 @@ METHODS = ('grid', 'random', 'tpe', 'pbt')
 COMMAND = Command(
   'sweep',
   '[PRESET] --vary FIELD=VALUES ... [OPTIONS]',
-  'trains with many settings, and says which is best: a table, a picture, a command',
+  'train with many settings and show the best: a table, a picture, a command',
   (
-    Option('--vary', 'FIELD=VALUES', 'an option of `podrace train` and its values: agent.learning-rate=1e-4,1e-3 '
-      '(these), =1e-4..1e-2 (a range), =log:1e-4..1e-2 (likewise, in logarithms); may be repeated'),
-    Option('--method', 'NAME', 'grid (all combinations), random, tpe (Optuna proposes the next), or pbt '
-      '(population-based training: the worst take over from the best as they learn)', 'grid', METHODS),
-    Option('--trials', 'N', 'how many settings; of a grid, all', 16),
-    Option('--prune', '', 'of tpe: ends trials that do badly early (Optuna, successive halving)'),
-    Option('--every', 'STEPS', 'of pbt: steps between its changes; 0: a twentieth of the run', 0),
-    Option('--jobs', 'N', 'processes at a time, where the settings do not fit one program', 1),
-    Option('--processes', '', 'a process for each setting, also where one program could have all'),
-    Option('--dir', 'DIR', 'where the sweep is kept (default sweeps/PRESET); started again, it goes on'),
+    Option('--vary', 'FIELD=VALUES', 'an option of `podrace train` and its values: '
+      'agent.learning-rate=1e-4,1e-3 (a list), =1e-4..1e-2 (a range), =log:1e-4..1e-2 (a '
+      'logarithmic range); may be repeated'),
+    Option('--method', 'NAME', 'grid (all combinations), random, tpe (proposals of Optuna), or pbt '
+      '(population-based training: the worst members copy the best)', 'grid', METHODS),
+    Option('--trials', 'N', 'number of settings; a grid has all', 16),
+    Option('--prune', '', 'for tpe: end bad trials early (Optuna, successive halving)'),
+    Option('--every', 'STEPS', 'for pbt: steps between copies; 0: a twentieth of the run', 0),
+    Option('--jobs', 'N', 'parallel processes, if the settings do not fit one program', 1),
+    Option('--processes', '', 'one process for each setting, even if one program could train all'),
+    Option('--dir', 'DIR', 'directory of the sweep (default sweeps/PRESET); started again with the '
+      'same one, the sweep resumes'),
     AGENT,
     ALLOW_CODE,
   ),
   """
-All other options are those of `podrace train`; --seeds S trains each setting with S seeds. On Anakin, settings that
-are numbers of the agent are one program. The last line printed is JSON.
+All other options are settings of `podrace train`; --seeds S trains each setting with S seeds. On
+Anakin, one program trains all settings if they are numbers of the agent. The last line printed is
+JSON.
 """,
   others_pass=True,
   jax=True,
@@ -44,7 +46,7 @@ are numbers of the agent are one program. The last line printed is JSON.
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Sweeps."""
+  """Run the sweep."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   if '--run-dir' in [a.partition('=')[0] for a in options.arguments]:
@@ -61,27 +63,27 @@ def run(args: list[str]) -> int:
   spaces = settings.parse(options.every('--vary'))
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
-  config = configure.configured(preset, options, 'podrace sweep')
-  for sample in settings.sample_options(spaces):  # before anything is written
+  config = configure.parse_config(preset, options, 'podrace sweep')
+  for sample in settings.sample_options(spaces):  # refuse a bad value before anything is written
     configure.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
-  given = [*([preset] if preset else []), *options.arguments]
+  words = [*([preset] if preset else []), *options.arguments]
   if '--agent' in options:
-    given += ['--agent', options.text('--agent')]
-  given += [x for module in options.every('--allow-code') for x in ('--allow-code', module)]
+    words += ['--agent', options.text('--agent')]
+  words += [x for module in options.every('--allow-code') for x in ('--allow-code', module)]
   sweep = plan.Sweep(
-    folder, config, given, spaces, method, trials, options.whole('--every'),
+    folder, config, words, spaces, method, trials, options.whole('--every'),
     '--prune' in options, options.whole('--jobs'), '--processes' in options,
   )  # fmt: skip
-  found = plan.run_sweep(sweep, tell)
-  _show(found)
-  print_json({**found, 'trials': len(found['trials'])})
+  result = plan.run_sweep(sweep, tell)
+  _show(result)
+  print_json({**result, 'trials': len(result['trials'])})
   return 0
 
 
-def _show(found: dict[str, Any]) -> None:
-  """The table of a sweep, best first."""
-  rows = found['trials']
+def _show(result: dict[str, Any]) -> None:
+  """Print the table of a sweep, best first."""
+  rows = result['trials']
   names = list(rows[0]['settings'])
   table = [[*names, 'return', 'state']]
   for row in rows[:20]:
@@ -91,10 +93,10 @@ def _show(found: dict[str, Any]) -> None:
   for line in table:
     tell('  '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)))
   if len(rows) > 20:
-    tell(f'and {len(rows) - 20} more, in {found["results"]}')
-  if found.get('plot'):
-    tell(f'picture: {found["plot"]}')
-  tell(f'the best: {found["command"]}')
+    tell(f'and {len(rows) - 20} more, in {result["results"]}')
+  if result.get('plot'):
+    tell(f'picture: {result["plot"]}')
+  tell(f'the best: {result["command"]}')
 
 
 def _short(value: Any) -> str:

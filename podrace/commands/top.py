@@ -1,4 +1,4 @@
-"""podrace top: a program, from its learner; or a service and its clients."""
+"""podrace top: show the processes of a distributed run, or the clients of a service."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from podrace.system.options import Command, Option, Options
 COMMAND = Command(
   'top',
   'ADDRESS [OPTIONS]',
-  'a whole program, by the address of its learner; or the clients of a service, and what they do',
+  'show all processes of a run, by the address of its learner, or the clients of a service',
   (
     CLIENT_KEYS,
     CLIENT_INSECURE,
     Option('--once', '', 'print it once, as JSON'),
-    Option('--every', 'S', 'seconds between looks', 1),
+    Option('--every', 'S', 'seconds between updates', 1),
   ),
 )
 
 
 def run(args: list[str]) -> int:
-  """Shows them."""
+  """Show the processes."""
   options = Options(args, COMMAND)
   address = options.one_argument('address')
   from podrace.distributed import net

@@ -1,4 +1,4 @@
-"""podrace train: trains an agent, or goes on with a run."""
+"""podrace train: train an agent, or resume a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.agents import AGENTS
 from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
@@ -20,28 +19,26 @@ from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
 from podrace.system.logs import log_to_stderr
-from podrace.system.options import Command, Option, Options, value_of
+from podrace.system.options import Command, Option, Options
 from podrace.system.output import Lasting, print_text, results, results_alone
 
 if TYPE_CHECKING:
   from podrace.distributed.net.announce import Announcement
   from podrace.run.processes import Place
 
-AGENT = Option(
-  '--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class'
-)  # fmt: skip
-
-COORDINATOR = 'coordinator'  # its name in announcements
+COORDINATOR = 'coordinator'  # name of its address in announcements
 OF_LISTEN = ('--keys', '--insecure', '--peer-timeout', '--announce')
 
 
 class Train(Command):
-  """Its help depends on the arguments."""
+  """The command with help that depends on the arguments."""
 
   def help(self, args: list[str]) -> str:
+    """Return the help for the run that `args` make."""
     plain = [a for a in args if a != help.ALL]
     preset = configure.take_preset(plain)
-    return help.train_help(self.options, plain, preset, help.ALL in args)
+    options = Options(plain, self, lenient=True)
+    return help.train_help(self.options, options, preset, help.ALL in args)
 
 
 COMMAND = Train(
@@ -49,25 +46,29 @@ COMMAND = Train(
   '[PRESET] [OPTIONS]',
   'train an agent',
   (  # the fields of Config are further options
-    Option('--run-dir', 'DIR', 'where the run is kept; started again with the same one, it resumes'),
-    AGENT,
+    Option('--run-dir', 'DIR', 'the run directory; started again with the same one, the run '
+      'resumes'),
+    shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'besides metrics.jsonl: tensorboard, wandb or both', choices=('tensorboard', 'wandb')),
-    Option('--metrics-listen', 'HOST:PORT', 'where Prometheus reads the newest metrics, at /metrics'),
-    Option('--metrics-insecure', '', 'of it: beyond this machine; anybody may read'),
-    Option('--quiet', '', 'no progress; only warnings and the last words'),
-    Option('--listen', 'ADDRESS', 'of --envs remote: tcp://HOST:PORT or unix:PATH, see docs/distributed.md'),
-    Option('--connect-replay', 'ADDRESSES', 'of --replay service: where `podrace replay` listens, shards '
-      'with commas; --listen is then where `podrace act` comes for parameters'),
+    Option('--sinks', 'NAMES', 'metrics also go to tensorboard, wandb, or both with a comma',
+      choices=('tensorboard', 'wandb')),
+    Option('--metrics-listen', 'HOST:PORT', 'serve the newest metrics to Prometheus, at /metrics'),
+    Option('--metrics-insecure', '', 'for --metrics-listen: beyond this machine; anybody may read'),
+    Option('--quiet', '', 'no progress, only warnings and the result'),
+    Option('--listen', 'ADDRESS', 'for --envs remote: tcp://HOST:PORT or unix:PATH, see '
+      'docs/distributed.md'),
+    Option('--connect-replay', 'ADDRESSES', 'for --replay service: addresses of `podrace replay`, '
+      'one for each shard, with commas; `podrace act` then gets parameters at --listen'),
     shared.SERVER_KEYS,
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'of several processes: the first one listens; or auto'),
-    Option('--num-processes', 'N', 'of a run over several processes'),
-    Option('--process-id', 'I', 'which of them this is, from 0'),
+    Option('--coordinator', 'HOST:PORT', 'for a run of more than one process: address of process '
+      '0, or auto'),
+    Option('--num-processes', 'N', 'number of processes of the run'),
+    Option('--process-id', 'I', 'index of this process, from 0'),
   ),
   others_pass=True,
   jax=True,
@@ -76,26 +77,25 @@ COMMAND = Train(
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Trains."""
+  """Train."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  agent, rest = configure.agent_of(options), options.arguments
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = configure.base_config(preset, run_dir, agent, rest, allowed)
-  if value_of('--envs', rest) == 'remote':  # its default of --lag is another
+  base = configure.base_config(preset, run_dir, options, allowed)
+  if options.passed('--envs') == 'remote':  # which changes the default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
-  base = configure.implied(base, rest)
-  config = configure.parse(base, rest)
+  base = configure.with_architecture(base, options)
+  config = configure.parse(base, options.arguments)
   place = _place(options)
   peers, metrics_at = _peers(options, place), metrics_address(options)
   quiet = '--quiet' in options
   if place is not None:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
-  if configure.is_open(preset, run_dir, agent, rest):
-    config = configure.settled(base, config.env, rest)
+  if configure.needs_defaults(preset, run_dir, options):
+    config = configure.parse_with_defaults(base, config.env, options.arguments)
 
   import jax
 
@@ -104,13 +104,13 @@ def run(args: list[str]) -> int:
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
   name = name_run(preset, config.env)
   with contextlib.ExitStack() as stack:
-    if run_dir is None and '--coordinator' in options:  # the others take the same
+    if run_dir is None and '--coordinator' in options:  # all processes need the same directory
       run_dir = choose_run_dir(name)
     run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     if '--no-compile-cache' not in options:
       compile_cache.enable(logging.getLogger('podrace').info)
-    if metrics_at is not None and jax.process_index() == 0:  # which has the lines
+    if metrics_at is not None and jax.process_index() == 0:  # it writes the metrics
       sinks += (_endpoint(metrics_at, stack),)
     summary = runs.train(
       config, run_dir, override='--override' in options, sinks=sinks, quiet=quiet, **peers
@@ -118,21 +118,21 @@ def run(args: list[str]) -> int:
   _report(run_dir, summary, config)
   from podrace.run.processes import leave_processes
 
-  leave_processes()  # here, as not every way out of Python goes through JAX's exit handlers
+  leave_processes()  # some exits of Python skip JAX's exit handlers
   return 0
 
 
 def _peers(options: Options, place: Place | None) -> dict[str, Any]:
-  """The addresses of other processes for the run: none, those of environments, or of a replay service."""
+  """Return the arguments of a run about remote environments, or about a replay service."""
   replay = '--connect-replay' in options
   if '--listen' not in options:
     if replay:
-      raise UsageError('--connect-replay needs --listen, where `podrace act` comes for parameters')
-    given = [
+      raise UsageError('--connect-replay needs --listen, the address for `podrace act`')
+    unused = [
       o for o in OF_LISTEN if o in options and not (o == '--announce' and _is_first(options, place))
     ]
-    if given:
-      raise UsageError(f'{", ".join(given)}: of --listen, which is not given')
+    if unused:
+      raise UsageError(f'{", ".join(unused)} needs --listen')
     return {}
   from podrace.distributed import net
 
@@ -153,33 +153,33 @@ def _peers(options: Options, place: Place | None) -> dict[str, Any]:
 
 
 def _announcement(options: Options, name: str, place: Place | None) -> Announcement | None:
-  """What is announced of the address at which this process listens, for environments or acting processes."""
-  found = shared.announcement(options, name)
-  if found is None or place is None:
-    return found
+  """Return the announcement of the address for environments or acting processes."""
+  announcement = shared.announcement(options, name)
+  if announcement is None or place is None:
+    return announcement
   if name == 'envs' and place.num_processes > 1 and not place.is_announced:
-    # All may have the same words, and environments come to each.
-    return found.numbered(place.process_id)
+    # All processes may have the same --announce, and environments connect to each of them.
+    return announcement.numbered(place.process_id)
   if not _is_first(options, place):
-    return found
-  return found.with_other(COORDINATOR, f'tcp://{place.coordinator}')
+    return announcement
+  return announcement.with_other(COORDINATOR, f'tcp://{place.coordinator}')
 
 
 def _is_first(options: Options, place: Place | None) -> bool:
-  """Whether the others come to this process, at an address that it was given or has chosen."""
+  """Return whether this process is the coordinator, at an explicit or chosen address."""
   return place is not None and not place.process_id and options.text('--coordinator') != 'auto'
 
 
 def metrics_address(options: Options) -> str | None:
-  """Where the newest metrics are to be read; None if nowhere.
+  """Return the address of the metrics; None without --metrics-listen.
 
   Raises:
-    UsageError: for no address, or one that needs --metrics-insecure.
+    UsageError: for a bad address, or one that needs --metrics-insecure.
   """
   insecure = '--metrics-insecure' in options
   if '--metrics-listen' not in options:
     if insecure:
-      raise UsageError('--metrics-insecure: of --metrics-listen, which is not given')
+      raise UsageError('--metrics-insecure needs --metrics-listen')
     return None
   from podrace.run import prometheus
 
@@ -187,7 +187,7 @@ def metrics_address(options: Options) -> str | None:
 
 
 def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
-  """A sink that answers there."""
+  """Return a sink that serves the metrics at `address`."""
   from podrace.run.prometheus import Endpoint
 
   endpoint = Endpoint(address)
@@ -197,36 +197,36 @@ def _endpoint(address: str, stack: contextlib.ExitStack) -> Any:
 
 
 def _place(options: Options) -> Place | None:
-  """Where this process is among others of a run, if there are any."""
-  given = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
-  if not given:
+  """Return the place of this process in a distributed run, or None."""
+  names = [o for o in ('--coordinator', '--num-processes', '--process-id') if o in options]
+  if not names:
     return None
   from podrace.run.processes import Place, detect_place
 
   coordinator = options.text('--coordinator')
   if coordinator == 'auto':
-    if given[1:]:
-      raise UsageError(f'--coordinator auto finds {" and ".join(given[1:])} itself; leave it out')
+    if names[1:]:
+      raise UsageError(f'--coordinator auto sets {" and ".join(names[1:])} itself; leave it out')
     return detect_place()
-  if len(given) < 3:
+  if len(names) < 3:
     raise UsageError('--coordinator, --num-processes and --process-id go together')
-  place = Place(coordinator, *(options.whole(name) for name in given[1:]))
+  place = Place(coordinator, *(options.whole(name) for name in names[1:]))
   place.check()
   place = place.with_port()
   if place.bind and '--announce' not in options:
     raise UsageError(
-      f'--coordinator {coordinator} chooses a port; add --announce FILE, for the others to read it'
+      f'--coordinator {coordinator} chooses a port; add --announce FILE, for its peers to read'
     )
   return place
 
 
 def _join(options: Options, place: Place) -> None:
-  """Joins the other processes of the run; says where, if it is asked to."""
+  """Join the other processes of the run; announce the coordinator for --announce."""
   from podrace.run.processes import join_processes
 
-  found = shared.announcement(options, COORDINATOR)
-  if found is not None and _is_first(options, place):
-    found.make(f'tcp://{place.coordinator}')
+  announcement = shared.announcement(options, COORDINATOR)
+  if announcement is not None and _is_first(options, place):
+    announcement.make(f'tcp://{place.coordinator}')
   join_processes(place)
 
 
@@ -240,11 +240,11 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   if value is None:
     steps = summary['step'] // config.num_envs
     print_text(
-      f'No episode ended in the {steps:,} steps of each environment. Train for longer than an episode takes '
-      '(--total-steps); only episodes that never end need a time limit.',
+      f'No episode ended in the {steps:,} steps of each environment. Train for longer than an '
+      'episode takes (--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
-  allow = user_code.options(user_code.named(to_json(config)))
+  allow = user_code.options(user_code.named_modules(to_json(config)))
   print_text(
     f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
   )

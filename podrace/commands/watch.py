@@ -1,4 +1,4 @@
-"""podrace watch: videos of a run's policy, or a window."""
+"""podrace watch: show a run's policy in videos or in a window."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ from podrace.system.output import print_json, results_alone, tell
 COMMAND = Command(
   'watch',
   'RUN [OPTIONS]',
-  'plays episodes of the newest checkpoint of a run, and writes the best and the median one as MP4 and GIF',
+  'play episodes with the newest checkpoint of a run, and write the best and the median episode as '
+  'MP4 and GIF',
   (
-    Option('--episodes', 'N', 'how many are played', 5),
-    Option('--out', 'DIR', 'where the videos go (default RUN/videos)'),
-    Option('--sample', '', 'acts as in training (default: greedily, by the best action)'),
-    Option('--seed', 'S', 'of the first episode', 0),
-    Option('--max-steps', 'N', 'longer episodes are cut', 5000),
+    Option('--episodes', 'N', 'number of episodes', 5),
+    Option('--out', 'DIR', 'directory of the videos (default RUN/videos)'),
+    Option('--sample', '', 'sample actions as in training (default: greedy, with the best action)'),
+    Option('--seed', 'S', 'seed of the first episode', 0),
+    Option('--max-steps', 'N', 'cut longer episodes', 5000),
     Option('--fps', 'N', 'frames per second; a frame is a step', 30),
-    Option('--live', '', 'shows them in a window, and writes nothing'),
+    Option('--live', '', 'show the episodes in a window, and write nothing'),
     ALLOW_CODE,
   ),
   """
-Environments: ale:, gymnasium: and all that are in JAX. Those that don't draw themselves (gymnasium: without rgb_array)
-are shown as the agent sees them. The last line printed is JSON.
+Environments: ale:, gymnasium: and all in JAX. An environment that cannot draw itself (gymnasium:
+without rgb_array) is shown as the agent sees it. The last line printed is JSON.
 """,
   jax=True,
 )  # fmt: skip
@@ -37,7 +38,7 @@ are shown as the agent sees them. The last line printed is JSON.
 
 @results_alone()
 def run(args: list[str]) -> int:
-  """Films, or shows."""
+  """Write videos, or open the window."""
   options = Options(args, COMMAND)
   run_dir = Path(options.one_argument('run directory'))
   episodes, fps = options.whole('--episodes'), options.whole('--fps')
@@ -53,21 +54,21 @@ def run(args: list[str]) -> int:
   user_code.look_here(allowed)
   from podrace.run.video import film
 
-  found = film.watch(
+  result = film.watch(
     run_dir, options.path('--out'), episodes, options.whole('--seed'), '--sample' in options,
     options.whole('--max-steps'), fps, show, allowed,
   )  # fmt: skip
   if show is None:
-    best = found['best']
+    best = result['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')
-  print_json(found)
+  print_json(result)
   return 0
 
 
 def window(fps: int) -> Callable[[Any], None]:
-  """A window that shows frames; it can be closed, which ends the command."""
+  """Return a function that shows a frame in a window; closing the window ends the command."""
   if not (os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY')):
-    raise UsageError('--live needs a display, and there is none here: leave it out for videos')
+    raise UsageError('--live needs a display, and this session has none: leave it out for videos')
   try:
     import tkinter
 
@@ -87,13 +88,13 @@ def window(fps: int) -> Callable[[Any], None]:
     image = ImageTk.PhotoImage(Image.fromarray(picture))
     try:
       label.configure(image=image)
-      label.image = image  # type: ignore[attr-defined]  # else Tk forgets it
+      label.image = image  # type: ignore[attr-defined]  # a reference, else Tk drops the image
       due = max(due + 1 / fps, time.monotonic())
       while (left := due - time.monotonic()) > 0:
         root.update()
         time.sleep(min(left, 0.01))
       root.update()
-    except tkinter.TclError:  # it was closed
+    except tkinter.TclError:  # the window is closed
       raise KeyboardInterrupt from None
 
   return show

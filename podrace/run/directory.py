@@ -19,7 +19,7 @@ from podrace.settings.config import Basics, Config
 from podrace.settings.record import (
   changes,
   check_code,
-  completed,
+  complete,
   differences,
   from_json,
   to_json,
@@ -148,7 +148,7 @@ def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:
 
   The record may name the modules of a user that `config` names.
   """
-  return completed(record, user_code.named(to_json(config)))
+  return complete(record, user_code.named_modules(to_json(config)))
 
 
 def continued(config: Any, run_dir: Path) -> Any:

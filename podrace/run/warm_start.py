@@ -33,7 +33,7 @@ class WarmStart:
       UsageError: if there is no such run or checkpoint, or if its parameters have other shapes.
     """
     config, source = self._config, Path(self._config.init_from)
-    other = load_config(source, user_code.named(to_json(config)))
+    other = load_config(source, user_code.named_modules(to_json(config)))
     if other.seeds not in (1, config.seeds):
       raise UsageError(
         f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '

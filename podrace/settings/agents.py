@@ -15,21 +15,21 @@ from podrace.system import importing
 from podrace.system.jax_settings import check_jax
 
 
-def unknown_agent(came: str) -> UsageError:
-  """Likewise, of an agent; many algorithms have another name here, or one that does their work."""
-  if near := RELATED.get(came.lower().replace('_', '-')):
+def unknown_agent(name: str) -> UsageError:
+  """Return the error for an unknown agent, with the nearest names or related algorithms."""
+  if near := RELATED.get(name.lower().replace('_', '-')):
     return UsageError(
-      f"unknown agent '{came}': the nearest here is {' or '.join(near)}; MODULE:CLASS names your own"
+      f"unknown agent '{name}': the nearest is {' or '.join(near)}; MODULE:CLASS names your own"
     )
-  module, _, name = came.rpartition('.')
+  module, _, attribute = name.rpartition('.')
   if module:
-    hint = f'{module}:{name}' if name != 'py' else f'{module}:CLASS'
-    raise UsageError(f'unknown agent {came!r}: your own is named MODULE:CLASS; write {hint}')
-  return unknown('agent', came, AGENTS)
+    path = f'{module}:{attribute}' if attribute != 'py' else f'{module}:CLASS'
+    return UsageError(f'unknown agent {name!r}: your own is named MODULE:CLASS; write {path}')
+  return unknown('agent', name, AGENTS)
 
 
 def agent_class(name: str) -> Any:
-  """The class of an agent: one of ours by its name, anybody's by `module:Class`."""
+  """Return the class of an agent, by a name of AGENTS or by `module:Class`."""
   module, _, attribute = name.partition(':')
   if module.endswith('.py'):
     module = module.removesuffix('.py').replace('/', '.')
@@ -45,7 +45,11 @@ def agent_class(name: str) -> Any:
 
 
 def default_agent(name: str) -> Any:
-  """An agent with its class' defaults; raises UsageError if it is none that has them."""
+  """Return an agent with the defaults of its class.
+
+  Raises:
+    UsageError: if the class is no frozen dataclass, or a field has no default.
+  """
   cls = agent_class(name)
   if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
     raise UsageError(f'{name} is no agent: it is no dataclass; see docs/own.md')
@@ -61,22 +65,22 @@ def _has_no_default(field: dataclasses.Field[Any]) -> bool:
 
 
 def agent_name(agent: Any) -> str:
-  """What `agent_class` takes."""
-  where = (type(agent).__module__, type(agent).__qualname__)
-  names = [name for name, known in AGENTS.items() if known == where]
-  return names[0] if names else ':'.join(where)
+  """Return the name of an agent's class, as `agent_class` takes it."""
+  path = (type(agent).__module__, type(agent).__qualname__)
+  names = [name for name, known in AGENTS.items() if known == path]
+  return names[0] if names else ':'.join(path)
 
 
 def bind_run(config: Basics, env: Any) -> Any:
-  """The agent of a run, for the spaces of its environment and the sizes of the run.
+  """Bind the agent of a run to the spaces of its environment and the sizes of the run.
 
   Raises:
-    UsageError: if it is one of ours that can't act there, or no agent.
-    ValueError: if a network can't be built for those spaces.
+    UsageError: if it is no agent, or one of podrace's that cannot act in the environment.
+    ValueError: if a network cannot be built for the spaces.
   """
   from podrace.envs.states import takes_turns
 
-  check_jax()  # again: a module of the user's may have changed JAX's settings
+  check_jax()  # again: a module of the user may have changed JAX's settings
   name = agent_name(hooks.innermost(config.agent))
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
@@ -87,40 +91,40 @@ def bind_run(config: Basics, env: Any) -> Any:
   agent = hooks.innermost(config.agent)
   if takes_turns(env) and 'environment' not in {f.name for f in dataclasses.fields(agent)}:
     raise UsageError(
-      f'in {config.env} two players take turns, and {name} would take what is good for the other as its own; '
-      'take --agent muzero, or another opponent, as opponent=random'
+      f'in {config.env} two players take turns, and {name} would learn from both as one: '
+      'take --agent muzero, or another opponent, such as opponent=random'
     )
   return bind(config.agent, env, config.total_updates, config.num_envs)
 
 
 def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> Any:
-  """`agent` for the spaces of `env` and the sizes of the run, where it has fields for them.
+  """Return `agent` with the spaces of `env` and the sizes of the run, if it has fields for them.
 
   Raises:
     UsageError: if it is no agent.
-    ValueError: if a network can't be built for those spaces.
+    ValueError: if a network cannot be built for the spaces.
   """
   lacks = hooks.lacks(agent)
   if lacks or not dataclasses.is_dataclass(agent):
-    what = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
-    raise UsageError(f'{agent_name(agent)} is no agent: it {what}; see docs/own.md')
-  for field, value in _untyped(agent):
+    reason = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
+    raise UsageError(f'{agent_name(agent)} is no agent: it {reason}; see docs/own.md')
+  for name, value in untyped_attributes(agent):
     if hasattr(value, 'bind'):
-      raise UsageError(f'{agent_name(agent)}: {no_field(field, value)}')
+      raise UsageError(f'{agent_name(agent)}: {explain_untyped(name, value)}')
   return hooks.bind(agent, env, total_updates, total_envs)
 
 
-def _untyped(agent: Any) -> Iterator[tuple[str, Any]]:
-  """What the user's classes of an agent have that is no field, as it has no type."""
+def untyped_attributes(agent: Any) -> Iterator[tuple[str, Any]]:
+  """Yield the attributes of the user's classes that are no fields, since they have no type."""
   fields = {f.name for f in dataclasses.fields(agent)}
   for cls in type(agent).__mro__:
     if cls is not object and not cls.__module__.startswith('podrace.'):
       yield from ((k, v) for k, v in vars(cls).items() if k not in fields and not k.startswith('_'))
 
 
-def no_field(name: str, value: Any) -> str:
-  """What to say of a setting that has no type."""
-  kind = type(value).__name__
+def explain_untyped(name: str, value: Any) -> str:
+  """Return the message about an attribute without a type."""
   simple = isinstance(value, bool | int | float | str)
-  what = '' if simple else 'has bind but '
-  return f'`{name}` {what}{"has " * simple}no type, so it is no field: write `{name}: {kind} = {value if simple else "..."}`'
+  reason = 'has no type' if simple else 'has bind but no type'
+  declaration = f'{name}: {type(value).__name__} = {value if simple else "..."}'
+  return f'`{name}` {reason}, so it is no field: write `{declaration}`'

@@ -1,4 +1,4 @@
-"""What a run is made of. Importing this does not import jax."""
+"""The settings of a run. Importing this does not import jax."""
 
 from __future__ import annotations
 
@@ -10,73 +10,82 @@ from podrace.fields import EnvName, FilePath, PlainText
 
 @dataclasses.dataclass(frozen=True)
 class Basics:
-  """What every run has, of agents and of rules."""
+  """Settings of every run, of `train` and of `discover`."""
 
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
-  env: EnvName = 'podrace:catch'  # LIB:NAME, and options after commas: podrace:memory,length=20
-  num_envs: int = 64  # over all devices; each seed has so many
+  env: EnvName = 'podrace:catch'
+  # ^ LIB:NAME, with options after commas, for example podrace:memory,length=20
+  num_envs: int = 64  # environments of each seed, over all devices
   unroll_length: int = 16  # environment steps between updates
-  total_steps: int = 1_000_000  # environment steps, of each seed
-  seed: int = 0
+  total_steps: int = 1_000_000  # environment steps of each seed
+  seed: int = 0  # first seed of the run
   devices: int | None = None
-  # ^ how many, of all processes together, or, under sebulba, of each process; None: all
-  log_every: int = 0  # steps between metrics; 0: 1% of the run
-  checkpoint_every: int = 0  # steps between checkpoints; 0: a minute
-  keep: int = 3  # how many checkpoints
+  # ^ number of devices, of all processes together; under sebulba of each process; None: all
+  log_every: int = 0  # environment steps between lines of metrics; 0: 1% of the run
+  checkpoint_every: int = 0  # environment steps between checkpoints; 0: once a minute
+  keep: int = 3  # number of checkpoints to keep
 
   @property
   def steps_per_update(self) -> int:
+    """Environment steps of one update."""
     return self.num_envs * self.unroll_length
 
   @property
   def total_updates(self) -> int:
+    """Updates of the whole run."""
     return -(-self.total_steps // self.steps_per_update)
 
   def updates(self, steps: int) -> int:
-    """`steps` in updates, at least 1."""
+    """Return `steps` in updates, at least 1."""
     return max(1, round(steps / self.steps_per_update))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Basics):
-  """What every architecture reads of a run's settings."""
+  """Settings that every architecture reads."""
 
   architecture: Literal['anakin', 'sebulba'] = 'anakin'
-  seeds: int = 1  # independent agents trained in one program, from seed, seed + 1, ...
-  eval_every: int = 0  # steps between evaluations into eval.jsonl, while training goes on; 0: none
-  eval_episodes: int = 32  # of each evaluation, and each seed
-  eval_env: EnvName = ''  # where they play: another opponent, or unseen levels; '': where it trains
-  eval_video: bool = False  # films an episode of each, into videos/
-  init_from: FilePath = ''  # a run directory: begins with the parameters of its newest checkpoint
+  # ^ anakin: one compiled program; sebulba: actor threads and a learner
+  seeds: int = 1  # independent agents in one program, from seed, seed + 1, ...
+  eval_every: int = 0
+  # ^ environment steps between evaluations, which are written to eval.jsonl; 0: none
+  eval_episodes: int = 32  # episodes of each evaluation and seed
+  eval_env: EnvName = ''
+  # ^ environment of evaluations, such as another opponent or unseen levels; '': that of training
+  eval_video: bool = False  # film one episode of each evaluation, into videos/
+  init_from: FilePath = ''
+  # ^ a run directory: start with the parameters of its newest checkpoint
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
-  # ^ gossip (anakin): average parameters with a neighbour, not gradients
+  # ^ gossip (anakin): average parameters with a neighbour instead of gradients with all devices
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'
-  # ^ of gossip, see docs/gossip.md
-  gossip_staleness: int = 0  # of gossip, in updates: 0 or 1
-  model_devices: int = 1  # parameters are split over so many
+  # ^ graph of neighbours for gossip, see docs/gossip.md
+  gossip_staleness: int = 0  # age of the neighbour's parameters in gossip, in updates: 0 or 1
+  model_devices: int = 1  # number of devices that the parameters are split over
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(Common):
-  """One run, exactly; recorded as config.json. Its own fields are those that only Sebulba reads."""
+  """All settings of one training run, recorded as config.json.
 
-  lag: Literal['0', '1', 'async'] = '1'  # sebulba: of the acting policy, in updates; async: any
-  max_lag: int = 4  # sebulba: with lag async, the most
+  Only Sebulba reads the fields declared in this class.
+  """
+
+  lag: Literal['0', '1', 'async'] = '1'
+  # ^ sebulba: updates by which the acting policy is older; async: any number
+  max_lag: int = 4  # sebulba: limit of the lag with --lag async
   actor_devices: PlainText = ''
-  # ^ sebulba: which act, as 0,1 (default: those that don't learn, else the first quarter; of one, that)
+  # ^ sebulba: devices that act, such as 0,1. Default: all that do not learn, or the first quarter
   learner_devices: PlainText = ''
-  # ^ sebulba: which learn, as 2,3 (default: those that don't act; of one, that; --replay service: all)
-  actor_threads: int = 2  # sebulba: for each actor device
-  env_batch_size: int = 0  # sebulba: act on so many of a thread as are ready; 0: all together
-  env_threads: int = 0  # sebulba: that step environments, over all pools; 0: one for each core
-  env_deadline: float = 60.0  # sebulba: seconds that environments may take to answer
-  envs: Literal['local', 'remote'] = 'local'  # sebulba: remote ones come by `podrace envs`
-  max_wait_ms: float = 5.0  # remote: how long those that came wait for others, to be acted on
+  # ^ sebulba: devices that learn, such as 2,3. Default: all that do not act; replay service: all
+  actor_threads: int = 2  # sebulba: threads of each actor device
+  env_batch_size: int = 0
+  # ^ sebulba: act when this many environments of a thread are ready; 0: all of them
+  env_threads: int = 0
+  # ^ sebulba: threads that step environments, over all pools; 0: one for each core
+  env_deadline: float = 60.0  # sebulba: seconds that a step of an environment may take
+  envs: Literal['local', 'remote'] = 'local'
+  # ^ sebulba: remote: environments of `podrace envs` processes
+  max_wait_ms: float = 5.0
+  # ^ remote: milliseconds to wait for more environments before acting on the ready ones
   replay: Literal['device', 'host', 'service'] = 'device'
-  # ^ sebulba: where the past is, for agents that learn from it; service: `podrace replay`
-
-
-# --- config.json --------------------------------------------------------------------------------
-
-
-# --- binding ------------------------------------------------------------------------------------
+  # ^ sebulba: place of the replay, for agents that have one; service: `podrace replay`

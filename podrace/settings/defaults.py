@@ -1,22 +1,25 @@
-"""Settings for a run that names an environment or an agent, but no preset. Importing this does not import jax.
+"""Defaults of a run that names an environment or an agent, but no preset.
 
-One table, by agent and kind of environment. What it does not list has the defaults of the agent's class
-and of Config. The returns they reach are in benchmarks/results/defaults.json.
+One table, by agent and kind of environment. Other settings have the defaults of the agent's class
+and of Config. benchmarks/results/defaults.json has the returns that the defaults reach. Importing
+this does not import jax.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
+from podrace.fields import of_part, replace_paths
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Common, Config
 
 Kind = Literal['vector', 'grid', 'pixels', 'continuous']
 
-KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
+KINDS: Mapping[Kind, str] = {  # actions are discrete in all but the last
   'vector': 'numbers',
   'grid': 'small images, as of MinAtar and MiniGrid',
   'pixels': 'images of 36 pixels a side and more',
@@ -26,16 +29,20 @@ KINDS: Mapping[Kind, str] = {  # with discrete actions, but for the last
 
 @dataclasses.dataclass(frozen=True)
 class Defaults:
-  """The sizes of a run, and those fields of its agent that differ from the class' defaults."""
+  """The sizes of a run, and the fields of its agent that differ from the class defaults."""
 
   num_envs: int
   unroll_length: int
   agent: Mapping[str, Any]  # by path: network.activation
 
+  @property
+  def paths(self) -> dict[str, Any]:
+    """All settings by path, the agent's under `agent.`."""
+    sizes = {'num_envs': self.num_envs, 'unroll_length': self.unroll_length}
+    return {**sizes, **of_part('agent', self.agent)}
 
-def _buffer(**settings: Any) -> dict[str, Any]:
-  return {f'buffer.{name}': value for name, value in settings.items()}
 
+_buffer = functools.partial(of_part, 'buffer')
 
 CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
 NORMALIZED = {'normalize_observations': True, 'normalize_rewards': True}
@@ -94,7 +101,8 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('dqn', 'pixels'): Defaults(
     16, 8,
     CONVOLUTIONS | _buffer(min_size=20_000)
-    | {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01, 'epsilon_steps': 50_000},
+    | {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01}
+    | {'epsilon_steps': 50_000},
   ),
   ('r2d2', 'vector'): Defaults(32, 20, SEQUENCES),
   ('r2d2', 'grid'): Defaults(32, 20, SEQUENCES),
@@ -106,12 +114,14 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
   ('muesli', 'grid'): Defaults(
     64, 16,
-    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000, 'network.hidden': (128,), 'network.latent': 128},
+    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000}
+    | {'network.hidden': (128,), 'network.latent': 128},
   ),
   ('muesli', 'pixels'): Defaults(
     16, 20,
     CONVOLUTIONS
-    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99, 'network.latent': 256, 'network.dynamics_hidden': (256,)},
+    | {'batch_size': 16, 'min_size': 20_000, 'discount': 0.99}
+    | {'network.latent': 256, 'network.dynamics_hidden': (256,)},
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
@@ -124,64 +134,63 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('muzero', 'pixels'): Defaults(
     16, 8,
     _buffer(batch_size=64, min_size=20_000, samples_per_insert=4.0)
-    | {'network.torso': 'impala', 'network.hidden': (256,), 'network.latent': 256, 'bootstrap': 'target'},
+    | CONVOLUTIONS
+    | {'network.latent': 256, 'bootstrap': 'target'},
   ),
   ('muzero', 'continuous'): Defaults(
     8, 8,
     PLANNING | _buffer(samples_per_insert=128.0, priority_exponent=0.0)
     | {
-      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97, 'bootstrap': 'target',
-      'target_period': 100, 'entropy_cost': 0.01,
+      'simulations': 12, 'sampled_actions': 12, 'n_step': 3, 'discount': 0.97,
+      'bootstrap': 'target', 'target_period': 100, 'entropy_cost': 0.01,
     },
   ),
 }  # fmt: skip
 
 
 def with_defaults(config: Config, env: str) -> Config:
-  """`config` with what the table has for its agent in `env`, which is made to be looked at."""
+  """Return `config` with the table's settings for its agent in `env`. Makes the environment."""
   name = agent_name(config.agent)
   if all(name != agent for agent, _ in TABLE):
     return config
-  found, _ = entry(name, env)
-  if found is None:
-    return config
-  agent = config.agent
-  for path, value in found.agent.items():
-    agent = _set(agent, path.split('.'), value)
-  return dataclasses.replace(
-    config, agent=agent, num_envs=found.num_envs, unroll_length=found.unroll_length
-  )
+  row, _ = entry(name, env)
+  return config if row is None else replace_paths(config, row.paths)
 
 
 def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
-  """Returns the entry of the table for an agent in `env`, which is made to be looked at, and the kind of `env`."""
+  """Return the entry of the table for an agent in `env`, and the kind of `env`.
+
+  Makes the environment to read its spaces.
+  """
   observation_space, action_space = spaces_of(env)
   kind = kind_of(observation_space, action_space)
-  found = TABLE.get((agent, kind))
-  if found is not None and not _has_floats(observation_space):
-    plain = {k: v for k, v in found.agent.items() if k != 'normalize_observations'}
-    found = dataclasses.replace(found, agent=plain)
-  return found, kind
+  row = TABLE.get((agent, kind))
+  if row is not None and not _has_floats(observation_space):
+    plain = {k: v for k, v in row.agent.items() if k != 'normalize_observations'}
+    row = dataclasses.replace(row, agent=plain)
+  return row, kind
 
 
-# The kinds of the environments that podrace lists, so that --help need not make them. Tests compare them.
+# The kinds of listed environments, so that --help need not make them. Tests compare them.
 OF_LIBRARY: Mapping[str, Kind] = {
-  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector', 'navix': 'grid', 'ale': 'pixels',
+  'podrace': 'vector', 'gymnax': 'vector', 'brax': 'continuous', 'jumanji': 'vector',
+  'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
 EXCEPTIONS: Mapping[str, Kind] = {
   'podrace:maze': 'grid',
   **dict.fromkeys(
     (
-      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc', 'gymnax:Reacher-misc',
-      'gymnax:Swimmer-misc',
+      'gymnax:Pendulum-v1', 'gymnax:MountainCarContinuous-v0', 'gymnax:PointRobot-misc',
+      'gymnax:Reacher-misc', 'gymnax:Swimmer-misc',
     ),
     'continuous',
   ),
   **dict.fromkeys(
     (
-      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar', 'gymnax:Seaquest-MinAtar',
-      'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc', 'jumanji:RubiksCube-v0',
-      'jumanji:RubiksCube-partly-scrambled-v0', 'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
+      'gymnax:Asterix-MinAtar', 'gymnax:Breakout-MinAtar', 'gymnax:Freeway-MinAtar',
+      'gymnax:Seaquest-MinAtar', 'gymnax:SpaceInvaders-MinAtar', 'gymnax:Pong-misc',
+      'jumanji:RubiksCube-v0', 'jumanji:RubiksCube-partly-scrambled-v0',
+      'jumanji:FlatPack-v0', 'jumanji:Snake-v1',
     ),
     'grid',
   ),
@@ -189,7 +198,7 @@ EXCEPTIONS: Mapping[str, Kind] = {
 
 
 def kind_named(env: str) -> Kind | None:
-  """Returns the kind of an environment that podrace lists; None if only its spaces tell."""
+  """Return the kind of a listed environment; None if only its spaces tell."""
   library, _, name = env.partition(':')
   known = LIBRARIES.get(library) or HOST_LIBRARIES.get(library)
   if known is None or (known.names and name not in known.names):
@@ -197,31 +206,29 @@ def kind_named(env: str) -> Kind | None:
   return EXCEPTIONS.get(env, OF_LIBRARY.get(library))
 
 
-def meaningless(config: Config, given: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns settings of a preset that have no meaning with the settings that are `given`, with their plain defaults.
+def reset_unused(config: Config, changes: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the class defaults of a preset's settings that `changes` make meaningless.
 
-  Else a run is refused for options that the user has not given.
+  Without the reset, validation would refuse options that the user did not set.
+
+  Args:
+    config: the preset's configuration.
+    changes: fields of Config that the user sets.
   """
   fields: set[str] = set()
-  if given.get('architecture') == 'anakin' and config.architecture == 'sebulba':
+  if changes.get('architecture') == 'anakin' and config.architecture == 'sebulba':
     fields |= {f.name for f in dataclasses.fields(Config)} - {
       f.name for f in dataclasses.fields(Common)
     }
-  if given.get('env', config.env) != config.env:
+  if changes.get('env', config.env) != config.env:
     fields |= {'eval_env'}
-  if str(given.get('eval_every', config.eval_every)) == '0':
+  if str(changes.get('eval_every', config.eval_every)) == '0':
     fields |= {'eval_env', 'eval_episodes', 'eval_video'}
-  return {name: getattr(Config, name) for name in sorted(fields - given.keys())}
-
-
-def _set(settings: Any, path: list[str], value: Any) -> Any:
-  name, *rest = path
-  inner = _set(getattr(settings, name), rest, value) if rest else value
-  return dataclasses.replace(settings, **{name: inner})
+  return {name: getattr(Config, name) for name in sorted(fields - changes.keys())}
 
 
 def spaces_of(name: str) -> tuple[Any, Any]:
-  """The spaces of an environment, of observations and actions."""
+  """Return the observation space and the action space of an environment."""
   from podrace import envs
   from podrace.envs.host import base as host
 
@@ -231,7 +238,7 @@ def spaces_of(name: str) -> tuple[Any, Any]:
 
 
 def kind_of(observation_space: Any, action_space: Any) -> Kind:
-  """The kind of environment that has these spaces."""
+  """Return the kind of environment that has these spaces."""
   from gymnasium import spaces
 
   from podrace.envs.spaces import PIXELS
@@ -246,33 +253,9 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
 
 
 def _has_floats(space: Any) -> bool:
-  """Whether there is anything in a space that `normalize_observations` is for."""
+  """Return whether a space has floats, which `normalize_observations` needs."""
   import numpy as np
 
   from podrace.envs.spaces import leaves, seen
 
   return any(np.issubdtype(s.dtype, np.floating) for _, s in leaves(seen(space)))
-
-
-def rows() -> list[tuple[str, str]]:
-  """(agent and kind, what is set) of the table, for `podrace train --help`."""
-  return [
-    (
-      f'{agent}, {kind}',
-      ' '.join(
-        [
-          f'--num-envs {d.num_envs} --unroll-length {d.unroll_length}',
-          *(f'--agent.{_flag(path)} {_shown(value)}' for path, value in d.agent.items()),
-        ]
-      ),
-    )
-    for (agent, kind), d in TABLE.items()
-  ]
-
-
-def _flag(path: str) -> str:
-  return '.'.join(part.rstrip('_').replace('_', '-') for part in path.split('.'))
-
-
-def _shown(value: Any) -> str:
-  return ' '.join(map(str, value)) if isinstance(value, tuple) else str(value)

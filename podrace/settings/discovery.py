@@ -1,4 +1,4 @@
-"""What a run of meta-training is made of."""
+"""The settings of a run of meta-training, and their checks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from podrace.fields import EnvName, check_types
 from podrace.hooks import learns_from_replay
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics
-from podrace.settings.validation import at_least, check_basics, check_numbers, library_of
+from podrace.settings.validation import check_at_least, check_basics, check_numbers, library_of
 
 RULES = {
   'disco': 'podrace.agents.rules.disco',
@@ -29,44 +29,46 @@ RULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Discovery(Basics):
-  """One run of meta-training, exactly; recorded as config.json. Its updates are meta-steps."""
+  """All settings of one meta-training run, recorded as config.json. Updates are meta-steps."""
 
   env: EnvName = 'podrace:catch,rows=5,columns=5'
-  # ^ LIB:NAME, and options after commas; of several, with spaces between them, each has a group of agents
-  num_envs: int = 32  # of each agent
-  total_steps: int = 1_000_000  # environment steps, of all agents together
+  # ^ LIB:NAME, with options after commas; more names after spaces, each for a group of agents
+  num_envs: int = 32  # environments of each agent
+  total_steps: int = 1_000_000  # environment steps of all agents together
   rule: Any  # the widths of the rule's layers; its fields are --rule.FIELD
   value: ValueFunction = ValueFunction()
-  agents: int = 2  # in each group, over all devices
+  agents: int = 2  # agents of each group, over all devices
   widths: tuple[int, ...] = ()
-  # ^ of the layers of agents' networks, for each width a group; none: as --agent.network.hidden says
-  agent_updates: int = 2  # K: updates of an agent that a meta-gradient goes through
-  lifetime: int = 1_000  # updates of an agent, which then begins anew
-  replayed: int = 0  # windows of the past in each batch, besides the num_envs newest ones
-  capacity: int = 10_000  # environment steps that an agent's replay keeps, if there is one
+  # ^ layer widths of agents' networks, each for a group; none: --agent.network.hidden
+  agent_updates: int = 2  # K: updates of an agent that a meta-gradient passes through
+  lifetime: int = 1_000  # updates of an agent before it starts anew
+  replayed: int = 0  # replayed windows in each batch, besides the num_envs newest
+  capacity: int = 10_000  # environment steps in an agent's replay, if it has one
   meta_learning_rate: float = 1e-3
   meta_optimizer: Literal['each', 'mean'] = 'each'
-  # ^ Adam of each agent's meta-gradient and then their mean, or Adam of their mean
-  max_meta_update: float = 1.0  # of each number of a step, before the learning rate; 0: no limit
-  entropy_cost: float = 0.01  # of agents' policies, in the meta-loss
-  regularization: float = 1.0  # of the rule, as a multiple of its paper's
+  # ^ each: mean of Adam steps, one for each agent; mean: one Adam step of the mean meta-gradient
+  max_meta_update: float = 1.0
+  # ^ limit of each element of a meta-update, before the learning rate; 0: no limit
+  entropy_cost: float = 0.01  # weight of the entropy of agents' policies in the meta-loss
+  regularization: float = 1.0  # weight of the rule's regularisers, relative to its paper
 
   @property
   def groups(self) -> list[tuple[str, int | None]]:
-    """The environment of each group, and its width."""
+    """The environment and the layer width of each group."""
     return [(env, width) for env in self.env.split() for width in self.widths or (None,)]
 
   @property
   def steps_per_update(self) -> int:
+    """Environment steps of one meta-step."""
     agents = len(self.groups) * self.agents
     return agents * self.num_envs * self.unroll_length * (self.agent_updates + 1)
 
 
 def rules_of(agent: Any) -> Any:
-  """The module of the rules that an agent learns by: it has `Sizes`, `init` and `REGULARISERS`.
+  """Return the module of an agent's rules, which has `Sizes`, `init` and `REGULARISERS`.
 
   Raises:
-    UsageError: if it learns by none.
+    UsageError: if the agent does not learn by a rule.
   """
   name = agent_name(agent)
   if name not in RULES:
@@ -77,7 +79,7 @@ def rules_of(agent: Any) -> Any:
 
 
 def validate(config: Discovery) -> None:
-  """Raises UsageError for settings that can't be right."""
+  """Raise UsageError for settings that are invalid, or contradict each other."""
   try:
     check_types(config)
   except ValueError as e:
@@ -87,13 +89,13 @@ def validate(config: Discovery) -> None:
     raise UsageError(f'rule is {config.rule!r}, expected {rules.__name__}.Sizes(...)')
   for name in ('agent', 'rule', 'value'):
     check_numbers(getattr(config, name), name)
-  at_least(config.rule, 1, *(f.name for f in dataclasses.fields(config.rule)))
+  check_at_least(config.rule, 1, *(f.name for f in dataclasses.fields(config.rule)))
   storage.check_fits('that is to be learned', config.agent.fits(config.rule))
   if not config.env.split():
     raise UsageError('--env needs the name of an environment, LIB:NAME')
   check_basics(config)
-  at_least(config, 1, 'agents', 'agent_updates', 'lifetime', 'capacity')
-  at_least(config, 0, 'replayed', 'max_meta_update')
+  check_at_least(config, 1, 'agents', 'agent_updates', 'lifetime', 'capacity')
+  check_at_least(config, 0, 'replayed', 'max_meta_update')
   for complaint in _complaints(config):
     raise UsageError(complaint)
 
@@ -101,15 +103,13 @@ def validate(config: Discovery) -> None:
 def _complaints(config: Discovery) -> Iterator[str]:
   for env in config.env.split():
     if library_of(env) not in LIBRARIES:
-      yield f'{env} is no environment in JAX, which meta-training needs: there are {", ".join(LIBRARIES)}'
+      yield f'{env} is not in JAX, and meta-training needs a library of {", ".join(LIBRARIES)}'
   if config.widths and min(config.widths) < 1:
     yield f'--widths must be at least 1, not {min(config.widths)}'
   if config.lifetime < config.agent_updates:
-    yield (
-      f'--lifetime {config.lifetime} is less than the --agent-updates {config.agent_updates} of one meta-step'
-    )
+    yield f'--lifetime {config.lifetime} is less than --agent-updates {config.agent_updates}'
   if config.replayed and not learns_from_replay(config.agent):
-    yield f'--replayed {config.replayed}: {agent_name(config.agent)} learns from the newest unrolls alone'
+    yield f'--replayed {config.replayed}: {agent_name(config.agent)} has no replay'
   if config.meta_learning_rate <= 0:
     yield f'--meta-learning-rate must be more than 0, not {config.meta_learning_rate:g}'
   if config.seed >= 2**32:
@@ -120,17 +120,19 @@ def _complaints(config: Discovery) -> Iterator[str]:
 
 
 def first_rule(config: Discovery) -> Callable[[Any], Any]:
-  """key -> the rule that meta-training begins with: an untrained one, or that of --agent.rule.
+  """Return a function from a PRNG key to the rule that meta-training starts with.
+
+  The rule is untrained, or that of --agent.rule.
 
   Raises:
-    UsageError: if the file is no rule of the widths of --rule.
+    UsageError: if the file's rule does not have the widths of --rule.
   """
   rules = rules_of(config.agent)
   if not config.agent.rule:
     return functools.partial(rules.init, sizes=config.rule)
   params = config.agent.params()
-  if (found := rules.Sizes.of(params)) != config.rule:
+  if (widths := rules.Sizes.of(params)) != config.rule:
     raise UsageError(
-      f'the rule {config.agent.rule} has the widths {found}, not {config.rule} of --rule'
+      f'the rule {config.agent.rule} has the widths {widths}, not {config.rule} of --rule'
     )
   return lambda key: {name: jnp.asarray(x) for name, x in params.items()}

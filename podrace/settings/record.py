@@ -11,7 +11,7 @@ from typing import Any
 
 from podrace import hooks
 from podrace.errors import UsageError, unknown
-from podrace.fields import expected, flag
+from podrace.fields import flag, mismatch
 from podrace.settings import user_code
 from podrace.settings.agents import agent_class, agent_name
 from podrace.settings.config import Basics
@@ -21,7 +21,12 @@ VERSION = 1  # of config.json
 
 
 def to_json(config: Basics, whole: bool = False) -> dict[str, Any]:
-  """The exact record of a config; `whole`: with the values that a record leaves out, see `with_unrecorded`."""
+  """Return the exact record of a config.
+
+  Args:
+    config: the settings of a run.
+    whole: include the values that a record leaves out, see `with_unrecorded`.
+  """
   record = _plain(config, whole=whole)
   agent = {k: v for k, v in record['agent'].items() if k != CLASS}
   record['agent'] = {'name': agent_name(config.agent), **agent}
@@ -29,36 +34,37 @@ def to_json(config: Basics, whole: bool = False) -> dict[str, Any]:
   return {'version': VERSION, **({} if kind == TRAIN else {KIND: kind}), **record}
 
 
-def _plain(value: Any, anything: bool = False, whole: bool = False) -> Any:
-  """`value` as JSON; `anything`: the type of its field does not say of which class it is."""
+def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
+  """Return `value` as JSON; `is_untyped`: the type of its field does not tell the class."""
   if dataclasses.is_dataclass(value):
     cls = type(value)
-    known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not anything
-    theirs = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
+    known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not is_untyped
+    class_path = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
     unrecorded = {} if whole else getattr(value, 'UNRECORDED', {})
     fields = [
       f
       for f in dataclasses.fields(value)
-      if _own(f) and (f.name not in unrecorded or getattr(value, f.name) != unrecorded[f.name])
+      if _is_recorded(f)
+      and (f.name not in unrecorded or getattr(value, f.name) != unrecorded[f.name])
     ]
     members = {f.name: _plain(getattr(value, f.name), f.type == 'Any', whole) for f in fields}
-    return {**theirs, **members}
+    return {**class_path, **members}
   if isinstance(value, tuple | list):
     return [_plain(v, whole=whole) for v in value]
   if value is None or isinstance(value, bool | int | float | str):
     return value
-  return {'repr': repr(value)}  # of somebody's own; can be compared, but not made again
+  return {'repr': repr(value)}  # can be compared, but not made again
 
 
-def _own(field: dataclasses.Field[Any]) -> bool:
+def _is_recorded(field: dataclasses.Field[Any]) -> bool:
   return field.name not in hooks.BOUND
 
 
 def from_json(record: dict[str, Any]) -> Any:
-  """The config that `to_json` recorded; imports the modules that it names, see `check_code`.
+  """Return the config that `to_json` recorded. Imports the modules that it names, see `check_code`.
 
   Raises:
-    UsageError: if the record is of another version, or has other fields than the classes.
+    UsageError: if the record has another version, or other fields than the classes.
   """
   version = record.get('version') if isinstance(record, dict) else None
   if version != VERSION:
@@ -75,28 +81,28 @@ def from_json(record: dict[str, Any]) -> Any:
 
 
 def check_code(record: dict[str, Any], allowed: Iterable[str]) -> None:
-  """Raises UsageError if a record names modules that are neither podrace's own nor allowed."""
-  if refused := user_code.refused(record, allowed):
-    named = ', '.join(f'{module} ({what})' for module, what in refused.items())
+  """Raise UsageError if a record names modules that are neither podrace's nor allowed."""
+  if refused := user_code.refused_modules(record, allowed):
+    names = ', '.join(f'{module} ({setting})' for module, setting in refused.items())
     raise UsageError(
-      f"config.json names code that is not podrace's own: {named}. It runs with all rights that you have. If you "
-      f'trust it, give {user_code.options(refused)}'
+      f"config.json names code that is not podrace's own: {names}. It would run with all your "
+      f'rights. If you trust it, give {user_code.options(refused)}'
     )
 
 
-def completed(record: dict[str, Any], allowed: Iterable[str] = ()) -> dict[str, Any]:
-  """A record with the defaults of fields that were not there yet when it was made."""
+def complete(record: dict[str, Any], allowed: Iterable[str] = ()) -> dict[str, Any]:
+  """Return a record with the defaults of fields that are newer than the record."""
   try:
     check_code(record, allowed)
     return to_json(from_json(record))
-  except UsageError:  # as it is, where it can't be made again
+  except UsageError:  # it cannot be made again
     return record
 
 
 def with_unrecorded(settings: Any, record: dict[str, Any]) -> Any:
-  """Return `settings` with the value that each field has in a record of before it was recorded.
+  """Return `settings` with the old behaviour of each field that is newer than `record`.
 
-  A run goes on with the network that it began with, so a record without the field decides.
+  A run continues with the network that it started with, so a record without the field decides.
   """
   values = {k: v for k, v in getattr(settings, 'UNRECORDED', {}).items() if k not in record}
   for f in dataclasses.fields(settings):
@@ -108,27 +114,28 @@ def with_unrecorded(settings: Any, record: dict[str, Any]) -> Any:
 
 
 def unrecorded_options(config: Basics, record: dict[str, Any]) -> list[str]:
-  """Return the options that make `with_unrecorded` of a config: for commands that do not read the record."""
+  """Return the options by which a command without the record gets `with_unrecorded` of a config."""
   was, now = (to_json(c, whole=True) for c in (config, with_unrecorded(config, record)))
   return [x for path, _, value in changes(was, now) for x in (option(path), argument(value))]
 
 
 def _make(cls: Any, record: dict[str, Any]) -> Any:
+  """Return the dataclass that a record describes."""
   if record.keys() == {'repr'}:
     raise UsageError(
-      f"{record['repr']} was made in Python and is no dataclass: config.json can't make it again; "
-      'train and evaluate this run from there'
+      f'{record["repr"]} was made in Python and is no dataclass: config.json cannot make it again; '
+      'train and evaluate this run from Python'
     )
   record = dict(record)
   if CLASS in record:
     cls = _class_named(record.pop(CLASS), cls)
   hints = typing.get_type_hints(cls, include_extras=True)
-  fields = {f.name for f in dataclasses.fields(cls) if _own(f)}
+  fields = {f.name for f in dataclasses.fields(cls) if _is_recorded(f)}
   for name in record.keys() - fields:
     raise unknown(f'field of {cls.__name__}', name, fields)
   values = dict(getattr(cls, 'UNRECORDED', {}))  # a record leaves them out
   for name, value in record.items():
-    if (wrong := expected(value, hints[name])) and cls.__module__.startswith('podrace.'):
+    if (wrong := mismatch(value, hints[name])) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')
     if isinstance(value, dict):
       value = _make(hints[name], value)
@@ -137,7 +144,7 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
 
 
 def _typed(name: str, value: Any, kind: type, wanted: str) -> Any:
-  """Return a value of a record; raises UsageError if it is of another type."""
+  """Return a value of a record; raise UsageError if it has another type."""
   if not isinstance(value, kind):
     raise UsageError(f'config.json: {name} is {value!r:.200}, expected {wanted}')
   return value
@@ -147,7 +154,7 @@ def _class_named(name: Any, declared: Any = Any) -> Any:
   """Return the class that a record names, for a field of a type `declared`.
 
   Raises:
-    UsageError: if it is no dataclass, or if it is one of podrace's that is neither an agent nor of that type.
+    UsageError: if it is no dataclass, or a class of podrace that is no agent and not `declared`.
   """
   cls = agent_class(_typed('a class', name, str, 'a text, MODULE:CLASS'))
   if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
@@ -159,14 +166,14 @@ def _class_named(name: Any, declared: Any = Any) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-  """What JSON has as lists."""
+  """Return JSON's lists as tuples."""
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def changes(
   old: dict[str, Any], new: dict[str, Any], prefix: str = ''
 ) -> Iterator[tuple[str, Any, Any]]:
-  """Path and both values of each setting in which two records differ; None where there is none."""
+  """Yield the path and both values of each setting that differs; None for a missing value."""
   for name in [*old, *(n for n in new if n not in old)]:
     a, b = old.get(name), new.get(name)
     if isinstance(a, dict) and isinstance(b, dict):
@@ -176,15 +183,15 @@ def changes(
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """A line for each setting in which two records differ."""
+  """Return a line for each setting in which two records differ."""
   return [f'{path}: {json.dumps(a)} -> {json.dumps(b)}' for path, a, b in changes(old, new)]
 
 
 def option(path: str) -> str:
-  """The option for what a record has there: agent.lambda_ is --agent.lambda."""
+  """Return the option for a path in a record: agent.lambda_ is --agent.lambda."""
   return '--' + '.'.join(map(flag, path.split('.')))
 
 
 def argument(value: Any) -> str:
-  """A record's value as an option takes it."""
+  """Return a record's value as an option takes it."""
   return ' '.join(map(argument, value)) if isinstance(value, list) else str(value)

@@ -12,48 +12,49 @@ from podrace.agents import AGENTS
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import check_types, flag, range_of
-from podrace.settings.agents import _untyped, agent_class, agent_name, no_field
+from podrace.settings.agents import agent_class, agent_name, explain_untyped, untyped_attributes
 from podrace.settings.config import Basics, Common, Config
 
-OF_STEPS = ('importance_steps',)  # settings that may be as large as --total-steps
-LARGEST = 3.4028234e38  # of a float32
+STEP_COUNTS = ('importance_steps',)  # settings that may be as large as --total-steps
+LARGEST = 3.4028234e38  # the largest float32
 
 
 def check_numbers(settings: Any, prefix: str = 'agent') -> None:
-  """Raises UsageError for numbers in an agent's settings that no network can be trained with, whatever they are of."""
+  """Raise UsageError for a number in an agent's settings that float32 or int32 cannot hold."""
   for f in dataclasses.fields(settings):
     value, name = getattr(settings, f.name), f'{prefix}.{flag(f.name)}'
-    if isinstance(value, float) and not abs(value) <= LARGEST:  # of NaN, too
+    if isinstance(value, float) and not abs(value) <= LARGEST:  # also NaN
       limits = range_of(settings, f.name)
       if value != math.inf or not (limits and limits.is_limit):
         raise UsageError(f'--{name} must be a finite number, not {value}')
-    elif isinstance(value, int) and abs(value) >= 2**31 and f.name not in OF_STEPS:
+    elif isinstance(value, int) and abs(value) >= 2**31 and f.name not in STEP_COUNTS:
       raise UsageError(f'--{name} must be less than 2^31, not {value}')
     elif dataclasses.is_dataclass(value) and type(value).__module__.startswith('podrace.'):
       check_numbers(value, name)
 
 
 def check_batch(agent: Any) -> None:
-  """Raises UsageError if an agent learns from more at once than it remembers."""
+  """Raise UsageError if a batch is larger than the capacity of the replay buffer."""
   buffer = getattr(agent, 'buffer', None)
   if buffer is not None and buffer.batch_size > buffer.capacity:
     raise UsageError(
       f'--agent.buffer.batch-size {buffer.batch_size} is more than --agent.buffer.capacity '
-      f'{buffer.capacity}, all that is remembered'
+      f'{buffer.capacity}'
     )
 
 
 def library_of(env: str) -> str:
+  """Return LIB of an environment's name, LIB:NAME."""
   return env.partition(':')[0]
 
 
 def needs_sebulba(env: str, envs: str = 'local', replay: str = 'device') -> bool:
-  """Whether there is but that architecture for it."""
+  """Return whether only Sebulba supports the environment, remote environments or the replay."""
   return library_of(env) in HOST_LIBRARIES or envs == 'remote' or replay != 'device'
 
 
 def validate(config: Config) -> None:
-  """Raises UsageError for settings that can't be right."""
+  """Raise UsageError for settings that are invalid, or contradict each other."""
   if isinstance(config.agent, type):
     name = config.agent.__name__
     raise UsageError(f'agent is the class {name}, expected one of its objects, as {name}()')
@@ -71,7 +72,8 @@ def validate(config: Config) -> None:
     check_batch(config.agent)
   if config.seeds % hooks.settings(config.agent):
     raise UsageError(
-      f'--seeds {config.seeds}: {hooks.settings(config.agent)} settings need a multiple of as many'
+      f'--seeds {config.seeds} must be a multiple of {hooks.settings(config.agent)}, the number of '
+      'settings'
     )
   check_basics(config)
   _check_common(config)
@@ -81,8 +83,8 @@ def validate(config: Config) -> None:
     _check_sebulba(config)
 
 
-def at_least(settings: Any, least: int, *names: str) -> None:
-  """Raises UsageError for the first of these fields that is less."""
+def check_at_least(settings: Any, least: int, *names: str) -> None:
+  """Raise UsageError for the first field of `names` that is less than `least`."""
   for name in names:
     if (value := getattr(settings, name)) < least:
       expected = f'be at least {least}' if least else 'not be negative'
@@ -90,27 +92,27 @@ def at_least(settings: Any, least: int, *names: str) -> None:
 
 
 def check_basics(config: Basics) -> None:
-  """Raises UsageError for settings of any run that can't be right."""
-  at_least(config, 1, 'num_envs', 'unroll_length', 'total_steps', 'keep')
-  at_least(config, 0, 'log_every', 'checkpoint_every', 'seed')
+  """Raise UsageError for invalid settings that every run has."""
+  check_at_least(config, 1, 'num_envs', 'unroll_length', 'total_steps', 'keep')
+  check_at_least(config, 0, 'log_every', 'checkpoint_every', 'seed')
   for name in ('num_envs', 'unroll_length', 'total_updates'):
     if getattr(config, name) >= 2**31:
-      what = '--' + flag(name)
+      subject = '--' + flag(name)
       if name == 'total_updates':
-        what = f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
-      raise UsageError(f'{what} must be less than 2^31, not {getattr(config, name)}')
+        subject = (
+          f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
+        )
+      raise UsageError(f'{subject} must be less than 2^31, not {getattr(config, name)}')
 
 
 def _check_common(config: Config) -> None:
-  at_least(config, 1, 'seeds', 'eval_episodes')
-  at_least(config, 0, 'eval_every')
-  given = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
-  if config.eval_every == 0 and given:
-    raise UsageError(
-      '--eval-env, --eval-episodes and --eval-video are for --eval-every, which is not given'
-    )
+  check_at_least(config, 1, 'seeds', 'eval_episodes')
+  check_at_least(config, 0, 'eval_every')
+  has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
+  if config.eval_every == 0 and has_options:
+    raise UsageError('--eval-env, --eval-episodes and --eval-video need --eval-every')
   _check_agreement(config)
-  at_least(config, 1, 'model_devices')
+  check_at_least(config, 1, 'model_devices')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 
@@ -121,14 +123,12 @@ def _check_agreement(config: Config) -> None:
   if config.agree == 'gossip':
     if config.architecture == 'sebulba':
       raise UsageError(
-        '--agree gossip is for --architecture anakin; this run is sebulba, whose learners agree by all-reduce'
+        '--agree gossip is for --architecture anakin; this run is sebulba, with all-reduce'
       )
     return
   for name in ('gossip_graph', 'gossip_staleness'):
     if getattr(config, name) != getattr(Config, name):
-      raise UsageError(
-        f'--{flag(name)} {getattr(config, name)} is for --agree gossip, which is not given'
-      )
+      raise UsageError(f'--{flag(name)} {getattr(config, name)} needs --agree gossip')
 
 
 def _check_anakin(config: Config) -> None:
@@ -136,10 +136,10 @@ def _check_anakin(config: Config) -> None:
     raise UsageError(f'{config.env} runs on the host: give --architecture sebulba')
   if config.replay != 'device':
     raise UsageError(
-      f'--replay {config.replay}: under anakin all of it is on the device; leave it out, or give '
+      f'--replay {config.replay}: under anakin replay is on the device; leave it out, or give '
       '--architecture sebulba'
     )
-  if config.envs != 'local':  # which sets others as well
+  if config.envs != 'local':  # checked first, since it changes --lag
     raise UsageError(f'--envs {config.envs} is for --architecture sebulba; this run is anakin')
   common = {f.name for f in dataclasses.fields(Common)}
   for f in dataclasses.fields(config):
@@ -157,22 +157,22 @@ def _check_sebulba(config: Config) -> None:
     raise UsageError(f'--env-deadline must be more than 0, not {config.env_deadline}')
   if config.envs == 'remote' and library_of(config.env) in LIBRARIES:
     raise UsageError(
-      f'--envs remote: {config.env} is in JAX, whose environments stay with the learner; those of '
-      f'{", ".join(HOST_LIBRARIES)} can be elsewhere'
+      f'--envs remote: {config.env} is in JAX and stays with the learner; environments of '
+      f'{", ".join(HOST_LIBRARIES)} can be remote'
     )
   if config.envs == 'remote' and config.lag != 'async':
-    raise UsageError(f'--envs remote comes in any order and needs --lag async, not {config.lag}')
+    raise UsageError(f'--envs remote needs --lag async, not {config.lag}')
   if config.replay == 'service' and config.lag != 'async':
     raise UsageError(f'--replay service needs --lag async, not {config.lag}')
   if config.replay == 'service' and config.envs == 'remote':
-    raise UsageError('--replay service has its environments in `podrace act`: no --envs remote')
+    raise UsageError('--replay service: environments are in `podrace act`; leave out --envs remote')
   if not 0 <= config.max_wait_ms <= 10_000:
     raise UsageError(f'--max-wait-ms must be 0 to 10000, not {config.max_wait_ms}')
   if config.max_wait_ms != Config.max_wait_ms and config.envs == 'local':
     raise UsageError(f'--max-wait-ms {config.max_wait_ms:g} is for --envs remote; leave it out')
   if config.max_lag != Config.max_lag and config.lag != 'async':
     raise UsageError(
-      f'--max-lag {config.max_lag} is for --lag async; the lag is {config.lag} here: leave it out'
+      f'--max-lag {config.max_lag} is for --lag async, and the lag is {config.lag}: leave it out'
     )
   for name in ('env_batch_size', 'env_threads'):
     if getattr(config, name) < 0:
@@ -180,7 +180,7 @@ def _check_sebulba(config: Config) -> None:
 
 
 def check_agent_options(agent: Any, args: Iterable[str]) -> None:
-  """Raises UsageError for an --agent.FIELD that is none."""
+  """Raise UsageError for an --agent.FIELD that the agent does not have."""
   for arg in args:
     name = arg.partition('=')[0].replace('_', '-')
     if name.startswith('--agent.'):
@@ -188,7 +188,7 @@ def check_agent_options(agent: Any, args: Iterable[str]) -> None:
 
 
 def agents_with(setting: str) -> list[str]:
-  """Those of ours that have a setting, as the command line calls it."""
+  """Return the names of the agents that have a setting, spelled as on the command line."""
   return [
     name
     for name in AGENTS
@@ -201,9 +201,11 @@ def _check_option(agent: Any, name: str) -> None:
   for part in name.removeprefix(prefix).split('.'):
     fields = {flag(f.name): f.name for f in dataclasses.fields(settings)}
     if part not in fields:
-      plain = dict(_untyped(settings)).get(part.replace('-', '_'))
+      plain = dict(untyped_attributes(settings)).get(part.replace('-', '_'))
       if isinstance(plain, bool | int | float | str):
-        raise UsageError(f'{agent_name(settings)}: {no_field(part.replace("-", "_"), plain)}')
+        raise UsageError(
+          f'{agent_name(settings)}: {explain_untyped(part.replace("-", "_"), plain)}'
+        )
       if prefix == '--agent.' and (owners := agents_with(part)):
         raise UsageError(
           f'unknown option of {agent_name(agent)} {name!r}: it is a setting of {", ".join(owners)}'

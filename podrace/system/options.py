@@ -89,8 +89,13 @@ class Options:
     arguments: the arguments other than options.
   """
 
-  def __init__(self, args: Sequence[str], command: Command) -> None:
-    """Parse `args`.
+  def __init__(self, args: Sequence[str], command: Command, lenient: bool = False) -> None:
+    """Read `args`.
+
+    Args:
+      args: the words after the name of the command.
+      command: declares the options.
+      lenient: leaves out options without a value, for help and completion.
 
     Raises:
       UsageError: for an unknown option, or if its value is missing or is another option.
@@ -99,8 +104,9 @@ class Options:
     self._takes = takes = {o.name: o for o in command.options}
     self._given: dict[str, list[str]] = {}
     self.arguments: list[str] = []
-    remaining = iter(args)
-    for arg in remaining:
+    remaining = list(args)
+    while remaining:
+      arg = remaining.pop(0)
       name, equals, value = arg.partition('=')
       if name not in takes:
         if name.startswith('-') and not command.others_pass:
@@ -111,8 +117,11 @@ class Options:
         if equals:
           raise UsageError(f'{name} takes no value, not {value!r}; leave it out for what it is not')
       else:
-        value = value if equals else next(remaining, '')
+        if not equals and remaining and not (lenient and remaining[0].startswith('--')):
+          value = remaining.pop(0)
         if not value or value.startswith('--'):
+          if lenient:
+            continue
           came = f', not the option {value}' if value else ''
           raise UsageError(f'{name} needs a value, {takes[name].value}{came}')
       self._given.setdefault(name, []).append(value)
@@ -124,6 +133,11 @@ class Options:
   def names(self) -> list[str]:
     """The names of the options on the command line."""
     return list(self._given)
+
+  def passed(self, name: str) -> str | None:
+    """Return the last value of an option that is passed on among the arguments."""
+    value = value_of(name, self.arguments)
+    return None if value is None or value.startswith('--') else value
 
   def no_arguments(self) -> None:
     """Raise UsageError if there are arguments other than options."""

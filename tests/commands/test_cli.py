@@ -67,6 +67,7 @@ from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.system.options import Command as Declared
+from podrace.system.options import Options
 
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '640', '--devices', '1']  # fmt: skip
@@ -255,9 +256,7 @@ def test_list(run: Command) -> None:
 
 def config_of(*args: str) -> Config:
   preset = args[0] if args and not args[0].startswith('-') else None
-  return configure.parse(
-    configure.base_config(preset, None, None), list(args[1:] if preset else args)
-  )
+  return configure.parse(configure.base_config(preset), list(args[1:] if preset else args))
 
 
 def test_without_arguments_it_is_catch_on_anakin() -> None:
@@ -304,7 +303,8 @@ def test_flags_reach_every_kind_of_field() -> None:
   ids=' '.join,
 )
 def test_what_has_but_one_architecture_implies_it(args: list[str], architecture: str) -> None:
-  assert configure.implied(Config(Impala()), args).architecture == architecture
+  options = Options(args, train.COMMAND)
+  assert configure.with_architecture(Config(Impala()), options).architecture == architecture
 
 
 @pytest.mark.slow
@@ -336,9 +336,10 @@ def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: 
 
 
 def test_the_agent_option_takes_the_agents_defaults() -> None:
-  assert configure.base_config('catch', None, 'ppo').agent == PPO()
-  assert configure.base_config('catch', None, 'impala') == PRESETS['catch']()
-  assert configure.base_config('catch', None, 'ppo').env == 'podrace:catch'
+  ppo, impala = (Options(['--agent', name], train.COMMAND) for name in ('ppo', 'impala'))
+  assert configure.base_config('catch', None, ppo).agent == PPO()
+  assert configure.base_config('catch', None, impala) == PRESETS['catch']()
+  assert configure.base_config('catch', None, ppo).env == 'podrace:catch'
 
 
 def test_run_directory_through_the_interpreter(finished: Path) -> None:
@@ -619,7 +620,7 @@ BAD = [
   (['train', '--coordinator', '127.0.0.1:1'], 'go together'),
   (['train', '--coordinator', 'auto'], 'started by none of SLURM'),
   (['train', '--coordinator', 'auto', '--process-id', '0'],
-   '--coordinator auto finds --process-id itself; leave it out'),
+   '--coordinator auto sets --process-id itself; leave it out'),
   (_join := ['train', '--num-processes', '2', '--process-id', '0', '--coordinator', 'nohost'],
    '--coordinator takes HOST:PORT'),
   ([*_join[:-1], '127.0.0.1:0'], '--coordinator 127.0.0.1:0 chooses a port; add --announce FILE'),
@@ -660,7 +661,7 @@ BAD = [
    '--envs remote is for --arch'),
   (['train', '--env', 'gymnasium:CartPole-v1', '--architecture', 'anakin'],
    'gymnasium:CartPole-v1 runs on the host: give --architecture sebulba'),
-  (['train', '--replay', 'host', '--architecture=anakin'], '--replay host: under anakin all of it'),
+  (['train', '--replay', 'host', '--architecture=anakin'], '--replay host: under anakin replay is on the device'),
   (['train', '--env', 'gymnasium:CartPole-v1', '--seeds', '2'], 'sebulba trains one agent in a run'),
   (['train', '--env', 'gymnazium:CartPole-v1'], 'nearest: gymnasium'),
   (['train', '--envs', 'remote', '--listen', 'unix:/x', '--peer-timeout', 'nan'],
@@ -681,7 +682,7 @@ BAD = [
   (['top', 'a', 'b'], 'top takes one address, not 2'),
   (['devices', '--devices', '--actor-devices'], '--devices needs a value, N'),
   (['devices', '0'], 'devices takes options only, not 0'),
-  (['train', '--agent', 'a2c'], "unknown agent 'a2c': the nearest here is impala or ppo"),
+  (['train', '--agent', 'a2c'], "unknown agent 'a2c': the nearest is impala or ppo"),
   (['train', '--agent', 'Rainbow'], "unknown agent 'Rainbow': the nearest here is dqn"),
   (['train', '--env', 'CartPole-v1'],
    "not 'CartPole-v1'; did you mean gymnax:CartPole-v1 or gymnasium:CartPole-v1?"),

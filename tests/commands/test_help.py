@@ -15,10 +15,12 @@ from children import DEADLINE, ROOT, environment
 from test_defaults import ENVS, settings
 
 from podrace.agents import AGENTS
-from podrace.commands import discover, train
+from podrace.commands import discover, option_table, train
 from podrace.envs.libraries import LIBRARIES
 from podrace.fields import flag
 from podrace.settings import defaults
+from podrace.settings.agents import default_agent
+from podrace.settings.config import Config
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import to_json
@@ -259,6 +261,18 @@ def test_the_page_of_an_agent_tells_the_defaults_of_a_run(agent: str) -> None:
   for options, default, line in rows(ROOT / 'docs' / 'agents' / f'{agent}.md'):
     plain = default.replace('`', '')
     assert plain == (cell(agent, options) or plain), line
+
+
+def test_the_option_table_is_fresh() -> None:
+  command = 'run python -m podrace.commands.option_table'
+  assert option_table.PATH.read_text(encoding='utf-8') == option_table.text(), command
+
+
+def test_each_agent_has_rows_for_all_its_settings() -> None:
+  for name in AGENTS:
+    settings = {n for n, _ in flat(to_json(Config(default_agent(name)))['agent'], '--agent.')}
+    rows = {r.name for r in option_table.table().of_agent(name)}
+    assert settings - {'--agent.name'} - BOUND_BY_AGENTS <= rows, name
 
 
 def test_help_refuses_names_that_are_none() -> None:

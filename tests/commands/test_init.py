@@ -15,7 +15,7 @@ from test_runs import called
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import completion
-from podrace.commands.init import names
+from podrace.commands.init import class_and_file
 from podrace.envs.libraries import LIBRARIES
 from podrace.settings.presets import PRESETS
 
@@ -76,7 +76,7 @@ def test_nothing_is_overwritten_or_hidden(
   [('MyAgent', 'MyAgent', 'my_agent'), ('my_agent', 'MyAgent', 'my_agent'), ('A2C', 'A2C', 'a2_c'), ('DQNPlus', 'DQNPlus', 'dqn_plus')],
 )  # fmt: skip
 def test_names(given: str, name: str, file: str) -> None:
-  assert names(given) == (name, file)
+  assert class_and_file(given) == (name, file)
 
 
 def test_words_that_complete() -> None:

@@ -15,7 +15,7 @@ from processes import DEADLINE
 
 import podrace
 from podrace.cli import COMMANDS
-from podrace.commands import configure
+from podrace.commands import configure, train
 from podrace.errors import UsageError
 from podrace.experiments import runs
 from podrace.fields import flag
@@ -23,6 +23,7 @@ from podrace.run import loop as run
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import to_json
 from podrace.settings.validation import validate
+from podrace.system.options import Options
 
 OF_JAX = sorted(name for name, module in COMMANDS.items() if module.COMMAND.jax)
 
@@ -205,7 +206,7 @@ def test_settings_of_a_preset_that_have_no_meaning_are_left_out(
   preset: str, args: dict[str, Any], expected: dict[str, Any] | None
 ) -> None:
   flags = [x for name, value in args.items() for x in (f'--{flag(name)}', str(value))]
-  config = configure.parse(configure.base_config(preset, None, None, flags), flags)
+  config = configure.parse_config(preset, Options(flags, train.COMMAND), 'podrace train')
   if expected is None:
     with pytest.raises(ValueError, match='--eval-every'):
       validate(config)

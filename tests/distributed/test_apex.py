@@ -848,9 +848,7 @@ def test_the_command_that_starts_acting_does(config: Config) -> None:
   options = Options(args, act.COMMAND)
   assert options.text('--connect-replay') == 'unix:/a,unix:/b' and '--insecure' in options
   assert options.text('--params') == 'unix:/c'
-  made = configure.parse(
-    configure.base_config(preset, None, configure.agent_of(options)), options.arguments
-  )
+  made = configure.parse(configure.base_config(preset, None, options), options.arguments)
   assert run_identity.record(made) == run_identity.record(config)
 
 

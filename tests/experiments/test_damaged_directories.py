@@ -129,7 +129,7 @@ def test_the_live_view_of_damaged_runs(damaged: dict[str, Path]) -> None:
     with ends(), contextlib.suppress(UsageError):
       lines = metrics.read(path / 'metrics.jsonl', shown=True)
       assert not unprintable(
-        follow.shown(runs.inspect_run(path), lines, ['loss', 'episode_return'])
+        follow.render(runs.inspect_run(path), lines, ['loss', 'episode_return'])
       )
 
 

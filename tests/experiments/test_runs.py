@@ -275,7 +275,7 @@ def test_follow_prints_each_line_once(tmp_path: Path, capsys: pytest.CaptureFixt
   assert out.splitlines()[:2] == ['step 100  episode_return 0.5  loss 1.5', 'step 200']
   assert out.splitlines()[-1] == f'{a}: ppo in podrace:catch, failed (w), step 200 of 1,000'
   assert called(capsys, 'follow', str(tmp_path))[0] == 2
-  shown = follow.shown(
+  shown = follow.render(
     runs.inspect_run(a), [line(100, 0.5), line(200, 1.5)], ['episode_return', 'none']
   )
   assert '20%' in shown and '▁█' in shown and 'none' not in shown
@@ -287,7 +287,7 @@ def test_follow_wraps_no_curve(tmp_path: Path, columns: int) -> None:
   a = make(tmp_path / 'a', *lines)
   names = ['episode_return', 'steps_per_s', 'loss']
   seen = dataclasses.replace(runs.inspect_run(a), state=run_end.RUNNING)
-  _, *rows = follow.shown(seen, lines, names, columns).splitlines()
+  _, *rows = follow.render(seen, lines, names, columns).splitlines()
   assert max(map(len, rows)) <= columns and rows[-3].endswith('  -30,986')
   assert max(map(len, rows)) == min(columns, 14 + 2 + follow.WIDTH + 2 + len('-30,986'))
 

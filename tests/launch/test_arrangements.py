@@ -270,7 +270,7 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
     (
       ('catch', '--as', 'learners', '--on', 'skypilot'),
-      '--learners 2: learners have one run directory',
+      '--learners 2: learners share a run directory',
     ),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
   ],

@@ -294,7 +294,7 @@ def test_failing_replay_ends_the_run(
   [
     (
       ['--replay', 'host', '--architecture', 'anakin'],
-      '--replay host: under anakin all of it is on the device',
+      '--replay host: under anakin replay is on the device',
     ),
     (
       ['--replay', 'host', '--architecture', 'sebulba'],

@@ -17,12 +17,13 @@ from podrace import cli, envs
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
-from podrace.commands import configure
+from podrace.commands import configure, train
 from podrace.fields import flag
 from podrace.settings import defaults
 from podrace.settings.agents import bind, default_agent
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
+from podrace.system.options import Options
 
 BOARD = spaces.Box(0, 1, (10, 10, 4), np.float32)
 FRAMES = spaces.Box(0, 255, (4, 84, 84), np.uint8)
@@ -120,12 +121,7 @@ def settings(*args: str) -> Config:
   """What `podrace train ARGS` would train."""
   rest = list(args)
   preset = configure.take_preset(rest)
-  agent = rest[rest.index('--agent') + 1] if '--agent' in rest else None
-  given = rest[: rest.index('--agent')] if agent else rest
-  base = configure.implied(configure.base_config(preset, None, agent, given), given)
-  config = configure.parse(base, given)
-  is_open = configure.is_open(preset, None, agent, given)
-  return configure.settled(base, config.env, given) if is_open else config
+  return configure.parse_config(preset, Options(rest, train.COMMAND), 'podrace train')
 
 
 def test_what_they_are_for() -> None:

@@ -269,7 +269,7 @@ def test_a_text_of_somebodys_own_class_may_name_code() -> None:
     'levels': [{'env': NAMES[0]}],
     'note': 'a: b',
   }
-  assert set(user_code.named(record)) == {'mine', 'other', 'stranger'}
-  assert set(user_code.refused(record, ['mine', 'other'])) == {'stranger'}
+  assert set(user_code.named_modules(record)) == {'mine', 'other', 'stranger'}
+  assert set(user_code.refused_modules(record, ['mine', 'other'])) == {'stranger'}
   assert user_code.of_env('gymnasium:Old-v0,env_id=other:Env-v0,size=3') == ['other']
   assert user_code.options(['a b;c']) == "--allow-code 'a b;c'"

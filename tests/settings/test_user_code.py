@@ -21,7 +21,7 @@ from podrace.run.evaluate import evaluate
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
-from podrace.settings.record import completed, from_json, to_json
+from podrace.settings.record import complete, from_json, to_json
 from podrace.system.child import python
 from podrace.system.files import write_json
 from podrace.system.locks import lock
@@ -81,19 +81,19 @@ def test_code_of_its_own_is_refused_and_not_run(name: str, tmp_path: Path) -> No
 def test_functions_of_installed_modules_are_refused_as_well() -> None:
   """`python:` calls any function with any options."""
   for name in ('python:os.system,command=true', 'python:podrace.run.sinks.check_sinks,names=a'):
-    assert user_code.refused(record(as_env(name)), ['mine'])
-  assert not user_code.refused(record(as_env('gymnasium:CartPole-v1')), [])
+    assert user_code.refused_modules(record(as_env(name)), ['mine'])
+  assert not user_code.refused_modules(record(as_env('gymnasium:CartPole-v1')), [])
   for preset in PRESETS.values():
-    assert not user_code.refused(to_json(preset()), [])
+    assert not user_code.refused_modules(to_json(preset()), [])
 
 
 def test_a_module_allows_what_is_within_it() -> None:
   found = record(as_env('python:mine.envs.make'))
-  assert user_code.named(found) == {'mine.envs': 'env python:mine.envs.make'}
+  assert user_code.named_modules(found) == {'mine.envs': 'env python:mine.envs.make'}
   for allowed in ('mine', 'mine.envs'):
-    assert not user_code.refused(found, [allowed])
+    assert not user_code.refused_modules(found, [allowed])
   for other in ('min', 'mine.env', 'mine.envs.make', 'podrace'):
-    assert user_code.refused(found, [other])
+    assert user_code.refused_modules(found, [other])
 
 
 @pytest.mark.slow
@@ -199,7 +199,7 @@ def test_a_record_is_compared_without_importing_what_it_names(
     evaluate(tmp_path, 1)
   with pytest.raises(UsageError, match='--allow-code mine_too'):
     load_config(tmp_path, ['mine'])
-  assert completed(old) == old and not (tmp_path / 'mine_too.ran').exists()
+  assert complete(old) == old and not (tmp_path / 'mine_too.ran').exists()
   assert load_config(tmp_path, ['mine_too']) == from_json(old)
   assert (tmp_path / 'mine_too.ran').exists()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from podrace.commands.configure import agent_of, parse
+from podrace.commands.configure import parse, requested_agent
 from podrace.commands.train import COMMAND
 from podrace.envs import make
 from podrace.envs.host.base import make as make_on_host
@@ -91,7 +91,7 @@ def test_names_that_are_not_there(here: Path) -> None:
       agent_class(name)
     assert message in str(told.value)
   with pytest.raises(UsageError, match='write named_pg:PG'):
-    agent_of(Options(['--agent', 'named_pg.PG'], COMMAND))
+    requested_agent(Options(['--agent', 'named_pg.PG'], COMMAND))
 
 
 def test_a_file_that_is_shadowed_by_pythons_own(

@@ -27,19 +27,23 @@ class NAME:
   greedy: bool = False
 
   def init(self, key):
+    """Return the parameters and the state of the optimiser."""
     params = self.network.init(key)
     return TrainState(params, optax.adam(self.learning_rate).init(params))
 
   def initial_state(self, env_id):
+    """Return the recurrent state at the start of an episode."""
     return self.network.initial_state(env_id.shape[0])
 
   def act(self, params, state, timestep, key):
+    """Return the actions and the next recurrent state."""
     output, state = self.network.step(params, state, timestep)
     policy = self.network.distribution
     x = policy.mode(output.policy) if self.greedy else policy.sample(output.policy, key)
     return ActorOutput(policy.to_action(x), extras=x), state
 
   def learn(self, train, sample, key):
+    """Return the updated state, a priority for each trajectory, and metrics."""
     trajectory = sample.trajectory
     before = jax.tree.map(lambda x: x[:-1], trajectory.timesteps)  # where the agent acted
     after = jax.tree.map(lambda x: x[1:], trajectory.timesteps)  # what came of it

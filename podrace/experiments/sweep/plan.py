@@ -16,7 +16,7 @@ from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting,
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
-  completed,
+  complete,
   differences,
   to_json,
   unrecorded_options,
@@ -134,7 +134,7 @@ def record_sweep(sweep: Sweep) -> None:
   before, now = _read_record(sweep), sweep.record()
   if before is not None:
     if isinstance(record := before.get('config'), dict):
-      before['config'] = completed(record, user_code.named(now['config']))
+      before['config'] = complete(record, user_code.named_modules(now['config']))
     if changed := differences(before, now):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'

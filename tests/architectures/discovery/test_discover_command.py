@@ -77,11 +77,11 @@ def test_a_finished_one_says_so(
   ('options', 'message'),
   [
     (['--agent-updates', '0'], '--agent-updates must be at least 1, not 0'),
-    (['--lifetime', '1'], '--lifetime 1 is less than the --agent-updates 2'),
-    (['--env', 'ale:pong'], 'ale:pong is no environment in JAX'),
+    (['--lifetime', '1'], '--lifetime 1 is less than --agent-updates 2'),
+    (['--env', 'ale:pong'], 'ale:pong is not in JAX'),
     (['--env', 'gymnax:Pendulum-v1'], 'lpg cannot act in gymnax:Pendulum-v1'),
     (['--agents', '3', '--devices', '2'], 'agents 3'),
-    (['--replayed', '4'], 'lpg learns from the newest unrolls alone'),
+    (['--replayed', '4'], 'lpg has no replay'),
     (['--rule.predictions', '4'], '--agent.network.predictions'),
   ],
 )

@@ -234,7 +234,7 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
   [
     (['--envs', 'remote'], '--envs remote needs --listen'),
     (['--listen', 'tcp://127.0.0.1:5555'], '--listen is for --envs remote'),
-    (['--announce', 'at.json'], '--announce: of --listen, which is not given'),
+    (['--announce', 'at.json'], '--announce needs --listen'),
     (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--lag', '1'], 'needs --lag async, not 1'),
     (['--envs', 'remote', '--listen', 'tcp://127.0.0.1:1', '--max-wait-ms', '-1'], 'must be 0 to'),
     (['--envs', 'remote', '--listen', 'nowhere'], 'takes tcp://HOST:PORT'),
