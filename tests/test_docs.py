@@ -21,6 +21,7 @@ from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import configure
 from podrace.commands.help import train_help
+from podrace.commands.train import COMMAND as TRAIN
 from podrace.system.options import Options
 
 ROOT = Path(__file__).parent.parent
@@ -178,7 +179,7 @@ def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 EVERY_FLAG = set(
-  re.findall(r'--[\w.-]+', train_help(COMMANDS['train'].COMMAND.options, (), None, True))
+  re.findall(r'--[\w.-]+', train_help(TRAIN.options, Options([], TRAIN, lenient=True), None, True))
 )
 
 
@@ -215,7 +216,7 @@ def test_names_in_the_text(page: Path) -> None:
 def test_the_page_of_an_agent(agent: str) -> None:
   """Its flags are that agent's, and its scores are the recorded ones."""
   text = (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
-  known = train_help(COMMANDS['train'].COMMAND.options, ('--agent', agent), None)
+  known = train_help(TRAIN.options, Options(['--agent', agent], TRAIN, lenient=True), None)
   flags = {f.replace('.no-', '.') for f in re.findall(r'`(--agent\.[\w.-]+)', text)}
   assert {f for f in flags if f'{f} ' not in known} == set()
   recorded: dict[str, Any] = {}

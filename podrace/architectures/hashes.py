@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace.system.scheduling import cores
 from podrace.topology import on_host
+from podrace.version import __version__
 
 
 def params_sha256(params: Any) -> str:
@@ -29,3 +31,14 @@ def shapes_sha256(state: Any) -> str:
   leaves = jax.tree_util.tree_leaves_with_path(state)
   text = '\n'.join(f'{jax.tree_util.keystr(p)} {x.dtype} {x.shape}' for p, x in leaves)
   return hashlib.sha256(text.encode()).hexdigest()
+
+
+def machine() -> dict[str, Any]:
+  """Return the machine and versions that bitwise equality of a resumed run depends on."""
+  return {
+    'device': jax.devices()[0].device_kind,
+    'devices': len(jax.devices()),
+    'cores': cores(),
+    'jax': jax.__version__,
+    'podrace': __version__,
+  }

@@ -78,7 +78,9 @@ def _looks(path: Path, every: float, once: bool) -> Any:
   """Yield the state of a run and its metrics until the run has ended."""
   pause = threading.Event()
   while True:
-    seen = runs.inspect_run(path)  # before the lines, so that they include the last one of an ended run
+    seen = runs.inspect_run(
+      path
+    )  # before the lines, so that they include the last one of an ended run
     lines: list[dict[str, Any]] = []
     with contextlib.suppress(UsageError):  # a damaged line: show the numbers so far
       lines = metrics.read(path / 'metrics.jsonl', shown=True)

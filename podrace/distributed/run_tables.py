@@ -75,7 +75,9 @@ def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
     _column(k, x.dtype, x.shape[:1] + x.shape[2:] if timed(k) else x.shape[1:], None, space)
     for k, x in named(example).items()
   ]
-  return columns + [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')]
+  return columns + [
+    item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')
+  ]
 
 
 def replay_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:

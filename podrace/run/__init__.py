@@ -9,9 +9,9 @@ from podrace.envs.libraries import OPPONENT_LOADERS
 
 
 def _load_opponent(run_dir: Path, game: str) -> Any:
-  from podrace.run.opponents import from_run
+  from podrace.run.opponents import load_opponent
 
-  return from_run(run_dir, game)
+  return load_opponent(run_dir, game)
 
 
 OPPONENT_LOADERS[:] = [_load_opponent]

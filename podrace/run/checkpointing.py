@@ -10,11 +10,11 @@ from typing import Any
 
 import jax
 
+from podrace.architectures.hashes import machine
 from podrace.architectures.protocol import Architecture, Part
 from podrace.errors import CheckpointError, RunError, Stopped, UsageError
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
-from podrace.run.directory import machine
 from podrace.settings.config import Basics
 
 

@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from podrace.errors import UnreadableFile, UsageError
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
@@ -40,8 +38,6 @@ from podrace.system.files.schema import (
   needed,
 )
 from podrace.system.locks import NO_LOCKS, is_locked, lock
-from podrace.system.scheduling import cores
-from podrace.version import __version__
 
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 RECORD = {
@@ -60,17 +56,6 @@ DISCOVER_RECORD = {
 }
 
 NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
-
-
-def machine() -> dict[str, Any]:
-  """Return the machine and versions that bitwise equality of a resumed run depends on."""
-  return {
-    'device': jax.devices()[0].device_kind,
-    'devices': len(jax.devices()),
-    'cores': cores(),
-    'jax': jax.__version__,
-    'podrace': __version__,
-  }
 
 
 @contextlib.contextmanager

@@ -14,14 +14,14 @@ import jax
 import numpy as np
 
 from podrace import hooks
-from podrace.architectures.hashes import params_sha256
+from podrace.architectures.hashes import machine, params_sha256
 from podrace.architectures.protocol import Architecture
 from podrace.errors import CheckpointError, Stopped, UnreadableFile, UsageError
 from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.checkpointing import Saves
-from podrace.run.directory import continued, last_line, machine, read_record, saved_steps
+from podrace.run.directory import continued, last_line, read_record, saved_steps
 from podrace.run.evaluate import bind_eval_env
 from podrace.run.log import Log
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished

@@ -369,7 +369,7 @@ def test_runs_of_one_second_have_directories_of_their_own(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
-  monkeypatch.setattr(directory, 'datetime', SimpleNamespace(datetime=Noon))
+  monkeypatch.setattr(new_directory, 'datetime', SimpleNamespace(datetime=Noon))
   with contextlib.ExitStack() as stack:
     found = [stack.enter_context(new_directory.reserve_run_dir('catch')) for _ in range(3)]
     names = [f'catch-20200101-120000{x}' for x in ('', '-2', '-3')]

@@ -229,7 +229,7 @@ def test_a_bad_run_directory_is_refused_before_anything_is_set_up(
   def made(*args: Any) -> None:
     raise AssertionError('something was set up')
 
-  monkeypatch.setattr(run, 'build', made)
+  monkeypatch.setattr(run, 'assemble', made)
   with pytest.raises(UsageError):
     podrace.train('catch', tmp_path / name)
   if name.startswith('file'):  # not even JAX is imported

@@ -41,7 +41,6 @@ from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import checkpointing, loop, metrics, sinks, updates
-from podrace.run import directory as record
 from podrace.run.build import build
 from podrace.run.compatibility import Fit
 from podrace.run.evaluate import evaluate
@@ -570,7 +569,7 @@ def test_quiet_is_about_progress_alone(
   shutil.copytree(finished, tmp_path / 'run')
   (tmp_path / 'run' / 'summary.json').unlink()
   (tmp_path / 'run' / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
-  elsewhere = {**record.machine(), 'jax': '9.9'}
+  elsewhere = {**hashes.machine(), 'jax': '9.9'}
   monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
   loop.train(CONFIG, tmp_path / 'run', quiet=True)
   told = capsys.readouterr().err

@@ -32,6 +32,7 @@ from processes import (
 )
 
 from podrace import cli
+from podrace.architectures import hashes
 from podrace.errors import CheckpointError
 from podrace.run import build, checkpointing, directory, loop, metrics, sinks, updates
 from podrace.run.checkpoint import Checkpoints
@@ -548,7 +549,7 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
 
 def test_another_machine_is_told(here: Here, half: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
-  elsewhere = {**directory.machine(), 'jax': '9.9'}
+  elsewhere = {**hashes.machine(), 'jax': '9.9'}
   monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
   code, output = here('half')
   assert code == 0

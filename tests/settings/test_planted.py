@@ -32,7 +32,7 @@ import podrace
 from podrace import tables
 from podrace.distributed.net import keys
 from podrace.distributed.replay.server import ReplayServer
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 from podrace.launch import Supervisor
 from podrace.launch.engines import slurm
 from podrace.launch.program import Node, Program
@@ -124,7 +124,7 @@ def test_a_run_refuses_a_folder(name: str, plant: Plant, tmp_path: Path, outside
 @pytest.mark.parametrize('name', ['checkpoints', 'to-evaluate', 'tensorboard'])
 def test_a_run_refuses_a_folder_that_is_no_folder(name: str, tmp_path: Path, outside: Path) -> None:
   plant_all(dangling, tmp_path / 'run', outside, name)
-  with pytest.raises((UsageError, loop.RunError), match=f'{name} is a symbolic link'):
+  with pytest.raises((UsageError, RunError), match=f'{name} is a symbolic link'):
     loop.train(config(eval_every=64), tmp_path / 'run', quiet=True, sinks=('tensorboard',))
   check_untouched(outside)
 

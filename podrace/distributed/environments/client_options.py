@@ -10,7 +10,7 @@ from podrace.distributed.environments.environment_messages import GROUPS
 from podrace.distributed.net.address import check_address
 from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
-from podrace.system.process import cores
+from podrace.system.scheduling import cores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import IO, Any
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
-from podrace.run.directory import reason
 from podrace.run.metrics import Line
+from podrace.run.run_end import summarize_failure
 from podrace.system.files import open_append, open_lock
 from podrace.system.importing import why_not
 
@@ -86,7 +86,7 @@ class OptunaStudy:
       self._check_trials()
     except Exception as e:  # Optuna fails in many ways at lines that are not its own
       raise UsageError(
-        f'{journal} is not the log of this sweep: {reason(e)}; remove it to begin anew'
+        f'{journal} is not the log of this sweep: {summarize_failure(e)}; remove it to begin anew'
       ) from e
     self._interrupted = self._study.get_trials(states=[TrialState.RUNNING])
 
