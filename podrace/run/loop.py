@@ -77,11 +77,7 @@ def train(
   config = continued(config, Path(run_dir))
   validate(config)
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
-  if options.callbacks.transforms and config.agree == 'gossip':
-    raise UsageError(
-      'a callback with transform changes one TrainState, and each device of --agree gossip has its '
-      'own'
-    )
+  _check_callbacks(config, options)
   with open_run(config, options, config.seeds) as console:
     server = make_server(config, listen)
     resolved = resolve(config)
@@ -100,6 +96,14 @@ def train(
     if warm_start:
       run.after_init = warm_start.apply
     return run.carry_out()
+
+
+def _check_callbacks(config: Config, options: RunOptions) -> None:
+  if options.callbacks.transforms and config.agree == 'gossip':
+    raise UsageError(
+      'a callback with transform changes one TrainState, and each device of --agree gossip has its '
+      'own'
+    )
 
 
 def discover(
