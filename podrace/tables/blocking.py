@@ -71,7 +71,7 @@ class InFlight:
     self.waiting: dict[Pending, None] = {}  # oldest first
     self.fewer = Condition(lock)  # type: ignore[arg-type]
     self.cancels = 0  # number of cancellations
-    self.refusals: list[Exception] = []  # errors that the writer has yet to raise
+    self.refusals: list[Exception] = []  # errors yet to be raised
 
   def refuse(self, error: Exception) -> None:
     """Queue an error for one of the writer's next calls to raise. Requires the lock.

@@ -214,7 +214,7 @@ def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
 def _bytes_of(chunk: Chunk) -> tuple[Any, int, int]:
   """Return (bytes, encoding, rows) of a chunk. Rows may be added to the chunk during the call."""
   length, array = chunk.length, chunk.array
-  packed = chunk.packed  # read after `array`, as `seal` sets `packed` before it clears `array`
+  packed = chunk.packed  # after `array`: `seal` sets `packed` before it clears `array`
   if packed is None:
     assert array is not None
     rows = array[:length]

@@ -47,8 +47,8 @@ class Lock:
 
   A plain lock is handed to a waiting thread, which then still waits for the interpreter. Meanwhile
   the thread that has the interpreter soon waits for the lock. Once that begins, each section costs
-  a thread switch: with 4 writers it halved the rate of inserts. Here only a running thread gets
-  the lock. After TRIES failures a thread blocks as on a plain lock.
+  a thread switch: with 4 writers it halved the rate of inserts. Here only a running thread gets the
+  lock. After TRIES failures a thread blocks as on a plain lock.
   """
 
   TRIES = 200
