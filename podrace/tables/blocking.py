@@ -65,7 +65,7 @@ class Pending:
 
 
 class InFlight:
-  """Waiting items of one writer, over all tables. Requires the tables' lock for changes."""
+  """Waiting items of one writer, over all tables. Changes require the tables' lock."""
 
   def __init__(self, lock: Lock) -> None:
     self.waiting: dict[Pending, None] = {}  # oldest first
