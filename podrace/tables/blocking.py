@@ -49,7 +49,7 @@ class Cancelled(Exception):
 
 
 class Pending:
-  """Item that the limiter holds back. It is listed in its writer's `waiting` until it is finished."""
+  """Item that the limiter holds back. Its writer's `waiting` lists it until it is finished."""
 
   __slots__ = ('done', 'item', 'table', 'writer')
 

@@ -196,7 +196,7 @@ def _write(folder: Path, taken: Snapshot) -> int:
 
 
 def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
-  """Write the chunks and their index. Return the distinct (dtype, shape), to which the index refers."""
+  """Write the chunks and their index. Return the (dtype, shape) pairs to which the index refers."""
   specs: dict[tuple[Any, ...], int] = {}
   rows = []
   with files.open_new(folder / CHUNKS, 'wb') as file:

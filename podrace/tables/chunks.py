@@ -43,7 +43,7 @@ class Account:
 
 
 class Lock:
-  """Lock for short sections of Python that many threads enter. A thread that fails to get it yields.
+  """Lock for short sections of Python that many threads enter. A thread that cannot get it yields.
 
   A plain lock is handed to a waiting thread, which then still waits for the interpreter. Meanwhile
   the thread that has the interpreter soon waits for the lock. Once that begins, each section costs

@@ -83,7 +83,7 @@ class Reads:
     return n
 
   def wait_more(self, more: int, peek: bool = False) -> None:
-    """Add `more` to the number of waiting samplers that use `draw`. A negative number removes them."""
+    """Add `more` to the number of waiting samplers, which use `draw`. It may be negative."""
     with self._desk.running:
       self._desk.wait_more(more, peek)
 

@@ -21,13 +21,9 @@ from podrace.tables.table import Table
 
 
 class Writer:
-  """Writer of steps, from which it makes items. One thread at a time may use it.
+  """Writer of steps, from which it makes items. A store may have any number of writers.
 
-  A store may have any number of writers.
-
-  Owner: The caller, who closes the writer or uses it as a context manager.
-  Ends when: `close` is called. Items stay in their tables.
-  Raises: Each method lists its errors. A refused item raises in one of the later calls.
+  Each writer is for one thread at a time.
 
   Example:
     with Writer(store, history=5) as writer:
@@ -42,6 +38,10 @@ class Writer:
       256 rows. Sampling unpacks whole chunks, so choose a length that divides the period of
       overlapping sequences.
     max_in_flight: Number of items that may wait for limiters before `create_item` waits.
+
+  Owner: the caller, by `close` or a `with` block.
+  Ends when: `close` is called. Items stay in their tables.
+  Raises: Closed from a later call, if a table drops a waiting item of this writer.
   """
 
   def __init__(
@@ -236,7 +236,13 @@ class Writer:
     self._history.begin_episode()
 
   def close(self, timeout: float | None = None) -> None:
-    """Flush the items and drop the history. Items stay in their tables."""
+    """Flush the items and drop the history. Items stay in their tables.
+
+    Raises:
+      RateLimited: As `flush`. The history is dropped nevertheless, as for the next two errors.
+      Cancelled: As `flush`.
+      Closed: As `flush`.
+    """
     if self._closed:
       return
     try:
