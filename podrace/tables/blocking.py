@@ -181,7 +181,7 @@ class Desk:
     return WAITING_FOR_SAMPLES if self.inserts else SLEEPING
 
   def rest(self, work: Callable[[], Any]) -> None:
-    """Call `work`, which releases the lock for a while, without counting its time as table work."""
+    """Call `work`, which releases the lock. Its time is not counted as work on the table."""
     before = self.clock.switch(self.idle())
     try:
       work()
@@ -243,7 +243,15 @@ class Wait:
     return True
 
   def on(self, desk: Desk, condition: Condition, what: str, why: Callable[[], str]) -> None:
-    """Wait until `condition` is notified. Requires the lock, which is free during the wait.
+    """Wait until `condition` is notified. Requires the lock and releases it during the wait.
+
+    The call may return early, for example after a report, so the caller must check again.
+
+    Args:
+      desk: Desk of the table.
+      condition: Condition on the table's lock.
+      what: Start of the messages, such as 'sample from'.
+      why: Function that explains the wait.
 
     Raises:
       RateLimited: If the deadline has passed.

@@ -200,8 +200,8 @@ class Table:
   def cancel(self) -> None:
     """Cancel every call that is waiting to insert or to sample. Later calls are not affected.
 
-    A cancelled call leaves the same state as a timeout. Items of a flush still wait for the limiter.
-    Drawn samples are in the error's `taken`.
+    A cancelled call leaves the same state as a timeout. Items of a flush still wait for the
+    limiter. Drawn samples are in the error's `taken`.
     """
     with self.store.lock:
       self.reads.cancel()
