@@ -247,12 +247,6 @@ class Wait:
 
     The call may return early, for example after a report, so the caller must check again.
 
-    Args:
-      desk: Desk of the table.
-      condition: Condition on the table's lock.
-      what: Start of the messages, such as 'sample from'.
-      why: Function that explains the wait.
-
     Raises:
       RateLimited: If the deadline has passed.
       Cancelled: If the call has been cancelled.
