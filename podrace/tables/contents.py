@@ -19,10 +19,7 @@ BRIEF, LEAF_TEXT = 32, 100  # limits of a message: leaves, characters of each
 
 
 class Contents:
-  """Items within bounds, and their counts. All methods require the store's lock.
-
-  The arguments are as in `podrace.tables.Table`.
-  """
+  """Items within bounds, and their counts. Takes Table's arguments and requires the store's lock."""
 
   def __init__(
     self,
@@ -56,11 +53,7 @@ class Contents:
   # --- checks of items
 
   def check_priority(self, priority: float) -> float:
-    """Check a priority and return it as a float.
-
-    Raises:
-      ValueError: If the selectors don't accept the priority.
-    """
+    """Return a priority as a float. Raise ValueError if the selectors don't accept it."""
     if not 0 <= priority <= self._most:
       raise ValueError(
         f'table {self.name!r}: priority {priority} is not in [0, {self._most:g}], which '
@@ -69,11 +62,7 @@ class Contents:
     return float(priority)
 
   def check(self, item: Item) -> None:
-    """Check that an item matches the table's signature and bounds.
-
-    Raises:
-      ValueError: If the item has a different signature, an invalid key or too many bytes.
-    """
+    """Raise ValueError if an item has a different signature, an invalid key or too many bytes."""
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
     if item.amends:
@@ -209,11 +198,7 @@ class Contents:
     draws.columns.append((probabilities, size, self._priorities[slots], np.array(times)))
 
   def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> int:
-    """Set priorities [n] of keys [n]. For a repeated key the last priority counts.
-
-    Returns:
-      The number of keys that were present.
-    """
+    """Set priorities [n] as Table.update_priorities. Return the number of keys that were present."""
     found = [self.slots.get(key, -1) for key in keys.tolist()]
     slots = np.array(found, np.int64)
     known = slots >= 0
@@ -227,11 +212,7 @@ class Contents:
     return int(known.sum())
 
   def check_priorities(self, priorities: np.ndarray) -> None:
-    """Check priorities [n].
-
-    Raises:
-      ValueError: For the first priority that the selectors don't accept.
-    """
+    """Raise ValueError for the first of priorities [n] that the selectors don't accept."""
     wrong = ~((priorities >= 0) & (priorities <= self._most))
     if wrong.any():
       self.check_priority(float(priorities[wrong][0]))
