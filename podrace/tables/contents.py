@@ -19,7 +19,7 @@ BRIEF, LEAF_TEXT = 32, 100  # limits of a message: leaves, characters of each
 
 
 class Contents:
-  """Items within bounds, and their counts. Takes Table's arguments and requires the store's lock."""
+  """Items within bounds, and their counts. Takes Table's arguments. Requires the store's lock."""
 
   def __init__(
     self,
@@ -198,7 +198,7 @@ class Contents:
     draws.columns.append((probabilities, size, self._priorities[slots], np.array(times)))
 
   def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> int:
-    """Set priorities [n] as Table.update_priorities. Return the number of keys that were present."""
+    """Set priorities [n] as Table.update_priorities. Return the number of keys present."""
     found = [self.slots.get(key, -1) for key in keys.tolist()]
     slots = np.array(found, np.int64)
     known = slots >= 0
