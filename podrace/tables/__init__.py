@@ -1,7 +1,8 @@
-"""Replay on the host, in Reverb's sense (Cassirer et al. 2021, arXiv 2102.04736). Imports no JAX.
+"""Replay tables on the host, after Reverb (Cassirer et al. 2021, arXiv 2102.04736). Imports no JAX.
 
-Tables of items over shared, compressed chunks of steps; selectors say what is sampled and removed, rate
-limiters how fast, writers make items of streams. docs/tables.md is the manual.
+Tables hold items over shared, compressed chunks of steps. Selectors choose the items to sample
+and to remove. Rate limiters balance inserts against samples. Writers turn streams of steps into
+items. docs/tables.md is the manual.
 """
 
 from podrace.tables.blocking import Cancelled, Closed, RateLimited

@@ -1,4 +1,4 @@
-"""Calls that wait: for what, for how long, and how they end."""
+"""Blocking calls on a table: conditions, deadlines, cancellation and reports of long waits."""
 
 from __future__ import annotations
 
@@ -17,32 +17,39 @@ log = logging.getLogger('podrace.tables')
 
 SLEEPING, RUNNING, SAMPLING, INSERTING = 'sleeping', 'running', 'sampling', 'inserting'
 WAITING_FOR_INSERTS, WAITING_FOR_SAMPLES = 'waiting_for_inserts', 'waiting_for_samples'
-REPORT_AFTER = 10.0  # seconds after which a call that still waits is reported
+REPORT_AFTER = 10.0  # seconds before a waiting call is reported
 
 
 class Closed(Exception):
-  """The table was closed, before or during the call; `taken` as of RateLimited."""
+  """Error of a call on a table that was closed before or during the call.
+
+  `taken` holds the samples that the call had drawn already, as in RateLimited.
+  """
 
   taken: Samples | None = None
 
 
 class RateLimited(TimeoutError):
-  """A call waited as long as it was allowed to; the message says for what.
+  """Error of a call that reached its timeout. The message names the condition it waited for.
 
-  `taken` are samples that a call had already been given, and that count; None if there are none.
+  `taken` holds the samples that the call had drawn already. They count as sampled. None if the
+  call had drawn nothing.
   """
 
   taken: Samples | None = None
 
 
 class Cancelled(Exception):
-  """A call waited when `Table.cancel` was called; `taken` as of RateLimited."""
+  """Error of a call that was waiting when `Table.cancel` was called.
+
+  `taken` holds the samples that the call had drawn already, as in RateLimited.
+  """
 
   taken: Samples | None = None
 
 
 class Pending:
-  """An item that the limiter holds back, and is among those of its `writer` while it is."""
+  """Item that the limiter holds back. Its writer's `waiting` lists it until it is finished."""
 
   __slots__ = ('done', 'item', 'table', 'writer')
 
@@ -51,34 +58,37 @@ class Pending:
     writer.waiting[self] = None
 
   def finish(self) -> None:
-    """It waits no longer; under the lock."""
+    """Mark the item as no longer waiting and wake its writer. Requires the lock."""
     self.done = True
     del self.writer.waiting[self]
     self.writer.fewer.notify_all()
 
 
 class InFlight:
-  """The items of one writer that wait, over all tables; changed under their lock."""
+  """Waiting items of one writer, over all tables. Changes require the tables' lock."""
 
   def __init__(self, lock: Lock) -> None:
-    self.waiting: dict[Pending, None] = {}  # the oldest first
+    self.waiting: dict[Pending, None] = {}  # oldest first
     self.fewer = Condition(lock)  # type: ignore[arg-type]
-    self.cancels = 0  # so many times has waiting for one of them been cancelled
-    self.refusals: list[Exception] = []  # of some of them, which its writer has still to raise
+    self.cancels = 0  # number of cancellations
+    self.refusals: list[Exception] = []  # errors yet to be raised
 
   def refuse(self, error: Exception) -> None:
-    """One of the next calls of the writer raises it; the same one only once. Under the lock."""
+    """Queue an error for one of the writer's next calls to raise. Requires the lock.
+
+    An error with the same message as a queued one is ignored.
+    """
     if str(error) not in map(str, self.refusals):
       self.refusals.append(error)
 
 
 def deadline_of(timeout: float | None) -> float:
-  """On time.monotonic's clock; None is never."""
+  """Return the deadline of a timeout, on time.monotonic's clock. None gives infinity."""
   return math.inf if timeout is None else time.monotonic() + timeout
 
 
 class Clock:
-  """Divides the time since it was made among what was done in it."""
+  """Stopwatch that divides its lifetime among states."""
 
   def __init__(self) -> None:
     self._seconds = dict.fromkeys(
@@ -87,22 +97,23 @@ class Clock:
     self._since, self._state = time.perf_counter(), SLEEPING
 
   def switch(self, state: str) -> str:
-    """From now on, it is `state`; returns what it was."""
+    """Enter `state` and return the previous state."""
     now, before = time.perf_counter(), self._state
     self._seconds[before] += now - self._since
     self._since, self._state = now, state
     return before
 
   def split(self) -> dict[str, float]:
-    """Seconds by what was done."""
+    """Return the seconds spent in each state."""
     self.switch(self._state)
     return dict(self._seconds)
 
 
 class Working:
-  """Takes the lock, and counts the time until it is given back (or waited with) as work `on` something.
+  """Context manager that holds the lock and counts the time as work in one state of the clock.
 
-  One object serves all threads, as it has no state of its own.
+  Time spent in `Desk.rest` is not counted as work. The object keeps no state per call, so all
+  threads share it.
   """
 
   __slots__ = ('_desk', '_lock', '_on', '_switch')
@@ -120,14 +131,14 @@ class Working:
 
 
 class Desk:
-  """Where the calls of a table work and wait: its lock, how its time is spent, reports of long waits.
+  """Lock, clock and wait queues of one table, with reports of long waits.
 
   Args:
-    name: of the table.
-    lock: of its store.
-    report_after: seconds after which a call that still waits is reported, and again at intervals
-      that double.
-    report: is given the line.
+    name: Name of the table.
+    lock: Lock of the table's store.
+    report_after: Seconds before a waiting call is reported. The interval doubles after each
+      report.
+    report: Function that receives the message.
   """
 
   def __init__(
@@ -140,9 +151,9 @@ class Desk:
     if not report_after > 0:
       raise ValueError(f'table {name!r}: {report_after=} must be positive')
     self.name, self.lock, self.closed = name, lock, False
-    self.inserts: deque[Pending] = deque()  # items that the limiter holds back, the oldest first
-    self.samplers = 0  # calls that wait for the limiter, or for an item
-    self.peekers = 0  # those of them that wait for an item only
+    self.inserts: deque[Pending] = deque()  # held back by the limiter, oldest first
+    self.samplers = 0  # calls that wait for the limiter or for an item
+    self.peekers = 0  # samplers that wait for an item only
     self.readable = Condition(lock)  # type: ignore[arg-type]
     self.report_after, self._report = report_after, report
     self.clock = Clock()
@@ -150,23 +161,27 @@ class Desk:
     self.inserting = Working(self, INSERTING)
 
   def wait_more(self, more: int, peek: bool) -> None:
-    """So many more calls wait to sample, or less."""
+    """Add `more` to the number of waiting samplers. A negative number removes samplers."""
     self.samplers += more
     self.peekers += more * peek
 
   def check_open(self) -> None:
-    """Raises Closed if the table is."""
+    """Check that the table is open.
+
+    Raises:
+      Closed: If the table is closed.
+    """
     if self.closed:
       raise Closed(f'table {self.name!r} is closed')
 
   def idle(self) -> str:
-    """What the table does while no call works on it."""
+    """Return the clock's state while no call works on the table."""
     if self.samplers:
       return WAITING_FOR_INSERTS
     return WAITING_FOR_SAMPLES if self.inserts else SLEEPING
 
   def rest(self, work: Callable[[], Any]) -> None:
-    """Calls what lets go of the lock for a while, and isn't counted as work on the table."""
+    """Call `work`, which releases the lock. Its time is not counted as work on the table."""
     before = self.clock.switch(self.idle())
     try:
       work()
@@ -174,7 +189,10 @@ class Desk:
       self.clock.switch(before)
 
   def report(self, message: str) -> None:
-    """Reports, without the lock: the receiver may ask the table, or take long. If it fails, that is logged."""
+    """Send a report with the lock released, because the receiver may query the table or be slow.
+
+    A failure of the receiver is logged.
+    """
 
     def unlocked() -> None:
       self.lock.release()
@@ -189,12 +207,12 @@ class Desk:
 
 
 class Wait:
-  """One call's waiting, on however many things one after the other: until its deadline, with reports.
+  """State of one blocking call: its deadline, cancellation and reports, over all its conditions.
 
   Args:
-    deadline: on time.monotonic's clock.
-    cancels: how many times has such waiting been cancelled.
-    before: so many of them were before the call; by default those until now.
+    deadline: Time on time.monotonic's clock.
+    cancels: Function that returns the number of cancellations up to now.
+    before: Number of cancellations before the call. Default: the number at construction.
   """
 
   def __init__(
@@ -207,16 +225,17 @@ class Wait:
 
   @property
   def is_cancelled(self) -> bool:
+    """Whether a cancellation has arrived since the call began."""
     return self._count_cancels() != self._before
 
   def seconds(self, now: float, report_after: float) -> float:
-    """How long to wait until there is something to report or to raise."""
+    """Return the seconds until the next report or the deadline."""
     if not self._interval:
       self._interval, self._next = report_after, self.begun + report_after
     return min(self.deadline, self._next) - now
 
   def report_is_due(self, now: float) -> bool:
-    """Whether to report now; if so, the next one is due in twice the time."""
+    """Return whether to report now. If true, double the interval and schedule the next report."""
     if now < self._next:
       return False
     self._interval *= 2
@@ -224,11 +243,13 @@ class Wait:
     return True
 
   def on(self, desk: Desk, condition: Condition, what: str, why: Callable[[], str]) -> None:
-    """Until something has changed; under the lock, which is free in the meantime.
+    """Wait until `condition` is notified. Requires the lock and releases it during the wait.
+
+    The call may return early, for example after a report, so the caller must check again.
 
     Raises:
-      RateLimited: if the deadline has passed.
-      Cancelled: if the waiting has been.
+      RateLimited: If the deadline has passed.
+      Cancelled: If the call has been cancelled.
     """
     now = time.monotonic()
 
@@ -242,5 +263,5 @@ class Wait:
     seconds = self.seconds(now, desk.report_after)
     if self.report_is_due(now):
       desk.report(message('has waited for'))
-      return  # things may have changed: the caller looks again
+      return  # the lock was released: the caller checks again
     desk.rest(lambda: condition.wait(seconds))

@@ -1,14 +1,15 @@
-"""Saves and restores all tables of a store, with their counters and the state of their randomness.
+"""Checkpoints of all tables of a store, with their counters and random state.
 
-A checkpoint is a directory: `chunks.bin`, the chunks one after the other as they are kept; an .npz of plain
-arrays (never pickle) for the chunks and for each table; and `manifest.json` with everything else and
-a SHA-256 of each file and of itself. It is written next to its place, synced, then renamed into it.
+A checkpoint is a directory. `chunks.bin` holds the chunks in their stored form, one after the
+other. One .npz of plain arrays (never pickle) describes the chunks, and one each table.
+`manifest.json` holds everything else, with a SHA-256 of each file and of itself. The directory
+is written under a temporary name beside its destination, synced and then renamed.
 
-Traffic is held up only while references and a few arrays are copied: well below 0.1 s for each
-million items (`save` returns how long it was, and benchmarks/tables.py measures it).
+Traffic is blocked only while references and a few arrays are copied: well below 0.1 s for each
+million items. `save` returns the time, and benchmarks/tables.py measures it.
 
-Steps that no item in a table refers to are not saved: a writer's history, and items that still wait for a
-limiter. Flush the writers first if those matter.
+Steps that no item in a table refers to are not saved. That covers a writer's history, and items
+that still wait for a limiter. Flush the writers first to keep such items.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ MANIFEST_MEMBERS = {
   'chunk_types': Member('a list', needed=True),
 }
 MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
-AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how a chunk is kept
+AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # encodings of a chunk
 UNPACKED_BYTES = (
   2**31
 )  # largest chunk in memory; a writer ends a chunk at 2**18 bytes, or at one row
 
 
 class CheckpointError(Exception):
-  """A checkpoint can't be written or read; the message says which and why."""
+  """Error of a checkpoint that can't be written or read. The message names it and the reason."""
 
 
 class Snapshot(NamedTuple):
-  """All tables of a store at one moment, and what else was given to be kept with them."""
+  """Consistent state of all tables of a store, with the caller's `extra` data."""
 
   tables: dict[str, dict[str, Any]]
   next_key: int
@@ -62,7 +63,15 @@ class Snapshot(NamedTuple):
 
 
 def snapshot(store: ChunkStore, extra: Any = None) -> Snapshot:
-  """What `write` writes; quick, and all that traffic is held up for."""
+  """Capture the tables for `write`. Only this short step blocks traffic.
+
+  Args:
+    store: Store of the tables.
+    extra: JSON value to keep with the tables. `extra_of` reads it.
+
+  Returns:
+    The snapshot, which `write` can save while traffic goes on.
+  """
   with store.lock:
     locked = time.perf_counter()
     tables = {name: table.snapshot() for name, table in store.tables.items()}
@@ -70,20 +79,27 @@ def snapshot(store: ChunkStore, extra: Any = None) -> Snapshot:
 
 
 def save(store: ChunkStore, path: Path) -> dict[str, float]:
-  """Writes a checkpoint of all tables, as they are at one moment, to a new directory.
+  """Write a checkpoint of all tables, as of one moment, to a new directory.
 
   Returns:
-    `blocked_s`, seconds for which no table could be used; `seconds` in all; `bytes` written.
+    `blocked_s`, seconds for which no table could be used; `seconds` in total; `bytes` written.
 
   Raises:
-    CheckpointError: if `path` is there already, or can't be written.
+    CheckpointError: If `path` exists already or can't be written.
   """
   _check_new(path)
   return write(snapshot(store), path)
 
 
 def write(taken: Snapshot, path: Path) -> dict[str, float]:
-  """The second half of `save`; may run in another thread than the traffic."""
+  """Write a snapshot to a new directory. May run in a different thread from the traffic.
+
+  Returns:
+    As `save`.
+
+  Raises:
+    CheckpointError: If `path` exists already or can't be written.
+  """
   path = Path(path)
   _check_new(path)
   begun = time.perf_counter()
@@ -107,23 +123,24 @@ def _check_new(path: Path) -> None:
 
 
 def extra_of(path: Path) -> Any:
-  """What was given to `snapshot` to be kept with the tables.
+  """Read the `extra` value that was passed to `snapshot`.
 
   Raises:
-    CheckpointError: if the checkpoint is damaged or of another version.
+    CheckpointError: If the checkpoint is damaged or has another version.
   """
   return _read_manifest(Path(path)).get('extra')
 
 
 def restore(store: ChunkStore, path: Path) -> None:
-  """Reads a checkpoint into the store's tables, which must be as they were made, and unused.
+  """Read a checkpoint into the store's tables, which must be newly made and unused.
 
-  What is sampled from then on is what would have been sampled without the interruption, but for what
-  `max_bytes` removes: a chunk that was being filled counted with its whole room, and now as it is packed.
+  Sampling then continues as it would have without the interruption, except for removals due to
+  `max_bytes`. A chunk that was being filled counted with its full capacity, and now counts with
+  its packed size.
 
   Raises:
-    CheckpointError: if it is damaged or of another version, or the tables are others; nothing
-      has been changed then.
+    CheckpointError: If the checkpoint is damaged, has another version or belongs to different
+      tables. The store is unchanged then.
   """
   path = Path(path)
   manifest = _read_manifest(path)
@@ -131,7 +148,7 @@ def restore(store: ChunkStore, path: Path) -> None:
   try:
     chunks = _read_chunks(store, path, manifest)
     states = [_read_table(path, i, x, chunks) for i, x in enumerate(manifest['tables'])]
-  except Exception as e:  # a manifest that was made to fit its sums may hold anything
+  except Exception as e:  # a forged manifest with valid checksums may hold anything
     raise CheckpointError(f'checkpoint {path} is damaged: {type(e).__name__}: {e}') from e
   with store.lock:
     store.next_key = max(store.next_key, manifest['next_key'])
@@ -179,7 +196,7 @@ def _write(folder: Path, taken: Snapshot) -> int:
 
 
 def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
-  """Chunks and their index; the (dtype, shape) that there are, which the index refers to."""
+  """Write the chunks and their index. Return the (dtype, shape) pairs to which the index refers."""
   specs: dict[tuple[Any, ...], int] = {}
   rows = []
   with files.open_new(folder / CHUNKS, 'wb') as file:
@@ -195,9 +212,9 @@ def _write_chunks(folder: Path, chunks: list[Chunk]) -> list[list[Any]]:
 
 
 def _bytes_of(chunk: Chunk) -> tuple[Any, int, int]:
-  """(bytes, how they are kept, rows) of a chunk, to which rows may be added meanwhile."""
+  """Return (bytes, encoding, rows) of a chunk. Rows may be added to the chunk during the call."""
   length, array = chunk.length, chunk.array
-  packed = chunk.packed  # after `array`: a chunk is packed before its array is let go
+  packed = chunk.packed  # after `array`: `seal` sets `packed` before it clears `array`
   if packed is None:
     assert array is not None
     rows = array[:length]
@@ -247,7 +264,7 @@ def _sha256_of(manifest: dict[str, Any]) -> str:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-  """The manifest, after all files have been compared with what it says of them."""
+  """Read the manifest and check the size and checksum of every file that it lists."""
   try:
     manifest = parse_json(read_bytes(path / MANIFEST, MANIFEST_BYTES))
   except FileNotFoundError as e:
@@ -289,7 +306,7 @@ def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
   for name, config in saved.items():
     table = store.tables[name]
     now = table.config()
-    # The name of a limiter is shown only, but older checkpoints have nothing else of it.
+    # The limiter's name is for messages only, but older checkpoints lack its limits.
     passed = 'rate_limiter' if 'limits' in config else 'limits'
     differ = [
       f'{k} {config.get(k)}, now {now[k]}' for k in now if k != passed and config.get(k) != now[k]

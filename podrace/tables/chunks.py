@@ -1,10 +1,11 @@
-"""Where steps are: columns of arrays, cut into chunks that are written once, compressed and shared.
+"""Storage of steps: columns of arrays, cut into compressed and shared chunks.
 
-A chunk belongs to all accounts (tables, writers) that hold it, and is gone when the last one lets go.
-One lock guards all accounts of a store and its tables; packing, unpacking and copying are done outside of
-it, which is safe as rows never change once they are written.
+Each chunk is written once. It belongs to all accounts (tables, writers) that hold it, and is
+freed when the last account drops it. One lock guards all accounts of a store and its tables.
+Packing, unpacking and copying happen outside the lock, which is safe because written rows never
+change.
 
-Which codec: measured in benchmarks/tables.py, and stated in docs/tables.md.
+benchmarks/tables.py compares the codecs, and docs/tables.md states the choice.
 """
 
 from __future__ import annotations
@@ -22,18 +23,18 @@ import numpy as np
 import zstandard
 
 LEVEL = -1
-LEAST = 128  # bytes; smaller chunks are not worth a compressor's call
-MUST_SAVE = 0.875  # a chunk that stays larger than this is kept as it is
-BYTES_PER_CHUNK = 2**18  # a column's chunks get this large, or ROWS_PER_CHUNK long
+LEAST = 128  # bytes; smaller chunks are not compressed
+MUST_SAVE = 0.875  # largest ratio at which the packed form is kept
+BYTES_PER_CHUNK = 2**18  # limit of a chunk, as is ROWS_PER_CHUNK
 ROWS_PER_CHUNK = 256
-WIDE = 1024  # bytes of a row, from which on differences are summed row by row
-SMALL = 4096  # bytes of a part; smaller ones are gathered all at once
+WIDE = 1024  # bytes of a row from which differences are summed row by row
+SMALL = 4096  # bytes of a part up to which parts are concatenated at once
 
 Part = tuple[tuple['Chunk', ...], int, int]  # chunks, offset in the first one, rows
 
 
 class Account:
-  """What somebody holds, in bytes as they are kept; a chunk held twice counts once."""
+  """Chunks of one holder and their stored size in bytes. A chunk held twice counts once."""
 
   __slots__ = ('bytes', 'chunks')
 
@@ -42,12 +43,12 @@ class Account:
 
 
 class Lock:
-  """A lock for short sections of Python by many threads: who finds it taken yields, and tries again.
+  """Lock for short sections of Python that many threads enter. A thread that cannot get it yields.
 
-  A plain lock is handed to a thread that waits for it, which then still waits for the interpreter, while
-  the one that has the interpreter soon waits for the lock: once that begins, each section costs
-  a switch of threads (with 4 writers it halved the rate of inserts). Here only a running thread
-  ever gets it. Who has no luck so often waits as for any lock.
+  A plain lock is handed to a waiting thread, which then still waits for the interpreter. Meanwhile
+  the thread that has the interpreter soon waits for the lock. Once that begins, each section costs
+  a thread switch: with 4 writers it halved the rate of inserts. Here only a running thread gets the
+  lock. After TRIES failures a thread blocks as on a plain lock.
   """
 
   TRIES = 200
@@ -57,12 +58,13 @@ class Lock:
     self.release = self._lock.release
 
   def acquire(self, blocking: bool = True) -> bool:
+    """Acquire the lock and return whether it was acquired, as threading.Lock.acquire."""
     if self._lock.acquire(False):
       return True
     if not blocking:
       return False
     for _ in range(self.TRIES):
-      time.sleep(0)  # lets go of the interpreter
+      time.sleep(0)  # releases the interpreter
       if self._lock.acquire(False):
         return True
     return self._lock.acquire()
@@ -76,7 +78,7 @@ class Lock:
 
 
 class Chunk:
-  """Rows [length, ...] of one column; as an array, packed, or (while in the cache) both."""
+  """Rows [length, ...] of one column: as an array, packed, or (while in the cache) both."""
 
   __slots__ = ('__weakref__', 'array', 'dtype', 'holders', 'key', 'length', 'nbytes', 'packed',
                'passed', 'shape', 'used')  # fmt: skip
@@ -84,21 +86,23 @@ class Chunk:
   def __init__(self, key: int, array: np.ndarray, length: int) -> None:
     self.key = key
     self.dtype, self.shape = array.dtype, array.shape[1:]
-    self.array: np.ndarray | None = array  # perhaps with room for further rows
-    self.length = length  # rows that are written
-    self.packed: tuple[bytes, bool] | None = None  # and whether it is differences
+    self.array: np.ndarray | None = array  # may have room for more rows
+    self.length = length  # written rows
+    self.packed: tuple[bytes, bool] | None = None  # bytes, whether differences
     self.holders: dict[Account, int] = {}
-    self.nbytes = array.nbytes  # as accounted: without a copy in the cache
-    self.used = False  # since the cache last looked
-    self.passed: Any = None  # the check that its rows have passed
+    self.nbytes = array.nbytes  # as accounted, without the cached copy
+    self.used = False  # since the cache's last inspection
+    self.passed: Any = None  # check that its rows have passed
 
 
 class ChunkStore:
-  """What the tables on it share: chunks, the lock, keys, a cache of unpacked chunks.
+  """Shared state of its tables: chunks, the lock, item keys and a cache of unpacked chunks.
 
-  `cache_bytes` bounds the unpacked copies of packed chunks that are kept, of which some rows were asked for,
-  or all while there was room; next to them there are, unpacked,
-  the chunks that writers are filling and those that would not shrink.
+  Chunks that writers are filling, and chunks that would not shrink, stay unpacked outside the
+  cache.
+
+  Args:
+    cache_bytes: Limit of the unpacked copies of packed chunks.
   """
 
   def __init__(self, cache_bytes: int = 2**24) -> None:
@@ -106,32 +110,32 @@ class ChunkStore:
       raise ValueError(f'{cache_bytes=} must not be negative')
     self.lock = Lock()
     self.cache_bytes = cache_bytes
-    self.total = Account()  # all that anybody holds
+    self.total = Account()  # over all holders
     self.cached = 0  # bytes in the cache
     self.tables: dict[str, Any] = {}  # by name
     self._cache: OrderedDict[int, Chunk] = OrderedDict()
-    self.next_key = 1  # of an item
+    self.next_key = 1  # key of the next item
     self._chunk_keys = itertools.count(1)
     self._values: dict[Any, Any] = {}
 
   def chunk(self, array: np.ndarray, length: int) -> Chunk:
-    """A chunk that nobody holds yet, of an array of which `length` rows are written."""
+    """Make a chunk without holders from an array with `length` written rows."""
     return Chunk(next(self._chunk_keys), array, length)  # `next` is one call into C: no lock
 
   def packed_chunk(
     self, data: bytes, differences: bool, dtype: np.dtype, shape: tuple[int, ...], length: int
   ) -> Chunk:
-    """A chunk that nobody holds yet, of what `pack` gave for rows [length, *shape]."""
+    """Make a chunk without holders from the result of `pack` for rows [length, *shape]."""
     chunk = self.chunk(np.empty((0, *shape), dtype), length)
     chunk.packed, chunk.nbytes, chunk.array = (data, differences), len(data), None
     return chunk
 
   def same(self, value: Any) -> Any:
-    """The first of all values given that was equal to this one, so that `is` compares them."""
+    """Return the first value passed that equals `value`, so that `is` compares values."""
     return self._values.setdefault(value, value)
 
   def hold(self, chunk: Chunk, account: Account) -> None:
-    """Under the lock."""
+    """Hold a chunk for an account. Requires the lock."""
     holders = chunk.holders
     times = holders.get(account)
     if times:
@@ -145,7 +149,7 @@ class ChunkStore:
     account.chunks += 1
 
   def drop(self, chunk: Chunk, account: Account) -> None:
-    """Under the lock."""
+    """Drop an account's hold on a chunk. Requires the lock."""
     holders = chunk.holders
     if holders[account] > 1:
       holders[account] -= 1
@@ -160,7 +164,7 @@ class ChunkStore:
         self.cached -= _unpacked_bytes(chunk)
 
   def seal(self, chunk: Chunk, differences: bool) -> None:
-    """Packs a chunk to which no row will be added."""
+    """Pack a chunk that is complete."""
     assert chunk.array is not None
     rows = chunk.array[: chunk.length]
     packed = pack(rows, differences)
@@ -168,13 +172,13 @@ class ChunkStore:
       rows = rows.copy()
     with self.lock:
       self._resize(chunk, len(packed[0]) if packed else rows.nbytes)
-      # Packed first: who finds no array must find that. The array isn't put into the cache, as it is
-      # rarely sampled next, and the following chunk is faster in memory that the processor still has.
+      # `packed` is set first, as a reader that sees no array relies on it. The array is not
+      # cached: it is rarely sampled next, and the next chunk is faster in warm memory.
       chunk.packed = packed
       chunk.array = None if packed else rows
 
   def read(self, chunk: Chunk) -> np.ndarray:
-    """A chunk's rows; not to be written to."""
+    """Return a chunk's rows, which must not be written to."""
     array = chunk.array
     if array is not None:
       chunk.used = True
@@ -188,10 +192,10 @@ class ChunkStore:
     return array
 
   def read_into(self, chunk: Chunk, offset: int, rows: np.ndarray) -> None:
-    """Writes a chunk's rows from `offset` on to where there is room for just them, one after the other.
+    """Copy a chunk's rows from `offset` into `rows`, a contiguous array.
 
-    A whole chunk for which the cache has no room, or that nobody holds, is unpacked to there and not cached: the
-    way through memory that the processor has not would cost three times as much.
+    A whole chunk that has no holder, or does not fit into the cache, is unpacked directly into
+    `rows`. Going through cold memory instead would cost three times as much.
     """
     packed, size = chunk.packed, rows.nbytes
     if (
@@ -213,13 +217,13 @@ class ChunkStore:
       self.total.bytes += more
 
   def _keep(self, chunk: Chunk) -> None:
-    """Puts a chunk into the cache, for which others leave: the oldest not used since last asked."""
+    """Cache a chunk. Evict the oldest chunks that were not used since their last inspection."""
     if not chunk.holders or _unpacked_bytes(chunk) > self.cache_bytes:
       chunk.array = None
       return
     self._cache[chunk.key] = chunk
     self.cached += _unpacked_bytes(chunk)
-    chunk.used = False  # only what is asked for again is spared
+    chunk.used = False  # a chunk must be read again to survive
     while self.cached > self.cache_bytes:
       key, oldest = self._cache.popitem(last=False)
       if oldest.used:
@@ -253,7 +257,12 @@ def _decompressor() -> zstandard.ZstdDecompressor:
 
 
 def pack(rows: np.ndarray, differences: bool) -> tuple[bytes, bool] | None:
-  """Compressed rows, or None if that saves too little. `differences`: along time, as integers."""
+  """Compress rows. Return None if that saves too little.
+
+  Args:
+    rows: Array [n, ...].
+    differences: Whether to compress differences along time. Integers only.
+  """
   if rows.nbytes < LEAST:
     return None
   if differences:
@@ -263,10 +272,11 @@ def pack(rows: np.ndarray, differences: bool) -> tuple[bytes, bool] | None:
 
 
 def compress(data: memoryview) -> bytes:
-  """As a new object of just its size.
+  """Compress data into a new object of exactly its size.
 
-  ZstdCompressor.compress makes one of the largest possible size and cuts off the rest. That leaves holes in
-  the heap into which the next chunk does not fit: 100,000 Pong frames took 680 MB instead of 17.
+  ZstdCompressor.compress allocates the largest possible size and cuts off the rest. That leaves
+  holes in the heap into which the next chunk does not fit: 100,000 Pong frames took 680 MB instead
+  of 17.
   """
   into = io.BytesIO()
   with _compressor().stream_writer(into, size=len(data), closefd=False) as writer:
@@ -275,17 +285,17 @@ def compress(data: memoryview) -> bytes:
 
 
 def unpack(packed: tuple[bytes, bool], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
-  """The rows again."""
+  """Decompress rows into a new array."""
   rows = np.empty(shape, dtype)
   unpack_into(packed, rows)
   return rows
 
 
 def unpack_into(packed: tuple[bytes, bool], rows: np.ndarray) -> None:
-  """Writes the rows again, to where there is room for just them, one after the other.
+  """Decompress rows into `rows`, a contiguous array.
 
   Raises:
-    ValueError: if they are fewer.
+    ValueError: If fewer bytes were packed.
   """
   data, differences = packed
   into = rows.reshape(-1).view(np.uint8)
@@ -297,7 +307,7 @@ def unpack_into(packed: tuple[bytes, bool], rows: np.ndarray) -> None:
 
 
 def difference(rows: np.ndarray) -> np.ndarray:
-  """Each row less the one before it, modulo the integers' range."""
+  """Return each row minus the previous row, modulo the range of the integers."""
   bits = rows.view(np.dtype(f'u{rows.dtype.itemsize}'))
   found = bits.copy()
   np.subtract(bits[1:], bits[:-1], out=found[1:])
@@ -305,7 +315,7 @@ def difference(rows: np.ndarray) -> np.ndarray:
 
 
 def accumulate(rows: np.ndarray) -> None:
-  """Makes differences into what they were made from."""
+  """Invert `difference` in place."""
   bits = rows.view(np.dtype(f'u{rows.dtype.itemsize}'))
   if bits[:1].nbytes < WIDE:
     np.add.accumulate(bits, axis=0, dtype=bits.dtype, out=bits)
@@ -315,7 +325,7 @@ def accumulate(rows: np.ndarray) -> None:
 
 
 def differences_help(rows: np.ndarray) -> bool:
-  """Whether rows get smaller packed as differences; only integers can be."""
+  """Return whether rows pack smaller as differences. Always false unless they are integers."""
   if rows.dtype.kind not in 'iu' or rows.nbytes < LEAST:
     return False
   sizes = [len(packed[0]) if (packed := pack(rows, d)) else rows.nbytes for d in (False, True)]
@@ -328,15 +338,19 @@ def differences_help(rows: np.ndarray) -> bool:
 def gather(
   store: ChunkStore, parts: Sequence[Part], dtype: np.dtype, shape: tuple[int, ...]
 ) -> Any:
-  """(rows [n, L, ...], lengths [n]): parts stacked, the shorter ones followed by zeros."""
+  """Stack parts, and pad the shorter ones with zeros.
+
+  Returns:
+    (rows [n, L, ...], lengths [n]), where L is the length of the longest part.
+  """
   lengths = [part[2] for part in parts]
   longest = max(lengths)
   whole = min(lengths) == longest
   if whole and longest * math.prod(shape) * dtype.itemsize <= SMALL:
     pieces = [rows for part in parts for rows in _pieces(store, part)]
-    rows = np.concatenate(pieces, dtype=dtype)  # else in the machine's order of bytes
+    rows = np.concatenate(pieces, dtype=dtype)  # without it, the byte order would become native
     return rows.reshape(len(parts), longest, *shape), np.array(lengths)
-  # Each piece is copied while the processor has it, and needn't be kept till the end.
+  # Each piece is copied while it is in the processor's cache, and is freed early.
   out = (np.empty if whole else np.zeros)((len(parts), longest, *shape), dtype)
   for into, (chunks, offset, length) in zip(out, parts, strict=True):
     done = 0
@@ -348,7 +362,7 @@ def gather(
 
 
 def _pieces(store: ChunkStore, part: Part) -> Iterable[np.ndarray]:
-  """The rows of a part, chunk by chunk."""
+  """Return the rows of a part, chunk by chunk."""
   chunks, offset, length = part
   if len(chunks) == 1:
     array = chunks[0].array

@@ -1,4 +1,4 @@
-"""The items of a table by key, and which of them is sampled and removed next."""
+"""Items of a table by key, with their priorities and the state of both selectors."""
 
 from __future__ import annotations
 
@@ -15,14 +15,11 @@ from podrace.tables.items import END_OF_KEYS, NEW, Draws, Item, Leaf, Signature
 from podrace.tables.limiters import Counts
 from podrace.tables.selectors import Selector
 
-BRIEF, LEAF_TEXT = 32, 100  # leaves in a message, and characters of each
+BRIEF, LEAF_TEXT = 32, 100  # limits of a message: leaves, characters of each
 
 
 class Contents:
-  """Items within bounds, and what was done with them; all under the lock of their store.
-
-  The arguments are those of `podrace.tables.Table`.
-  """
+  """Items within bounds, and their counts. Takes Table's arguments. Requires the store's lock."""
 
   def __init__(
     self,
@@ -45,7 +42,7 @@ class Contents:
     self.signature: Signature | None = None
     self.account = Account()
     self.slots: dict[int, int] = {}  # by key
-    self.items: list[Item | None] = []  # by slot, as the following
+    self.items: list[Item | None] = []  # by slot, as are the priorities and times
     self.next_sampled, self.next_removed = sampler.make(), remover.make()
     self._priorities = np.zeros(64)
     self._times = array('q')
@@ -53,10 +50,10 @@ class Contents:
     self._most = min(sampler.most, remover.most)
     self._rng = np.random.default_rng(seed)
 
-  # --- what may come in
+  # --- checks of items
 
   def check_priority(self, priority: float) -> float:
-    """A priority that the selectors can bear; raises ValueError for any other."""
+    """Return a priority as a float. Raise ValueError if the selectors don't accept it."""
     if not 0 <= priority <= self._most:
       raise ValueError(
         f'table {self.name!r}: priority {priority} is not in [0, {self._most:g}], which '
@@ -65,14 +62,14 @@ class Contents:
     return float(priority)
 
   def check(self, item: Item) -> None:
-    """Raises ValueError for an item unlike the others, or too large."""
+    """Raise ValueError if an item has a different signature, an invalid key or too many bytes."""
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
     if item.amends:
       check_columns(self.name, self.signature, item.signature)
     elif item.signature is not self.signature:
       check_alike(self.name, self.signature, item.signature)
-      # Also after a restore, for the caller's own types of named tuples.
+      # Also replaces an equal one after a restore, to use the caller's named tuple types.
       self.signature = item.signature
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
@@ -82,10 +79,10 @@ class Contents:
           f'and max_bytes is {self.max_bytes}'
         )
 
-  # --- in and out
+  # --- inserts and removals
 
   def insert(self, item: Item) -> None:
-    """An item whose key is new; others may have to go for it."""
+    """Insert an item with a new key, and remove items if a bound is exceeded."""
     slot = self._free.pop() if self._free else self._new_slot()
     self.items[slot] = item
     self.slots[item.key] = slot
@@ -107,14 +104,14 @@ class Contents:
     return slot
 
   def replace(self, item: Item) -> None:
-    """An item in the place of the one of its key."""
+    """Replace the item that has the same key."""
     slot = self.slots[item.key]
     self._exchange(slot, item)
     self._set_priorities(np.array([slot]), np.array([item.priority]))
     self._shrink()
 
   def amend(self, item: Item) -> None:
-    """Other rows for some columns of the item of this key; all else of it stays."""
+    """Replace the rows of some columns of the item that has the same key. Keep everything else."""
     slot = self.slots[item.key]
     old = self.items[slot]
     assert old is not None
@@ -151,7 +148,7 @@ class Contents:
     self.counts.deletes += 1
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
-    """Removes items by key; how many of the keys were there."""
+    """Remove items by key and return the number of keys that were present."""
     before = self.counts.deletes
     for key in np.asarray(keys).tolist():
       slot = self.slots.get(key)
@@ -160,14 +157,14 @@ class Contents:
     return self.counts.deletes - before
 
   def hold(self, item: Item, account: Account) -> None:
-    """Its chunks are kept for this account, too."""
+    """Hold the item's chunks for an account."""
     hold = self.store.hold
     for part in item.parts:
       for chunk in part[0]:
         hold(chunk, account)
 
   def drop(self, item: Item, account: Account) -> None:
-    """This account needs its chunks no longer."""
+    """Drop an account's hold on the item's chunks."""
     drop = self.store.drop
     for part in item.parts:
       for chunk in part[0]:
@@ -176,7 +173,7 @@ class Contents:
   # --- sampling and priorities
 
   def draw(self, draws: Draws, n: int) -> None:
-    """n more items; one at a time, where items are removed after so many samples."""
+    """Draw `n` more items. If the table sets max_times_sampled, n must be 1."""
     slots, probabilities = self.next_sampled.draw(n, self._rng)
     chosen, times = slots.tolist(), self._times
     sampled = []
@@ -185,11 +182,11 @@ class Contents:
       sampled.append(count)
     self._give(draws, slots, probabilities, sampled)
     self.counts.samples += n
-    if self.max_times_sampled and sampled[0] >= self.max_times_sampled:  # then n is 1
+    if self.max_times_sampled and sampled[0] >= self.max_times_sampled:  # implies that n is 1
       self._remove(chosen[0])
 
   def peek(self, draws: Draws, n: int) -> None:
-    """n more items, of which nothing is counted."""
+    """Draw `n` more items without counting them as sampled."""
     slots, probabilities = self.next_sampled.draw(n, self._rng)
     self._give(draws, slots, probabilities, [self._times[slot] for slot in slots.tolist()])
 
@@ -201,7 +198,7 @@ class Contents:
     draws.columns.append((probabilities, size, self._priorities[slots], np.array(times)))
 
   def update_priorities(self, keys: np.ndarray, priorities: np.ndarray) -> int:
-    """Sets priorities [n] of keys [n]; of a key given twice, the last. How many keys were there."""
+    """Set priorities [n] as Table.update_priorities. Return the number of keys present."""
     found = [self.slots.get(key, -1) for key in keys.tolist()]
     slots = np.array(found, np.int64)
     known = slots >= 0
@@ -215,7 +212,7 @@ class Contents:
     return int(known.sum())
 
   def check_priorities(self, priorities: np.ndarray) -> None:
-    """Raises ValueError for the first one that the selectors can't bear."""
+    """Raise ValueError for the first of priorities [n] that the selectors don't accept."""
     wrong = ~((priorities >= 0) & (priorities <= self._most))
     if wrong.any():
       self.check_priority(float(priorities[wrong][0]))
@@ -228,7 +225,7 @@ class Contents:
   # --- checkpoints
 
   def config(self) -> dict[str, Any]:
-    """What a table must have in common with one whose checkpoint it reads, as Table.config."""
+    """Return the settings that a checkpoint and its table must share, as Table.config."""
     return dict(
       sampler=self.sampler.name,
       remover=self.remover.name,
@@ -238,7 +235,7 @@ class Contents:
     )
 
   def snapshot(self) -> dict[str, Any]:
-    """All that a checkpoint needs, copied or immutable."""
+    """Return the complete state for a checkpoint, copied or immutable."""
     return dict(
       counts=dataclasses.asdict(self.counts),
       updates=self.updates,
@@ -253,7 +250,7 @@ class Contents:
     )
 
   def load(self, state: dict[str, Any]) -> None:
-    """Takes over what `snapshot` gave, with items over this store's chunks."""
+    """Load the state from `snapshot`, with items over this store's chunks."""
     self.counts = Counts(**state['counts'])
     self.updates = state['updates']
     self._rng.bit_generator.state = state['rng']
@@ -271,7 +268,11 @@ class Contents:
 
 
 def check_alike(name: str, known: Signature | None, signature: Signature) -> None:
-  """Raises ValueError for another signature than a table's items have; without items any will do."""
+  """Check that a signature equals the signature of a table's items, if the table has any.
+
+  Raises:
+    ValueError: If the signatures differ.
+  """
   if known is None:
     return
   same = trees.to_json(signature.structure) == trees.to_json(known.structure)
@@ -282,13 +283,19 @@ def check_alike(name: str, known: Signature | None, signature: Signature) -> Non
 
 
 def check_columns(name: str, known: Signature | None, signature: Signature) -> None:
-  """Raises ValueError for columns that a table's items do not have; without items nothing is amended."""
+  """Check that a table's items have the columns of a signature, if the table has any items.
+
+  An empty table has nothing to amend.
+
+  Raises:
+    ValueError: If the items lack a column.
+  """
   leaves = known.leaves if known else signature.leaves
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
     raise ValueError(f'table {name!r}: items are ({_brief(leaves)}), and have no ({_brief(other)})')
 
 
 def _brief(leaves: Sequence[Leaf]) -> str:
-  """Leaves for a message, of which many may be kept at once."""
+  """Describe leaves in a message of bounded length."""
   more = [f'and {len(leaves) - BRIEF} more'] if len(leaves) > BRIEF else []
   return ', '.join([*(str(leaf)[:LEAF_TEXT] for leaf in leaves[:BRIEF]), *more])

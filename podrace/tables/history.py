@@ -1,4 +1,4 @@
-"""A stream of steps in columns of chunks, and slices of its newest rows."""
+"""Recent steps of a stream, in columns of chunks, and slices of their rows."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from podrace.tables.chunks import (
 )
 from podrace.tables.items import Leaf, Signature
 
-TRY_AGAIN = 64  # chunks after which a column asks anew whether differences are smaller
+TRY_AGAIN = 64  # chunks after which a column tests again whether differences are smaller
 
 
 class Slice:
-  """Rows [start, stop) of a column, counted from the column's first; no time axis if `single`."""
+  """Rows [start, stop) of a column, counted from its first row. No time axis if `single`."""
 
   __slots__ = ('column', 'single', 'start', 'stop')
 
@@ -34,7 +34,7 @@ class Slice:
 
 
 class Column:
-  """One leaf of the steps: the chunk that is being filled, and those that items may still use."""
+  """One leaf of the steps: the chunk being filled, and earlier chunks that items may still use."""
 
   def __init__(
     self, store: ChunkStore, name: str, like: np.ndarray, history: int, rows: int | None
@@ -43,23 +43,27 @@ class Column:
       raise ValueError(f'column {name}: {like.dtype} is none of bool, integer, float and complex')
     self.name, self.dtype, self.shape = name, like.dtype, like.shape
     self.length = rows or max(1, min(ROWS_PER_CHUNK, BYTES_PER_CHUNK // max(1, like.nbytes)))
-    self.end = 0  # rows written, ever
-    self.begin = 0  # the first row of this episode
+    self.end = 0  # rows written in total
+    self.begin = 0  # first row of this episode
     self.account = Account()
     self._store, self._history = store, history
     self._chunks: deque[Chunk] = deque()
     self._first = 0  # number of the oldest chunk in _chunks
-    self._newest: tuple[Chunk, ...] = ()  # the newest one, as all items within it have it
+    self._newest: tuple[Chunk, ...] = ()  # the newest chunk; items within it share this tuple
     self._open: np.ndarray | None = None
     self._at = 0  # row in _open
     self._differences, self._sealed = False, 0
 
   def __len__(self) -> int:
-    """Rows of this episode that can be used."""
+    """Return the number of usable rows of this episode."""
     return min(self.end - self.begin, self._history)
 
   def __getitem__(self, index: int | slice) -> Slice:
-    """Rows by place in what can be used of this episode, as of a list; negative is from the end."""
+    """Return a slice of this episode's usable rows, indexed as a list.
+
+    Raises:
+      IndexError: If the index is out of range, or selects no contiguous rows.
+    """
     end = self.end
     n = min(end - self.begin, self._history)
     if isinstance(index, slice):
@@ -73,12 +77,16 @@ class Column:
     return Slice(self, row, row + 1, True)
 
   def check(self, x: Any, many: bool = False) -> np.ndarray:
-    """A row as this column keeps them, or an array of rows [n, ...] if `many`; refuses what is neither."""
+    """Convert a row, or rows [n, ...] if `many`, to an array of this column's dtype and shape.
+
+    Raises:
+      ValueError: If the dtype or shape differs, or a number is out of the dtype's range.
+    """
     row = np.asarray(x)
     if not isinstance(x, np.ndarray | np.generic) and np.can_cast(
       row.dtype, self.dtype, 'same_kind'
     ):
-      given, row = row, row.astype(self.dtype)  # a Python number has no type of its own
+      given, row = row, row.astype(self.dtype)  # a Python number has no dtype
       if given.dtype.kind in 'iu' and self.dtype.kind in 'iu' and (given != row).any():
         raise ValueError(f'column {self.name}: {x!r:.100} is not within the range of {self.dtype}')
     if (
@@ -93,7 +101,7 @@ class Column:
     return row
 
   def append(self, row: np.ndarray) -> None:
-    """A copy of a row that has been checked."""
+    """Copy a checked row into the column."""
     if self._open is None:
       self._start_chunk()
     at = self._at
@@ -105,7 +113,7 @@ class Column:
       self.seal()
 
   def extend(self, rows: np.ndarray) -> None:
-    """Copies of rows [n, ...] that have been checked."""
+    """Copy checked rows [n, ...] into the column."""
     while len(rows):
       if self._open is None:
         self._start_chunk()
@@ -119,7 +127,11 @@ class Column:
         self.seal()
 
   def part(self, start: int, stop: int) -> Part:
-    """Where rows are."""
+    """Locate rows [start, stop) in the chunks.
+
+    Raises:
+      ValueError: If the rows are not within this episode's history.
+    """
     oldest = max(self.begin, self.end - self._history)
     if not oldest <= start < stop <= self.end:
       raise ValueError(
@@ -142,12 +154,12 @@ class Column:
     with store.lock:
       store.hold(chunk, self.account)
       self._chunks.append(chunk)
-      while (self._first + 1) * self.length <= self.end + 1 - self._history:  # with this row
+      while (self._first + 1) * self.length <= self.end + 1 - self._history:  # counts the next row
         store.drop(self._chunks.popleft(), self.account)
         self._first += 1
 
   def seal(self) -> None:
-    """Packs the chunk that is being filled."""
+    """Pack the chunk that is being filled."""
     if self._open is None:
       return
     if self._sealed % TRY_AGAIN == 0:
@@ -157,7 +169,7 @@ class Column:
     self._store.seal(self._chunks[-1], self._differences)
 
   def close(self) -> None:
-    """Lets go of all chunks; nothing may be appended any more."""
+    """Drop all chunks. The column then accepts no more rows."""
     self.seal()
     self._newest = ()
     with self._store.lock:
@@ -166,24 +178,24 @@ class Column:
 
 
 class History:
-  """The columns of a stream of steps, nested as these are.
+  """Columns of a stream of steps, with the nesting of the steps.
 
   Args:
-    store: where the chunks go.
-    length: how many of the newest rows of each column can be used.
-    rows_per_chunk: as of a `Writer`.
+    store: Store of the chunks.
+    length: Number of the newest rows of each column that items can use.
+    rows_per_chunk: As in `Writer`.
   """
 
   def __init__(self, store: ChunkStore, length: int, rows_per_chunk: int | None) -> None:
     self._store, self._length, self._rows_per_chunk = store, length, rows_per_chunk
-    self.structure: tuple[Any, ...] | None = None  # of a step, once there is one
+    self.structure: tuple[Any, ...] | None = None  # of a step; None before the first
     self.columns: list[Column] = []
     self.nested: Any = None  # the columns, nested as the steps
-    self._flat: tuple[str, ...] | None = None  # names, if a step is a dict of arrays
+    self._flat: tuple[str, ...] | None = None  # names, if a step is a flat dict
     self._signatures: dict[Any, Signature] = {}
 
   def append(self, step: Any) -> None:
-    """As `Writer.append`."""
+    """Append one step, as `Writer.append`."""
     if self.structure is None:
       self._begin(step)
     values: list[Any]
@@ -196,12 +208,12 @@ class History:
       x = values[i]
       if type(x) is not np.ndarray or x.dtype is not column.dtype or x.shape != column.shape:
         values[i] = None if x is None else column.check(x)
-    for i, column in enumerate(self.columns):  # all or none
+    for i, column in enumerate(self.columns):  # after all checks: all columns or none
       if values[i] is not None:
         column.append(values[i])
 
   def extend(self, steps: Any) -> None:
-    """As `Writer.extend`."""
+    """Append many steps, as `Writer.extend`."""
     if self.structure is None:
       self._begin(steps, many=True)
     values: list[Any] = []
@@ -234,11 +246,18 @@ class History:
 
   @property
   def bytes(self) -> int:
-    """Of the chunks that may still be used for items, or are being filled."""
+    """Stored size of the chunks that are being filled or that items may still use."""
     return sum(column.account.bytes for column in self.columns)
 
   def parts(self, trajectory: Any, num_steps: int | None) -> tuple[Signature, tuple[Part, ...]]:
-    """Of slices, nested, or of the newest rows of every column: where they are, and what an item of them is."""
+    """Locate an item's rows: nested slices, or the newest `num_steps` rows of every column.
+
+    Returns:
+      The item's signature, and one part for each leaf.
+
+    Raises:
+      ValueError: If not exactly one of the arguments is set, or rows are outside the history.
+    """
     if (trajectory is None) == (num_steps is None):
       raise ValueError('create_item needs a trajectory or num_steps, and not both')
     if self.structure is None:
@@ -274,7 +293,7 @@ class History:
     return self._store.same(Signature(structure, leaves))
 
   def reader(self, trajectory: Any) -> Callable[[], Any]:
-    """As `Writer.reader`."""
+    """Return a function that reads slices, as `Writer.reader`."""
     signature, parts = self.parts(trajectory, None)
 
     def rows() -> Any:
@@ -287,11 +306,11 @@ class History:
     return rows
 
   def begin_episode(self) -> None:
-    """What there is can be used no more."""
+    """Begin an episode. Earlier rows can no longer be used."""
     for column in self.columns:
       column.begin = column.end
 
   def close(self) -> None:
-    """Lets go of all chunks; nothing may be appended any more."""
+    """Drop all chunks. The history then accepts no more steps."""
     for column in self.columns:
       column.close()

@@ -1,4 +1,4 @@
-"""The items that come to a table: at once, or when its limiter permits."""
+"""Insertion of items into a table, immediately or when its limiter permits."""
 
 from __future__ import annotations
 
@@ -12,22 +12,26 @@ from podrace.tables.limiters import RateLimiter
 
 
 class Inserts:
-  """Where items come in: those that the limiter holds back wait in their order."""
+  """Queue of inserts. Items that the limiter holds back wait in order."""
 
   def __init__(self, contents: Contents, limiter: RateLimiter, desk: Desk) -> None:
     self._contents, self._limiter, self._desk = contents, limiter, desk
-    self._account = Account()  # of items that wait
+    self._account = Account()  # of the waiting items
 
   def submit(self, item: Item, writer: InFlight) -> Pending | None:
-    """Inserts an item now, or leaves it waiting for the limiter and says so.
+    """Insert an item, or queue it if the limiter holds it back.
 
-    An item whose key is known replaces the one of that key: its data and its priority, not its place
-    in the order nor its times sampled. That is no insert for the limiter, and never waits. One that amends
-    replaces only the rows of its columns; it is dropped if the key is not there.
+    An item with a known key replaces the item of that key. Its data and priority change; its place
+    in the order and its times sampled stay. A replacement is no insert for the limiter and never
+    waits. An item that amends replaces only the rows of its columns, and is dropped if its key is
+    absent.
+
+    Returns:
+      The queued item, or None if nothing waits.
 
     Raises:
-      ValueError: if it isn't like the table's other items, or can't fit into max_bytes.
-      Closed: if the table is.
+      ValueError: If the item doesn't match the table's items or doesn't fit into max_bytes.
+      Closed: If the table is closed.
     """
     with self._desk.inserting:
       return self._submit(item, writer)
@@ -35,7 +39,14 @@ class Inserts:
   def submit_all(
     self, items: Sequence[Item], writer: InFlight
   ) -> list[Pending | ValueError | None]:
-    """What `submit` returns, or the ValueError that it raises, for each of the items."""
+    """Submit many items.
+
+    Returns:
+      For each item the result of `submit`, or the ValueError that it raised.
+
+    Raises:
+      Closed: If the table is closed.
+    """
     found: list[Pending | ValueError | None] = []
     with self._desk.inserting:
       for item in items:
@@ -53,7 +64,7 @@ class Inserts:
     if item.amends:
       if item.key in contents.slots:
         contents.amend(item)
-        self.admit()  # as below
+        self.admit()  # max_bytes may have removed items
       return None
     if item.key == NEW:
       item.key = store.next_key
@@ -61,7 +72,7 @@ class Inserts:
       store.next_key = item.key + 1
     if item.key in contents.slots:
       contents.replace(item)
-      self.admit()  # max_bytes may have made it delete others
+      self.admit()  # max_bytes may have removed items
     elif self._limiter.may_insert(contents.counts):
       contents.insert(item)
       if self._desk.samplers:
@@ -74,7 +85,7 @@ class Inserts:
     return None
 
   def admit(self) -> None:
-    """Whatever may now go on, does: waiting items in their order, then samplers."""
+    """Let waiting calls proceed where the limiter permits: items in order, then samplers."""
     contents, desk = self._contents, self._desk
     while desk.inserts:
       item = desk.inserts[0].item
@@ -91,11 +102,13 @@ class Inserts:
       desk.readable.notify_all()
 
   def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
-    """Returns when an item waits no longer, or at most so many of its writer's, or one was refused.
+    """Wait for an item to be finished.
+
+    Also return if at most `most` of its writer's items wait, or if one of them was refused.
 
     Raises:
-      RateLimited: if the deadline has passed.
-      Cancelled: if a table on which one of the writer's items waits was cancelled.
+      RateLimited: If the deadline has passed.
+      Cancelled: If a table on which one of the writer's items waits was cancelled.
     """
     writer = pending.writer
     with self._desk.inserting:
@@ -103,30 +116,30 @@ class Inserts:
         wait.on(self._desk, writer.fewer, 'insert into', self.why_not)
 
   def withdraw(self, pending: Pending) -> bool:
-    """Takes back an item that still waits; False if it has been inserted."""
+    """Withdraw a waiting item. Return False if it has been inserted already."""
     with self._desk.inserting:
       if pending.done:
         return False
       self._desk.inserts.remove(pending)
       self._finish(pending)
-      self.admit()  # the one behind it may be a replacement
+      self.admit()  # the next item may be a replacement
       return True
 
   def refuse_all(self, error: Closed) -> None:
-    """Drops the items that wait, and lets the writer of each know; under the lock."""
+    """Drop the waiting items and queue `error` for each of their writers. Requires the lock."""
     while self._desk.inserts:
       pending = self._desk.inserts.popleft()
       self._finish(pending)
       pending.writer.refuse(error)
 
   def cancel(self) -> None:
-    """Every call that waits for one of the items raises Cancelled; under the lock."""
+    """Cancel every call that waits for one of the items. Requires the lock."""
     for writer in {pending.writer for pending in self._desk.inserts}:
       writer.cancels += 1
       writer.fewer.notify_all()
 
   def why_not(self) -> str:
-    """What keeps an item waiting."""
+    """Explain why the oldest item waits."""
     why = self._limiter.why_no_insert(self._contents.counts)
     return f'{why}; {len(self._desk.inserts)} inserts and {self._desk.samplers} samplers wait'
 

@@ -1,4 +1,4 @@
-"""What a table has: items, what they have in common, and what is sampled of them."""
+"""Items of a table, their signature, and samples of them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import numpy as np
 from podrace.tables import trees
 from podrace.tables.chunks import Chunk, ChunkStore, Part, gather
 
-NEW = 0  # the key of an item that shall be given one
-END_OF_KEYS = 2**62  # further ones are counted from the largest, and all are int64
+NEW = 0  # key of an item that has none yet
+END_OF_KEYS = 2**62  # new keys count up from the largest, within int64
 
 
 class Leaf(NamedTuple):
-  """What one column of an item is."""
+  """Type of one column of an item."""
 
   name: str
   dtype: np.dtype
@@ -28,14 +28,14 @@ class Leaf(NamedTuple):
 
 
 class Signature(NamedTuple):
-  """What all items of a table have in common; their columns may differ in length."""
+  """Structure that all items of a table share. Their columns may differ in length."""
 
   structure: tuple[Any, ...]
   leaves: tuple[Leaf, ...]
 
 
 class Item:
-  """Rows of some columns, under a key."""
+  """Rows of one or more columns, under a key."""
 
   __slots__ = ('__weakref__', 'amends', 'key', 'parts', 'priority', 'signature')
 
@@ -48,52 +48,55 @@ class Item:
     amends: bool = False,
   ) -> None:
     self.key = key
-    self.priority = priority  # when it was made
+    self.priority = priority  # at creation
     self.signature = signature
     self.parts = parts  # one for each leaf
-    self.amends = amends  # they take the place of those of the item of this key, if it is there
+    self.amends = amends  # whether `parts` replace columns of the item with this key
 
 
 class Samples(NamedTuple):
-  """n items, and what their table knew about each when it was sampled."""
+  """Batch of n sampled items, with the table's statistics of each at the time of sampling."""
 
-  data: Any  # [n, L, ...] as the items are nested; L is the longest of a column, then zeros
-  lengths: Any  # [n] i64 how many rows are real, nested likewise
+  data: Any  # [n, L, ...] nested as the items; zeros pad to the longest, L, of each column
+  lengths: Any  # [n] i64, rows before the padding, nested as `data`
   key: np.ndarray  # [n] i64
   probability: np.ndarray  # [n] f64
   table_size: np.ndarray  # [n] i64
   priority: np.ndarray  # [n] f64
-  times_sampled: np.ndarray  # [n] i64, this time included unless it was a peek
+  times_sampled: np.ndarray  # [n] i64, includes this sample unless it was a peek
 
 
 @dataclasses.dataclass(frozen=True)
 class TableInfo:
-  """How a table does; `seconds` are a partition of the time since it was made."""
+  """Statistics of a table. `seconds` divides its lifetime among the states of its clock."""
 
   name: str
   size: int
   max_size: int
-  bytes: int  # of the chunks that its items need, as they are kept
+  bytes: int  # stored size of the items' chunks
   max_bytes: int | None
   chunks: int
   inserts: int
   samples: int
   deletes: int
   updates: int  # priorities changed by key
-  waiting_inserts: int  # items that the limiter holds back
+  waiting_inserts: int  # held back by the limiter
   waiting_samplers: int
   limiter: str
   seconds: dict[str, float]
 
 
 class Draws(NamedTuple):
-  """What was drawn under the lock, before any data is read."""
+  """Items drawn under the lock, before their data is read."""
 
   items: list[Item]
   columns: list[tuple[np.ndarray, ...]]  # probability, table_size, priority, times_sampled
 
   def read(self, store: ChunkStore, structure: tuple[Any, ...]) -> Samples:
-    """The rows of all items, nested like `structure`; without the lock, as it unpacks chunks."""
+    """Read the rows of all items, nested like `structure`.
+
+    Call it without the lock, because it unpacks chunks.
+    """
     leaves = self.items[0].signature.leaves
     columns = zip(*(item.parts for item in self.items), strict=True)
     data, lengths = [], []
@@ -114,5 +117,5 @@ class Draws(NamedTuple):
 
 
 def held(items: Sequence[Item | None]) -> dict[int, Chunk]:
-  """The chunks that items need, by key, in the order of first need."""
+  """Return the chunks of items, by chunk key, in the order of first use."""
   return {c.key: c for item in items if item is not None for part in item.parts for c in part[0]}

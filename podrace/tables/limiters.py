@@ -1,10 +1,11 @@
-"""When a table may be sampled from and inserted into, so that neither side outruns the other.
+"""Rate limiters, which balance inserts into a table against samples from it.
 
-The rules are Reverb's (Cassirer et al. 2021, arXiv 2102.04736, section 3.4): with lifetime counts of
-inserts, samples and deletes,
+The rules are Reverb's (Cassirer et al. 2021, arXiv 2102.04736, section 3.4). They use lifetime
+counts of inserts, samples and deletes. SPI is samples_per_insert.
 
-- n may be sampled if inserts - deletes >= min_size and inserts * SPI - samples - n >= min_diff;
-- n may be inserted if inserts + n - deletes <= min_size or (inserts + n) * SPI - samples <= max_diff.
+- n may be sampled if inserts - deletes >= min_size and inserts * SPI - samples - n >= min_diff.
+- n may be inserted if inserts + n - deletes <= min_size
+  or (inserts + n) * SPI - samples <= max_diff.
 """
 
 from __future__ import annotations
@@ -17,23 +18,23 @@ INFINITY = math.inf
 
 @dataclasses.dataclass
 class Counts:
-  """What a table has done in its lifetime, checkpoints included."""
+  """Lifetime counts of a table, which checkpoints preserve."""
 
-  inserts: int = 0  # of new keys
+  inserts: int = 0  # with new keys
   samples: int = 0
   deletes: int = 0  # by key, by the remover, and after max_times_sampled
 
   @property
   def size(self) -> int:
-    """How many items there are."""
+    """Number of items in the table."""
     return self.inserts - self.deletes
 
 
 @dataclasses.dataclass(frozen=True)
 class RateLimiter:
-  """The rules' four numbers; made by the functions below, which also refuse what must deadlock."""
+  """Parameters of the rules. Use the functions below, which also refuse settings that deadlock."""
 
-  name: str  # the call that made it, for messages
+  name: str  # call that made the limiter, for messages
   samples_per_insert: float
   min_size: int
   min_diff: float
@@ -41,7 +42,7 @@ class RateLimiter:
 
   @property
   def numbers(self) -> tuple[float, int, float, float]:
-    """What makes it equal to another one."""
+    """Numbers that decide whether two limiters are equal."""
     return self.samples_per_insert, self.min_size, self.min_diff, self.max_diff
 
   def __post_init__(self) -> None:
@@ -49,7 +50,7 @@ class RateLimiter:
       raise ValueError(f'{self.name}: samples_per_insert must be positive and finite')
     if self.min_size < 1:
       raise ValueError(f'{self.name}: min_size is {self.min_size}, must be at least 1')
-    if not self.min_diff <= self.max_diff:  # NaN as well
+    if not self.min_diff <= self.max_diff:  # also refuses NaN
       raise ValueError(f'{self.name}: min_diff={self.min_diff} is above max_diff={self.max_diff}')
     if self.min_diff > self.samples_per_insert * self.min_size:
       raise ValueError(
@@ -58,23 +59,23 @@ class RateLimiter:
       )
 
   def may_sample(self, counts: Counts, n: int = 1) -> bool:
-    """The first rule."""
+    """Return whether n items may be sampled, by the first rule."""
     balance = counts.inserts * self.samples_per_insert - counts.samples - n
     return counts.size >= self.min_size and balance >= self.min_diff
 
   def may_insert(self, counts: Counts, n: int = 1) -> bool:
-    """The second rule."""
+    """Return whether n items may be inserted, by the second rule."""
     if counts.size + n <= self.min_size:
       return True
     return (counts.inserts + n) * self.samples_per_insert - counts.samples <= self.max_diff
 
   def samples_allowed(self, counts: Counts, most: int) -> int:
-    """The largest n <= most that may be sampled now, if nothing is deleted in between."""
+    """Return the largest n <= `most` that may be sampled now, if nothing is deleted in between."""
     if counts.size < self.min_size:
       return 0
     balance = counts.inserts * self.samples_per_insert - counts.samples - self.min_diff
     n = most if balance >= most else max(0, math.floor(balance))
-    # `balance` has been rounded, perhaps otherwise than in the rule, which decides.
+    # `balance` may be rounded differently from the rule, which decides.
     while n and not self.may_sample(counts, n):
       n -= 1
     while n < most and self.may_sample(counts, n + 1):
@@ -82,7 +83,7 @@ class RateLimiter:
     return n
 
   def why_no_sample(self, counts: Counts) -> str:
-    """What keeps the next sample waiting, in numbers, and what would end the wait."""
+    """Explain in numbers why the next sample waits, and how the wait can end."""
     reasons = []
     if counts.size < self.min_size:
       reasons.append(
@@ -99,7 +100,7 @@ class RateLimiter:
     return self._report(counts, reasons)
 
   def why_no_insert(self, counts: Counts) -> str:
-    """What keeps the next insert waiting, in numbers, and what would end the wait."""
+    """Explain in numbers why the next insert waits, and how the wait can end."""
     reasons = []
     balance = (counts.inserts + 1) * self.samples_per_insert - counts.samples
     if not self.may_insert(counts) and balance > self.max_diff:
@@ -115,20 +116,23 @@ class RateLimiter:
 
 
 def min_size(size: int) -> RateLimiter:
-  """Sampling may begin with `size` items; no other bound."""
+  """Limit sampling to tables with at least `size` items. Set no further bound."""
   return RateLimiter(f'min_size({size})', 1.0, size, -INFINITY, INFINITY)
 
 
 def sample_to_insert_ratio(
   samples_per_insert: float, min_size: int, error: float | tuple[float, float]
 ) -> RateLimiter:
-  """On average `samples_per_insert` samples of each item, once there are `min_size` of them.
+  """Hold an average of `samples_per_insert` samples for each item.
 
-  `error` is by how many samples the balance may be off, to either side; or the two bounds
-  (min_diff, max_diff) themselves.
+  Args:
+    samples_per_insert: Target ratio, positive.
+    min_size: Number of items before sampling may begin.
+    error: Number of samples by which the balance may deviate to either side, or the two bounds
+      (min_diff, max_diff).
 
   Raises:
-    ValueError: for settings under which both sides could come to wait for each other.
+    ValueError: For settings under which inserts and samples could deadlock.
   """
   name = f'sample_to_insert_ratio({samples_per_insert:g}, min_size={min_size}, error={error})'
   if not 0 < samples_per_insert < INFINITY:
@@ -144,12 +148,12 @@ def sample_to_insert_ratio(
 
 
 def queue(size: int) -> RateLimiter:
-  """Each item is sampled once, and at most `size` wait for it; for fifo and max_times_sampled=1."""
+  """Sample each item once, and hold at most `size` items. Use with fifo and max_times_sampled=1."""
   return _each_once(f'queue({size})', size)
 
 
 def stack(size: int) -> RateLimiter:
-  """As `queue`, for a table whose sampler and remover are lifo."""
+  """Sample each item once, as `queue`, for a table with lifo as its sampler and remover."""
   return _each_once(f'stack({size})', size)
 
 

@@ -1,4 +1,4 @@
-"""The items that are sampled from a table: at once, or when its limiter permits."""
+"""Sampling of items from a table, immediately or when its limiter permits."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from podrace.tables.limiters import RateLimiter
 
 
 class Reads:
-  """Where items are sampled: what the limiter does not permit yet is waited for."""
+  """Queue of samplers, which wait until the limiter permits their samples."""
 
   def __init__(
     self, contents: Contents, limiter: RateLimiter, desk: Desk, inserts: Inserts
   ) -> None:
     self._contents, self._limiter, self._desk, self._inserts = contents, limiter, desk, inserts
-    self._cancels = 0  # so many times has all waiting been cancelled
+    self._cancels = 0  # number of cancellations
 
   def sample(self, n: int, least: int, timeout: float | None, peek: bool) -> Samples:
-    """`least` to n items, as Table.sample."""
+    """Sample between `least` and `n` items, as Table.sample."""
     if not 1 <= least <= n:
       name = self._contents.name
       raise ValueError(f'table {name!r}: at_least={least} of {n=}, expected 1 <= at_least <= n')
@@ -51,10 +51,10 @@ class Reads:
           self._desk.wait_more(-1, peek)
 
   def draw(self, draws: Draws, n: int, peek: bool = False) -> None:
-    """Draws what the limiter permits now, until `draws` has n items; never waits.
+    """Draw items until `draws` has n, as far as the limiter permits now. Never wait.
 
     Raises:
-      Closed: if the table is.
+      Closed: If the table is closed.
     """
     with self._desk.sampling:
       self._draw_now(draws, n, peek)
@@ -66,10 +66,10 @@ class Reads:
         self._contents.peek(draws, n - len(draws.items))
       return
     while self._draw(draws, n - len(draws.items)) and self._desk.inserts:
-      self._inserts.admit()  # what has come in may be sampled as well
+      self._inserts.admit()  # newly admitted items may be sampled at once
 
   def _draw(self, draws: Draws, most: int) -> int:
-    """Draws up to `most` items, if and as many as the limiter permits now."""
+    """Draw up to `most` items, as far as the limiter permits now, and return their number."""
     contents, limiter = self._contents, self._limiter
     if contents.max_times_sampled:
       n = 0
@@ -83,17 +83,17 @@ class Reads:
     return n
 
   def wait_more(self, more: int, peek: bool = False) -> None:
-    """So many more samplers wait, which use `draw`, or less."""
+    """Add `more` to the number of waiting samplers, which use `draw`. It may be negative."""
     with self._desk.running:
       self._desk.wait_more(more, peek)
 
   def cancel(self) -> None:
-    """Every call that waits now raises Cancelled; under the lock."""
+    """Cancel every waiting call. Requires the lock."""
     self._cancels += 1
     self._desk.readable.notify_all()
 
   def why_not(self, peek: bool = False) -> str:
-    """What keeps a sampler waiting, or one that only peeks."""
+    """Explain why a sampler waits, or a call with `peek`."""
     contents, more = self._contents, f'{len(self._desk.inserts)} inserts wait as well'
     if peek:
       return f'there is no item; {more}'

@@ -1,8 +1,8 @@
-"""Which item of a table is next: to be sampled, or to be removed.
+"""Selectors, which choose the next item of a table to sample or to remove.
 
-The six selectors are Reverb's (Cassirer et al. 2021, arXiv 2102.04736, section 3.3). A `Selector` says
-which; `selector.make()` makes the state that follows one table's items. Items are known here by
-their slot, a small integer that a table gives to the next item once it is free.
+The six selectors are Reverb's (Cassirer et al. 2021, arXiv 2102.04736, section 3.3). A `Selector`
+is the setting, and `selector.make()` makes the state for one table's items. An item is known here
+by its slot, a small integer that the table reuses once it is free.
 """
 
 from __future__ import annotations
@@ -15,56 +15,75 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-State = dict[str, np.ndarray]  # of a selector, for a checkpoint
+State = dict[str, np.ndarray]  # of a selector, as saved in checkpoints
 
 
 class Order(Protocol):
-  """A selector's state. Priorities have been checked; slots are known to be in or out."""
+  """State of a selector. Callers have checked the priorities and know which slots are present."""
 
-  def insert(self, slot: int, priority: float) -> None: ...
-  def remove(self, slot: int) -> None: ...
-  def update(self, slots: np.ndarray, priorities: np.ndarray) -> None: ...
+  def insert(self, slot: int, priority: float) -> None:
+    """Insert an absent slot."""
+    ...
+
+  def remove(self, slot: int) -> None:
+    """Remove a present slot."""
+    ...
+
+  def update(self, slots: np.ndarray, priorities: np.ndarray) -> None:
+    """Set the priorities [n] of present slots [n]."""
+    ...
 
   def draw(self, n: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """(slots [n] i64, their probabilities [n] f64), with replacement; not from nothing."""
+    """Draw n slots with replacement. There must be at least one slot.
+
+    Returns:
+      (slots [n] i64, their probabilities [n] f64).
+    """
     ...
 
   def state(self) -> Callable[[], State]:
-    """What makes the state of this moment into arrays; quick itself, as traffic waits for it."""
+    """Capture the current state and return a function that converts it to arrays.
+
+    The capture is quick, because it blocks traffic. The conversion may run later.
+    """
     ...
 
   def load(self, state: State) -> None:
-    """Takes over what `state` gave, so that all draws are as they would have been."""
+    """Load a state, so that draws continue as in the selector that saved it."""
     ...
 
 
 class Selector(NamedTuple):
-  """What to make, its name for messages and checkpoints, and the priorities that it can bear."""
+  """Setting of a selector: its name in messages and checkpoints, its factory and its limit."""
 
   name: str
   make: Callable[[], Order]
-  most: float = sys.float_info.max  # the largest priority
+  most: float = sys.float_info.max  # largest priority
 
 
 def uniform() -> Selector:
-  """Each item is as likely as any other."""
+  """Select every item with equal probability."""
   return Selector('uniform', _Uniform)
 
 
 def fifo() -> Selector:
-  """The item that was inserted first."""
+  """Select the item that was inserted first."""
   return Selector('fifo', lambda: _Line(oldest=True))
 
 
 def lifo() -> Selector:
-  """The item that was inserted last."""
+  """Select the item that was inserted last."""
   return Selector('lifo', lambda: _Line(oldest=False))
 
 
 def prioritized(exponent: float) -> Selector:
-  """With probability proportional to priority ** exponent.
+  """Select an item with probability proportional to priority ** exponent.
 
-  A priority of zero is never drawn, whatever the exponent; if all are zero, the draw is uniform.
+  An item of priority zero is never drawn, whatever the exponent. If all priorities are zero, the
+  draw is uniform.
+
+  Raises:
+    ValueError: If the exponent is negative or not finite.
   """
   if not 0 <= exponent < float('inf'):
     raise ValueError(f'prioritized({exponent}): the exponent must be at least 0 and finite')
@@ -74,17 +93,17 @@ def prioritized(exponent: float) -> Selector:
 
 
 def min_heap() -> Selector:
-  """The lowest priority; of equal ones, what was inserted or updated longest ago."""
+  """Select the item with the lowest priority. Ties go to the oldest insert or update."""
   return Selector('min_heap', lambda: _Heap(1.0))
 
 
 def max_heap() -> Selector:
-  """The highest priority; of equal ones, what was inserted or updated longest ago."""
+  """Select the item with the highest priority. Ties go to the oldest insert or update."""
   return Selector('max_heap', lambda: _Heap(-1.0))
 
 
 class _Uniform:
-  """All slots in an array, without holes; `_place` says where each one is."""
+  """Array of all slots without holes. `_place` is the position of each slot."""
 
   def __init__(self) -> None:
     self._slots = np.zeros(64, np.int64)
@@ -124,7 +143,7 @@ class _Uniform:
 
 
 class _Line:
-  """A doubly linked list through two arrays of slot + 1; 0 is before the first and after the last."""
+  """Doubly linked list in two arrays, indexed by slot + 1. Entry 0 is the head and the tail."""
 
   def __init__(self, oldest: bool) -> None:
     self._oldest = oldest
@@ -161,7 +180,7 @@ class _Line:
 
 
 class _Heap:
-  """A heap of (priority, when, slot); an entry whose `when` is not the slot's newest is void."""
+  """Heap of (priority, when, slot). An entry is void unless `when` is the newest of its slot."""
 
   def __init__(self, sign: float) -> None:
     self._sign = sign
@@ -223,16 +242,16 @@ class _Heap:
 
 
 class _Prioritized:
-  """A tree of sums over the slots' weights.
+  """Tree of sums over the slots' weights.
 
-  Node i is the sum of nodes 2i and 2i + 1, and slot s is node `_leaves + s`. Inner nodes are brought up to
-  date when somebody draws, for all changes since the last draw together; each is then the sum of
-  its children anew, so that nothing drifts.
+  Node i is the sum of nodes 2i and 2i + 1, and slot s is node `_leaves + s`. A draw first refreshes
+  the inner nodes for all changes since the last draw. Each is summed anew from its children, so
+  rounding errors do not accumulate.
   """
 
   def __init__(self, exponent: float) -> None:
     self._exponent = exponent
-    self._all = _Uniform()  # for when all priorities are zero
+    self._all = _Uniform()  # draws if all priorities are zero
     self._leaves = 64
     self._sums = np.zeros(2 * self._leaves)
     self._changed: list[int] = []
@@ -263,7 +282,7 @@ class _Prioritized:
     while node[0] < self._leaves:  # all are at the same depth
       node *= 2
       left = self._sums[node]
-      # Rounding may leave more than there is; still never into a subtree that weighs nothing.
+      # Rounding may leave more than the remaining weight. Never enter a subtree of weight 0.
       right = (left_over >= left) & (self._sums[node + 1] > 0)
       left_over -= np.where(right, left, 0.0)
       node += right
@@ -304,7 +323,7 @@ class _Prioritized:
 
 
 def _certain(slot: int, n: int) -> tuple[np.ndarray, np.ndarray]:
-  """The draw of what is the only choice; quick for one, as that is how removers draw."""
+  """Return n draws of the only choice. The case n = 1 is fast, because removers use it."""
   return (np.array([slot]), _ONE) if n == 1 else (np.full(n, slot), np.ones(n))
 
 
@@ -313,6 +332,6 @@ _ONE.flags.writeable = False
 
 
 def _reach(numbers: array[int], index: int) -> None:
-  """Grows an array so that it has a place `index`."""
+  """Grow an array so that it has an entry `index`."""
   if index >= len(numbers):
     numbers.extend([0] * (max(index, 2 * len(numbers)) + 1 - len(numbers)))

@@ -1,7 +1,7 @@
-"""A table: items over shared chunks, what to sample and to remove next, and how fast.
+"""Replay table: items over shared chunks, with selectors and a rate limiter.
 
-The semantics are Reverb's (Cassirer et al. 2021, arXiv 2102.04736); docs/tables.md has its names
-next to ours. Everything here may be called from any thread.
+The semantics are Reverb's (Cassirer et al. 2021, arXiv 2102.04736). docs/tables.md maps Reverb's
+names to the names here. All public functions may be called from any thread.
 """
 
 from __future__ import annotations
@@ -30,21 +30,38 @@ from podrace.tables.selectors import Selector
 
 
 class Table:
-  """Items of one kind, sampled and removed by its selectors; on a store that it may share.
+  """Table of items of one signature, with its own selectors. Tables may share a store.
+
+  Example:
+    store = ChunkStore()
+    table = Table(
+      'replay',
+      store,
+      sampler=uniform(),
+      remover=fifo(),
+      rate_limiter=min_size(1),
+      max_size=1000,
+    )
+    with Writer(store, history=2) as writer:
+      writer.append({'reward': np.float32(1.0)})
+      writer.create_item(table, priority=1.0, num_steps=1)
+    samples = table.sample(4)  # samples.data['reward'] is [4, 1]
 
   Args:
-    name: within the store.
-    store: where its items' chunks are.
-    sampler: which item is sampled next.
-    remover: which item goes when there are too many; the newest is in the choice.
-    rate_limiter: when sampling and inserting have to wait.
-    max_size: items.
-    max_bytes: what the items' chunks may take, as they are kept; None for no bound.
-    max_times_sampled: items are removed after so many samples; 0 for no bound.
-    seed: for the selectors. Equal calls in equal order give equal samples.
-    report_after: seconds after which a call that still waits is reported, and again at
-      intervals that double.
-    report: is given what waits and why; by default a warning of the logger podrace.tables.
+    name: Name within the store.
+    store: Store of the items' chunks.
+    sampler: Selector of the next item to sample.
+    remover: Selector of the item to remove when a bound is exceeded. It may remove the newest.
+    rate_limiter: Limiter of sampling and inserting.
+    max_size: Largest number of items.
+    max_bytes: Largest stored size of the items' chunks. None for no bound.
+    max_times_sampled: Number of samples after which an item is removed. 0 for no bound.
+    seed: Seed of the selectors. Equal calls in equal order give equal samples.
+    report_after: Seconds before a waiting call is reported. The interval doubles after each report.
+    report: Function that receives the report. Default: a warning of the logger podrace.tables.
+
+  Raises:
+    ValueError: If a setting is out of range or deadlocks, or the store has a table of this name.
   """
 
   def __init__(
@@ -83,19 +100,23 @@ class Table:
     return len(self.contents.slots)
 
   def takes_from(self, store: ChunkStore) -> bool:
-    """Whether items over chunks of this store can be inserted."""
+    """Return whether items over chunks of `store` can be inserted."""
     return store is self.store
 
   def check_priority(self, priority: float) -> float:
-    """A priority that the selectors can bear; raises ValueError for any other."""
+    """Check a priority and return it as a float.
+
+    Raises:
+      ValueError: If the selectors don't accept the priority.
+    """
     return self.contents.check_priority(priority)
 
   def submit(self, item: Item, writer: InFlight) -> Pending | None:
-    """Inserts an item, as Inserts.submit."""
+    """Insert an item or queue it, as Inserts.submit."""
     return self.inserts.submit(item, writer)
 
   def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
-    """Waits for an item that `submit` left waiting, as Inserts.wait_for."""
+    """Wait for an item that `submit` queued, as Inserts.wait_for."""
     self.inserts.wait_for(pending, most, wait)
 
   # --- sampling ---------------------------------------------------------------------------------
@@ -103,21 +124,24 @@ class Table:
   def sample(
     self, n: int, at_least: int | None = None, timeout: float | None = None, peek: bool = False
   ) -> Samples:
-    """n items, drawn one after the other with replacement, as the limiter permits.
+    """Sample items one after the other with replacement, as the limiter permits.
 
     Args:
-      n: how many, at most.
-      at_least: with how many to be content if more would mean to wait; all n by default.
-      timeout: seconds; None waits for as long as the table is open.
-      peek: these are no samples for the limiter, nor for the items' times sampled. It waits only while there
-        is no item.
+      n: Largest number of samples.
+      at_least: Number of samples to return if more would have to wait. Default: n.
+      timeout: Seconds to wait. None waits for as long as the table is open.
+      peek: Whether to count nothing, neither for the limiter nor for the items' times sampled. The
+        call then waits only while the table is empty.
+
+    Returns:
+      Between `at_least` and `n` samples.
 
     Raises:
-      RateLimited: if fewer than `at_least` could be sampled in that time.
-      Cancelled: if it waited when `cancel` was called.
-      Closed: if the table is.
+      RateLimited: If fewer than `at_least` items could be sampled within `timeout`.
+      Cancelled: If the call was waiting when `cancel` was called.
+      Closed: If the table is closed.
 
-    What it had been given until then, and counts, is in the error's `taken`.
+    Each of these errors has the samples drawn until then, which count as sampled, in `taken`.
     """
     return self.reads.sample(n, n if at_least is None else at_least, timeout, peek)
 
@@ -126,12 +150,15 @@ class Table:
   def update_priorities(
     self, keys: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray
   ) -> int:
-    """Sets priorities [n] of keys [n]; of a key given twice, the last. How many keys were there.
+    """Set priorities [n] of keys [n]. For a repeated key the last priority counts.
 
-    Keys that are not (any longer) in the table are passed over, as others may have removed them.
+    Keys that are not in the table are skipped, because their items may have been removed.
+
+    Returns:
+      The number of keys that were present.
 
     Raises:
-      ValueError: if any priority is negative, NaN or too large; then none is set.
+      ValueError: If any priority is negative, NaN or too large. No priority is set then.
     """
     names, values = np.asarray(keys), np.asarray(priorities, np.float64)
     if names.shape != values.shape or names.ndim != 1:
@@ -141,7 +168,7 @@ class Table:
       return self.contents.update_priorities(names, values)
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
-    """Removes items by key; how many of the keys were there."""
+    """Remove items by key and return the number of keys that were present."""
     with self.desk.running:
       deleted = self.contents.delete(keys)
       self.inserts.admit()
@@ -150,7 +177,7 @@ class Table:
   # --- its state --------------------------------------------------------------------------------
 
   def info(self) -> TableInfo:
-    """How it does."""
+    """Return the table's statistics."""
     contents, desk = self.contents, self.desk
     with desk.running:
       return TableInfo(
@@ -171,20 +198,20 @@ class Table:
       )
 
   def cancel(self) -> None:
-    """Every call that waits now, to insert or to sample, raises Cancelled; later ones wait as ever.
+    """Cancel every call that is waiting to insert or to sample. Later calls are not affected.
 
-    What was being waited for is as after a timeout: items of a flush still wait for the limiter, and samples
-    that a call had been given are in the error's `taken`.
+    A cancelled call leaves the same state as a timeout. Items of a flush still wait for the
+    limiter. Drawn samples are in the error's `taken`.
     """
     with self.store.lock:
       self.reads.cancel()
       self.inserts.cancel()
 
   def close(self) -> None:
-    """Every call that waits, and every later insert and sample, raises Closed.
+    """Close the table. Waiting calls, and all later inserts and samples, raise Closed.
 
-    Items that waited for the limiter are dropped, and the next call of each of their writers raises that
-    once; those in the table stay, and can be saved.
+    Items that wait for the limiter are dropped, and the next call of each of their writers raises
+    Closed once. Items in the table stay and can be saved.
     """
     with self.store.lock:
       self.desk.closed = True
@@ -194,16 +221,16 @@ class Table:
       self.desk.readable.notify_all()
 
   def snapshot(self) -> dict[str, Any]:
-    """All that a checkpoint needs, copied or immutable; under the lock."""
+    """Return the complete state for a checkpoint, copied or immutable. Requires the lock."""
     return dict(self.contents.snapshot(), config=self.config())
 
   def config(self) -> dict[str, Any]:
-    """What a table must have in common with one whose checkpoint it reads."""
+    """Return the settings that a checkpoint and its table must share."""
     limiter = self.rate_limiter
     limits = list(map(float, limiter.numbers))
     return dict(self.contents.config(), rate_limiter=limiter.name, limits=limits)
 
   def load(self, state: dict[str, Any]) -> None:
-    """Takes over what `snapshot` gave, with items over this store's chunks; under the lock."""
+    """Load the state from `snapshot`, with items over this store's chunks. Requires the lock."""
     self.contents.load(state)
     self.inserts.admit()

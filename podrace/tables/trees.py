@@ -1,7 +1,8 @@
-"""Nested dicts, tuples, lists and named tuples of arrays: to flat lists and back. Without JAX.
+"""Nested dicts, tuples, lists and named tuples of arrays, flattened and rebuilt. Imports no JAX.
 
-A structure is a tuple (kind, names, children) that compares by value; a leaf's is `LEAF`. The kind of a named tuple is its
-type, or the text `named NAME` where it came as JSON: its type is made only if a tree is built.
+A structure is a tuple (kind, names, children) that compares by value. The structure of a leaf is
+`LEAF`. The kind of a named tuple is its type, or the text `named NAME` if it came from JSON. Its
+type is then made only when a tree is built.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ NAMED = 'named '  # before the name of a named tuple, in JSON
 
 
 def structure_of(tree: Any) -> tuple[Any, ...]:
-  """The nesting of a tree."""
+  """Return the structure of a tree."""
   return flatten(tree, [])
 
 
 def flatten(tree: Any, into: list[Any]) -> tuple[Any, ...]:
-  """The nesting of a tree, whose leaves are appended in their order."""
+  """Return the structure of a tree, and append its leaves in order to `into`.
+
+  Raises:
+    ValueError: If a dict has a key that is not a string.
+  """
   if isinstance(tree, dict):
     children = []
     for name, x in tree.items():
@@ -40,17 +45,19 @@ def flatten(tree: Any, into: list[Any]) -> tuple[Any, ...]:
 
 
 def leaves(tree: Any) -> list[Any]:
-  """All leaves, in the structure's order."""
+  """Return all leaves, in the structure's order."""
   found: list[Any] = []
   flatten(tree, found)
   return found
 
 
 def match(structure: tuple[Any, ...], tree: Any, into: list[Any]) -> None:
-  """Appends the leaves of a tree in the structure's order; of what is None or lacks in a dict, Nones.
+  """Append the leaves of a tree to `into`, in the structure's order.
+
+  A subtree that is None, or missing from a dict, appends None for each of its leaves.
 
   Raises:
-    ValueError: if the tree has what the structure lacks, or is nested otherwise.
+    ValueError: If the tree has parts that the structure lacks, or a different nesting.
   """
   kind, names, children = structure
   if tree is None:
@@ -78,12 +85,12 @@ def _brief(tree: Any) -> str:
 
 
 def size(structure: tuple[Any, ...]) -> int:
-  """How many leaves there are."""
+  """Return the number of leaves."""
   return 1 if structure[0] == 'leaf' else sum(size(child) for child in structure[2])
 
 
 def build(structure: tuple[Any, ...], values: list[Any]) -> Any:
-  """The tree of this structure with these leaves."""
+  """Build the tree of a structure from its leaves."""
   rest = iter(values)
   return _build(structure, rest)
 
@@ -106,7 +113,7 @@ def _named(label: str, fields: tuple[str, ...]) -> Any:
 
 
 def names(structure: tuple[Any, ...], prefix: str = '') -> list[str]:
-  """A name for each leaf, such as observation/image or 0/1."""
+  """Return a name for each leaf, such as observation/image or 0/1."""
   kind, keys, children = structure
   if kind == 'leaf':
     return [prefix or 'step']
@@ -116,17 +123,17 @@ def names(structure: tuple[Any, ...], prefix: str = '') -> list[str]:
 
 
 def to_json(structure: tuple[Any, ...]) -> list[Any]:
-  """A structure as JSON; a named tuple's type is left behind, its name and fields are kept."""
+  """Convert a structure to JSON. A named tuple keeps its name and fields, but not its type."""
   kind, keys, children = structure
   label = kind if isinstance(kind, str) else f'{NAMED}{kind.__name__}'
   return [label, list(keys), [to_json(child) for child in children]]
 
 
 def from_json(document: list[Any]) -> tuple[Any, ...]:
-  """The structure again; named tuples are of new types with the same names and fields.
+  """Convert JSON to a structure. Named tuples get new types with the same names and fields.
 
   Raises:
-    ValueError: for a named tuple that Python cannot make.
+    ValueError: For a named tuple that Python cannot make.
   """
   label, keys, children = document
   if label == 'leaf':
@@ -137,7 +144,11 @@ def from_json(document: list[Any]) -> tuple[Any, ...]:
 
 
 def _check_named(name: str, fields: Sequence[str]) -> None:
-  """Refuses what `namedtuple` would refuse; to make a type takes a hundred times as long."""
+  """Check a name and fields as `namedtuple` does. Making a type would take a hundred times as long.
+
+  Raises:
+    ValueError: If the name or the fields are not valid.
+  """
   for word in (name, *fields):
     if not word.isidentifier() or keyword.iskeyword(word):
       raise ValueError(f'{word[:60]!r} is no name of a type or field')

@@ -1,7 +1,7 @@
-"""Writes a stream of steps once, and makes items of its slices.
+"""Writer of a stream of steps, which makes items of its slices.
 
 writer = Writer(store, history=5)
-writer.append({'observation': o, 'action': a})           # and so on, then
+writer.append({'observation': o, 'action': a})           # for each step, then
 writer.create_item(table, priority=1.0, num_steps=5)      # all columns' newest 5, or
 h = writer.history
 writer.create_item(table, 1.0, {'o': h['observation'][-5:], 'a': h['action'][-1]})
@@ -21,15 +21,27 @@ from podrace.tables.table import Table
 
 
 class Writer:
-  """Steps in, items out. For one thread at a time; as many writers as you like.
+  """Writer of steps, from which it makes items. A store may have any number of writers.
+
+  Each writer is for one thread at a time.
+
+  Example:
+    with Writer(store, history=5) as writer:
+      for _ in range(5):
+        writer.append({'observation': np.zeros(3, np.float32), 'action': np.int32(0)})
+      writer.create_item(table, priority=1.0, num_steps=5)
 
   Args:
-    store: where the chunks go; items may be made for any of its tables.
-    history: how many of the newest rows of each column items may be made of.
-    rows_per_chunk: of every column. By default chunks of about a quarter of a megabyte and at most 256
-      rows. What is sampled is unpacked by whole chunks: divide overlapping sequences' period
-      by it without rest.
-    max_in_flight: items that may wait for their tables' limiters before `create_item` does.
+    store: Store of the chunks. Items can go to any of its tables.
+    history: Number of the newest rows of each column that items can use.
+    rows_per_chunk: Chunk length of every column. Default: about a quarter of a megabyte, at most
+      256 rows. Sampling unpacks whole chunks, so choose a length that divides the period of
+      overlapping sequences.
+    max_in_flight: Number of items that may wait for limiters before `create_item` waits.
+
+  Owner: the caller, by `close` or a `with` block.
+  Ends when: `close` is called. Items stay in their tables.
+  Raises: Closed from a later call, if a table drops a waiting item of this writer.
   """
 
   def __init__(
@@ -52,44 +64,45 @@ class Writer:
     self._closed = False
 
   def append(self, step: Any) -> None:
-    """Writes one step, nested as the first one; what is None or lacks in a dict is left out.
+    """Write one step, nested as the first one.
 
-    Each column counts its own rows, so a column that was left out is shorter.
+    A part that is None or missing from a dict is left out. Each column counts its own rows, so a
+    column that was left out is shorter.
 
     Raises:
-      ValueError: if it is nested otherwise, or an array has another shape or dtype.
+      ValueError: If the nesting, or the shape or dtype of an array, differs from the first step.
     """
     self._check_open()
     self._history.append(step)
 
   def extend(self, steps: Any) -> None:
-    """Writes many steps, such as an unroll: as `append` for each, and faster.
+    """Write many steps, such as an unroll. Equal to `append` for each step, and faster.
 
     Args:
-      steps: arrays [n, ...], nested as a step; n may differ, as each column counts its own rows. A list is nesting,
-        as it is in a step.
+      steps: Arrays [n, ...], nested as a step. n may differ between columns, as each column counts
+        its own rows. A list is nesting, as in a step.
 
     Raises:
-      ValueError: as `append`; then nothing has been written.
+      ValueError: As `append`. Nothing has been written then.
     """
     self._check_open()
     self._history.extend(steps)
 
   @property
   def history(self) -> Any:
-    """The columns, nested as the steps; indexed, they give slices for `create_item`. Not to be changed."""
+    """Columns, nested as the steps. Index them for slices to pass to `create_item`. Read-only."""
     if self._history.structure is None:
       raise ValueError('nothing has been appended yet')
     return self._history.nested
 
   @property
   def in_flight(self) -> int:
-    """Items that wait for a limiter."""
+    """Number of items that wait for a limiter."""
     return len(self._in_flight.waiting)
 
   @property
   def bytes(self) -> int:
-    """Of the chunks that may still be used for items, or are being filled."""
+    """Stored size of the chunks that are being filled or that items may still use."""
     return self._history.bytes
 
   def create_item(
@@ -102,21 +115,26 @@ class Writer:
     key: int | None = None,
     timeout: float | None = None,
   ) -> int:
-    """Makes an item, and inserts it as soon as the table's limiter permits; returns its key.
+    """Make an item, insert it as soon as the table's limiter permits, and return its key.
 
     Args:
-      table: of the writer's store.
-      priority: at least 0.
-      trajectory: slices of `history`, nested as samples shall be; or
-      num_steps: the newest so many rows of every column.
-      key: above 0, below 2^62; of an item that is to be replaced, if there is one. By default a new one.
-      timeout: seconds to wait, if max_in_flight items are waiting already.
+      table: Table on the writer's store.
+      priority: Priority, at least 0.
+      trajectory: Slices of `history`, nested as the samples will be. Exclusive with `num_steps`.
+      num_steps: Number of the newest rows of every column to use.
+      key: Key above 0 and below 2^62. An item with this key is replaced. Default: a new key.
+      timeout: Seconds to wait if `max_in_flight` items are waiting already.
+
+    Returns:
+      The item's key.
 
     Raises:
-      ValueError: for slices outside of the history, or items unlike the table's others; if the writer is closed.
-      RateLimited: if it had to wait longer than `timeout`; then the item isn't made.
-      Cancelled: if it waited when a table's `cancel` was called; likewise.
-      Closed: if the table is, or one that dropped earlier items of this writer as it was closed; likewise.
+      ValueError: If slices are outside of the history, the item doesn't match the table's items, or
+        the writer is closed.
+      RateLimited: If the wait exceeds `timeout`. The item is not made then.
+      Cancelled: If the call was waiting when a table's `cancel` was called. The item is not made.
+      Closed: If the table is closed, or a table dropped earlier items of this writer when it was
+        closed. The item is not made.
     """
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
@@ -134,19 +152,22 @@ class Writer:
   def amend_item(
     self, table: Table, key: int, trajectory: Any, *, timeout: float | None = None
   ) -> None:
-    """Replaces rows of an item, if it is still in the table; else nothing happens.
+    """Replace rows of an item if it is still in the table. Otherwise do nothing.
 
-    Its priority, its place in the order and its times sampled stay. It is no insert for the limiter.
+    The item keeps its priority, its place in the order and its times sampled. For the limiter this
+    is no insert.
 
     Args:
-      table: of the writer's store.
-      key: of the item.
-      trajectory: a dict of slices of `history`, by column of the item; other columns stay as they are.
-      timeout: as of `create_item`.
+      table: Table on the writer's store.
+      key: Key of the item.
+      trajectory: Dict of slices of `history`, by column of the item. The remaining columns stay.
+      timeout: As in `create_item`.
 
     Raises:
-      ValueError: for columns that the table's items do not have; and as `create_item`.
-      RateLimited, Cancelled, Closed: as `create_item`.
+      ValueError: For columns that the table's items do not have, and as `create_item`.
+      RateLimited: As `create_item`.
+      Cancelled: As `create_item`.
+      Closed: As `create_item`.
     """
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
@@ -160,38 +181,39 @@ class Writer:
     self._submit(table, item, deadline)
 
   def _submit(self, table: Table, item: Item, deadline: float) -> None:
-    """Hands an item to its table; waits for it if none may be in flight."""
-    cancels = self._in_flight.cancels  # from here on it can be seen to wait, and be cancelled
+    """Submit an item to its table. Wait for it if max_in_flight is 0."""
+    cancels = self._in_flight.cancels  # read before the item can wait and be cancelled
     pending = table.submit(item, self._in_flight)
     if pending is not None and self._max_in_flight == 0:
       try:
         self._wait(0, deadline, cancels)
       except BaseException as e:
-        # It may have been let in just now: then it is made, whatever had become of the wait.
+        # If the item was inserted in the meantime, a timeout or cancellation is ignored.
         if pending.table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
           raise
 
   def read(self, trajectory: Any) -> Any:
-    """The rows of slices of the history, nested as they are; [L, ...], as samples would have them."""
+    """Read slices of the history, nested as they are, as [L, ...] arrays as in samples."""
     return self.reader(trajectory)()
 
   def reader(self, trajectory: Any) -> Callable[[], Any]:
-    """What `read` gives now, read when it is called: later, in any thread."""
+    """Return a function that reads slices of the present history, later and in any thread."""
     self._check_open()
     return self._history.reader(trajectory)
 
   def flush(self, max_in_flight: int = 0, timeout: float | None = None) -> None:
-    """Waits until at most `max_in_flight` items are still waiting for their tables' limiters.
+    """Wait until at most `max_in_flight` items are still waiting for their tables' limiters.
 
     Raises:
-      RateLimited: if that takes longer than `timeout` seconds; nothing is lost.
-      Cancelled: if it waited when a table's `cancel` was called; likewise.
-      Closed: once for each table that dropped items as it was closed; those of other tables still wait.
+      RateLimited: If the wait exceeds `timeout` seconds. No item is lost.
+      Cancelled: If the call was waiting when a table's `cancel` was called. No item is lost.
+      Closed: Once for each table that dropped items when it was closed. Items of the remaining
+        tables still wait.
     """
     self._wait(max_in_flight, deadline_of(timeout))
 
   def _wait(self, most: int, deadline: float, cancels: int | None = None) -> None:
-    """Until at most so many items wait, whichever they are; the oldest one says why it does."""
+    """Wait until at most `most` items are waiting. Reports and errors describe the oldest one."""
     flight = self._in_flight
     if len(flight.waiting) > most:
       wait = Wait(deadline, lambda: flight.cancels, cancels)
@@ -204,17 +226,23 @@ class Writer:
     self._raise_refusal()
 
   def _raise_refusal(self) -> None:
-    """Of an item that was made earlier, and of which its table could not say so at once."""
+    """Raise the oldest error of an item that a table refused after `create_item` returned."""
     if self._in_flight.refusals:
       raise self._in_flight.refusals.pop(0)
 
   def end_episode(self, timeout: float | None = None) -> None:
-    """Flushes; what is appended from now on is another episode, and the history begins anew."""
+    """Flush the items and begin a new episode with an empty history."""
     self.flush(0, timeout)
     self._history.begin_episode()
 
   def close(self, timeout: float | None = None) -> None:
-    """Flushes and lets go of the history; items stay in their tables."""
+    """Flush the items and drop the history. Items stay in their tables.
+
+    Raises:
+      RateLimited: As `flush`. The history is dropped nevertheless, as for the next two errors.
+      Cancelled: As `flush`.
+      Closed: As `flush`.
+    """
     if self._closed:
       return
     try:
@@ -234,7 +262,7 @@ class Writer:
     return self
 
   def __exit__(self, kind: object, *rest: object) -> None:
-    """Closes; without waiting for anything if an exception is on its way."""
+    """Close the writer. If an exception is propagating, skip the flush."""
     if kind is None:
       self.close()
     elif not self._closed:
