@@ -195,7 +195,7 @@ class HostReplay:
       count: number of samples.
 
     Yields:
-      One sample after the other. Up to AHEAD samples are drawn in advance.
+      One sample after the other. AHEAD samples, this one included, may already be drawn.
 
     Raises:
       ReplayFailed: the thread has failed.
