@@ -23,7 +23,7 @@ def unstacked(kinds: Array, stack: int) -> tuple[Array, Array]:
   """
   back = stack - 1
   position = jnp.arange(kinds.shape[0], dtype=jnp.int32)[:, None]
-  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # first row of a stack's history
+  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # start of a stack
   since = opened[back:]
   source, empty = [], []
   for depth in range(back, -1, -1):

@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
   timed: Columns  # [T+1, B, ...] of timesteps
   acted: Columns  # [T, B, ...] of outputs
-  frames: Columns  # [stack-1 + T+1, B, ...] single frames, stack-1 of them before the first timestep
+  frames: Columns  # [stack-1 + T+1, B, ...] single frames; stack-1 of them precede the unroll
   state: Columns  # [B, ...] of the agent before the first timestep
   env_id: Any  # [B]
 

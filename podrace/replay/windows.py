@@ -232,7 +232,7 @@ class Windows:
     return oldest, (head - self.length) // self.period * self.period
 
   def _admit(self, memory: Memory) -> Memory:
-    """Set the priorities of complete new windows, and clear the priorities of overwritten windows."""
+    """Set the priorities of complete new windows, and clear them for overwritten windows."""
     head, t = memory.head[0], self.unroll_length
     streams = jnp.arange(memory.env_id.shape[0], dtype=jnp.int32)[:, None]
     none = jnp.iinfo(jnp.int32).max
@@ -247,7 +247,7 @@ class Windows:
 
     gone = run_from(head - t - self.rows + 1 + self.lookback)
     new = run_from(head - t - self.length + 1)
-    again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # the place of a new window
+    again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # reused by a new window
     gone_index = jnp.where(((gone >= 0) & ~again)[None], index(gone), none)
     new_index = jnp.where((new >= 0)[None], index(new), none)
     if self.initial_priority is None:
