@@ -1,7 +1,7 @@
 """The structure of gymnasium's spaces: Dicts and Tuples of spaces that hold arrays.
 
-`number_encoding` makes floats of about 1 of observations. This imports neither gymnasium nor jax: all that is needed is
-the spaces' own attributes.
+`number_encoding` scales observations to floats of magnitude about 1. The module reads only the
+attributes of the spaces, so it imports neither gymnasium nor jax.
 """
 
 from __future__ import annotations

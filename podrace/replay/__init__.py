@@ -1,4 +1,4 @@
-"""What stands between acting and learning. Each function here returns a `podrace.types.Replay`."""
+"""Replay between acting and learning. `on_policy` and `windows` return a `podrace.types.Replay`."""
 
 from podrace.replay.buffer import Buffer
 from podrace.replay.on_policy import on_policy

@@ -1,4 +1,4 @@
-"""How much is remembered, how often it is learned from, and how samples are weighted."""
+"""Settings of replay: its capacity, the samples per update and their importance weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from podrace.types import Array
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-  """What is remembered, and how often it is learned from; the settings of `windows`."""
+  """Settings of `windows`: the steps that replay keeps, and how often it samples them."""
 
-  capacity: int = 100_000  # environment steps, of all environments
-  batch_size: int = 32  # windows in one gradient, over all devices
+  capacity: int = 100_000  # environment steps, summed over all environments
+  batch_size: int = 32  # windows per gradient, over all devices
   min_size: int = 1_000  # environment steps before learning begins
-  samples_per_insert: float = 8.0  # windows learned from for every step that is stored, exactly
-  priority_exponent: float = 0.0  # 0: all windows alike; 1: in proportion to their priority
-  importance_exponent: float = 0.6  # how far that is corrected for; 1: wholly
-  importance_steps: int = 0  # environment steps until it has risen to 1, linearly; 0: it never does
+  samples_per_insert: float = 8.0  # windows learned from per stored step, kept exactly
+  priority_exponent: float = 0.0  # 0: uniform sampling; 1: in proportion to priority
+  importance_exponent: float = 0.6  # of the correction for priorities; 1: full
+  importance_steps: int = 0  # steps of the linear rise of the exponent to 1; 0: no rise
 
   def __post_init__(self) -> None:
     check_fields(self)
@@ -30,7 +30,18 @@ class Buffer:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
 
   def batch_per_device(self, streams: int, num_envs: int) -> int:
-    """Windows of a gradient on a device that holds so many of all streams."""
+    """Return the number of windows per gradient on one device.
+
+    Args:
+      streams: environments of this device.
+      num_envs: environments of all devices.
+
+    Returns:
+      The device's part of `batch_size`.
+
+    Raises:
+      ValueError: `batch_size` does not divide over the learner devices.
+    """
     size = self.batch_size * streams
     if size % num_envs:
       raise ValueError(
@@ -39,14 +50,30 @@ class Buffer:
     return size // num_envs
 
   def weights(self, size: Any, probability: Any, steps: Any) -> Any:
-    """Importance weights [n] of windows that were drawn from so many with these probabilities [n]."""
+    """Compute the importance weights of sampled windows.
+
+    Args:
+      size: number of windows to sample from.
+      probability: [n] the probability of each sampled window.
+      steps: environment steps so far, for `importance`.
+
+    Returns:
+      The weights [n], scaled so that the largest is 1.
+    """
     weight = (size * probability) ** -self.importance(steps)
     return weight / weight.max()
 
   def importance(self, steps: Any) -> Any:
-    """The importance exponent after so many environment steps, f32.
+    """Compute the importance exponent after `steps` environment steps.
 
-    Schaul et al. 2016, section 3.4: it matters most at the end, and is annealed to 1 until then.
+    Schaul et al. 2016, section 3.4: the correction matters most at the end of training, so the
+    exponent is annealed to 1 until then.
+
+    Args:
+      steps: environment steps so far, f32.
+
+    Returns:
+      The exponent, between `importance_exponent` and 1.
     """
     first, until = self.importance_exponent, self.importance_steps
     return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
@@ -54,49 +81,69 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-  """How many samples are learned from in each update."""
+  """The number of samples to learn from in each update."""
 
   buffer: Buffer
-  length: int  # steps of a window
-  num_envs: int  # of all devices
+  length: int  # steps per window
+  num_envs: int  # environments of all devices
   unroll_length: int
 
   def times(self, update: Array) -> Array:
-    """How many samples are learned from in the update-th update, [] i32.
+    """Return the number of samples to learn from in an update.
 
-    Over u updates these are floor(u * samples_per_insert * inserts / batch), counted from where
-    `min_size` was reached; a function of the update alone, so it is the same on all devices.
+    The total over u updates is floor(u * samples_per_insert * inserts / batch), counted from the
+    update that reached `min_size`. The number depends on `update` only, so all devices agree.
+
+    Args:
+      update: [] i32, the index of the update from the beginning of the run.
+
+    Returns:
+      The number of samples, [] i32. 0 before the update `ready`.
+
+    Raises:
+      ValueError: `samples_per_insert` makes a fraction that i32 cannot represent exactly.
     """
     if self.rate.numerator * self.rate.denominator >= 2**31:
       raise ValueError(
-        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} samples in an update: too odd '
-        'a number to keep exactly'
+        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} '
+        'samples in an update: too odd a number to keep exactly'
       )
     due = self.due(jnp.maximum(update - self.ready, 0))
     return jnp.where(update >= self.ready, due, 0).astype(jnp.int32)
 
   @property
   def ready(self) -> int:
-    """The first update that learns."""
+    """Index of the first update that learns."""
     steps = self.num_envs * self.unroll_length
     return max(-(-self.buffer.min_size // steps), -(-self.length // self.unroll_length)) - 1
 
   def due(self, updates: Any) -> Any:
-    """How many samples are learned from in an update, so many after learning began."""
+    """Return the number of samples to learn from in an update, counted from the first.
+
+    Args:
+      updates: updates since learning began, 0 for the first.
+
+    Returns:
+      The number of samples, of the same type as `updates`.
+    """
     p, q = self.rate.numerator, self.rate.denominator
     phase = updates % q
     return (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q
 
   @property
   def rate(self) -> Fraction:
-    """Samples that are learned from in an update."""
+    """Average number of samples per update, as an exact fraction.
+
+    Raises:
+      ValueError: `samples_per_insert` is not a fraction with a denominator of at most a million.
+    """
     b = self.buffer
     steps = self.num_envs * self.unroll_length
     exact = Fraction(b.samples_per_insert)
     ratio = exact.limit_denominator(1_000_000)  # 1/3 for 0.333...
     if abs(ratio - exact) > exact / 1_000_000:
       raise ValueError(
-        f'samples_per_insert {b.samples_per_insert} is too odd a number to keep exactly: take a fraction '
-        'with a denominator of at most a million'
+        f'samples_per_insert {b.samples_per_insert} is too odd a number to keep exactly: '
+        'take a fraction with a denominator of at most a million'
       )
     return ratio * steps / b.batch_size

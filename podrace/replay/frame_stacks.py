@@ -1,4 +1,4 @@
-"""Stacks of frames, of which replay keeps the single ones: each frame once, not `stack` times."""
+"""Stacks of frames in replay, which stores each frame once instead of `stack` times."""
 
 from __future__ import annotations
 
@@ -8,17 +8,22 @@ from jax import lax
 
 from podrace.types import Array, TimeStep
 
-CONTINUED, ZEROS, REPEATED = 0, 1, 2  # what a stack of frames shows of the time before
+CONTINUED, ZEROS, REPEATED = 0, 1, 2  # the frames of a stack before its newest
 
 
 def unstacked(kinds: Array, stack: int) -> tuple[Array, Array]:
-  """Where stacks' frames are, among single ones: (rows [L+1, n, stack] of R, which are empty).
+  """Locate the frames of stacks among single frames.
 
-  `kinds` [R, n]: what a stack shows at each of R = stack - 1 + L + 1 rows, as `what_is_before` says.
+  Args:
+    kinds: [R, n] the result of `what_is_before` at each of R = stack - 1 + L + 1 rows.
+    stack: frames in a stack.
+
+  Returns:
+    `(rows, empty)`, both [L+1, n, stack]. `rows` indexes the R rows. `empty` marks frames of zeros.
   """
   back = stack - 1
   position = jnp.arange(kinds.shape[0], dtype=jnp.int32)[:, None]
-  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # a stack's beginning
+  opened = lax.cummax(jnp.where(kinds != CONTINUED, position, -1), axis=0)  # start of a stack
   since = opened[back:]
   source, empty = [], []
   for depth in range(back, -1, -1):
@@ -31,10 +36,17 @@ def unstacked(kinds: Array, stack: int) -> tuple[Array, Array]:
 
 
 def what_is_before(timesteps: TimeStep) -> Array:
-  """What the stacks [T, B, stack, ...] show before their newest frame: CONTINUED, ... [T, B] i8.
+  """Classify the frames of each stack before its newest frame.
 
-  A stack is empty before the episode, or shows its first frame again and again, or goes on from
-  the frames before, as where only a life was lost.
+  At the first step of an episode, these frames are empty (ZEROS), copies of the first frame
+  (REPEATED), or the frames of the previous steps (CONTINUED). An environment continues the stack,
+  for example, if only a life was lost. At all later steps the kind is CONTINUED.
+
+  Args:
+    timesteps: T timesteps, with one observation array [T, B, stack, ...].
+
+  Returns:
+    ZEROS, REPEATED or CONTINUED, [T, B] i8.
   """
   (x,) = jax.tree.leaves(timesteps.observation)
   flat = x.reshape(*x.shape[:3], -1)
@@ -45,7 +57,18 @@ def what_is_before(timesteps: TimeStep) -> Array:
 
 
 def newest_frames(timesteps: TimeStep, stack: int) -> TimeStep:
-  """Of stacked frames [T+1, B, stack, ...] only the newest."""
+  """Reduce each stack of frames to its newest frame.
+
+  Args:
+    timesteps: timesteps with observations [T+1, B, stack, ...].
+    stack: frames in a stack. 0: the observations are not stacks and stay as they are.
+
+  Returns:
+    The timesteps with observations [T+1, B, ...].
+
+  Raises:
+    ValueError: an observation is not a stack of `stack` frames.
+  """
   if not stack:
     return timesteps
   for x in jax.tree.leaves(timesteps.observation):

@@ -1,11 +1,11 @@
 """Replay on the host: the windows of `podrace.replay.windows`, in a table of `podrace.tables`.
 
-Each environment has a stream of its own, with rows that are written once and compressed; windows are
-slices of it. So environments may come back in any order, come and go, and be anywhere. What a
-window holds when it is sampled is what the replay on the device would have held.
+Each environment has its own stream of rows, which are written once and compressed. Windows are
+slices of a stream. So environments may answer in any order, connect and disconnect, and run on any
+host. A sampled window has the same contents as in replay on the device.
 
-One thread writes and samples, in the order in which it is asked: what is learned depends on nobody's
-speed. It is ahead of the learner by AHEAD samples.
+One thread writes and samples in the order of the requests, so samples do not depend on timing.
+The thread draws AHEAD samples ahead of the learner.
 """
 
 from __future__ import annotations
@@ -35,25 +35,37 @@ from podrace.system.threads import Worker
 from podrace.topology import AXIS, data_size, everyones, own_rows, share
 from podrace.types import Array, Trajectory
 
-AHEAD = 2  # samples that are drawn before the priorities of the one at hand are known
-POLL = 0.1  # seconds between looks at whether a wait has lost its sense
-CACHE_BYTES = 2**26  # of unpacked chunks
+AHEAD = 2  # samples drawn before the priorities of the current sample are known
+POLL = 0.1  # seconds between checks of a wait for failure or close
+CACHE_BYTES = 2**26  # of the cache of unpacked chunks
 CLOSE_SECONDS = 5.0
 TABLE = 'windows'
 
 
-# --- the learner's table ------------------------------------------------------------------------------
+# --- the learner's table
 
 
 class Draw(NamedTuple):
-  """A sample on the learner's devices, and the keys that its priorities go to; of several processes, this one's."""
+  """A sample on the learner's devices, and the table keys of its windows.
+
+  With multiple processes, `key` has only the windows that this process drew.
+  """
 
   key: np.ndarray
   data: Columns
 
 
 def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
-  """Windows that were sampled after so many environment steps, with their importance weights."""
+  """Add importance weights to sampled windows.
+
+  Args:
+    found: n windows and their probabilities, from the table.
+    w: the settings of the windows.
+    steps: environment steps so far.
+
+  Returns:
+    The columns of the windows, and `weight` [n] f32. Without priorities, all weights are 1.
+  """
   weight = np.ones(len(found.key), np.float32)
   if w.prioritised:
     weights = w.buffer.weights(found.table_size, found.probability, np.float64(steps))
@@ -62,21 +74,33 @@ def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
 
 
 def selector(w: Windows) -> tables.selectors.Selector:
-  """Which window is sampled next."""
+  """Return the table's sampler: prioritized, or uniform without priorities."""
   return tables.prioritized(w.buffer.priority_exponent) if w.prioritised else tables.uniform()
 
 
 class HostReplay:
   """One learner's replay: the table, and the thread that writes to it and samples from it.
 
-  It does what it is asked, in that order: unrolls are added, samples drawn, priorities set. Of a run of several
-  processes each has the windows of its own environments, and draws its rows of each batch from them: the chance of a
-  window and its weight are those within them, as they are within a device for replay there.
+  The thread adds unrolls, draws samples and sets priorities in the order of the requests.
+
+  With multiple processes, each process keeps the windows of its own environments and draws its
+  rows of each batch from them. The probability and weight of a window are relative to the windows
+  of its process, as they are relative to one device in replay on the device.
 
   Args:
-    layout: of the trajectories.
-    mesh: the learner's, over whose devices a batch is split.
-    seed: of sampling.
+    layout: columns of the trajectories.
+    mesh: the learner's mesh. A batch is split over its devices.
+    seed: seed of sampling.
+
+  Owner:
+    The creator, which calls `start` and `close`.
+
+  Ends when:
+    `close` is called, or a request fails.
+
+  Raises:
+    ValueError: the batch size does not divide over the learner devices.
+    ReplayFailed: from a later call, after the thread has failed.
   """
 
   def __init__(self, layout: Layout, mesh: Mesh, seed: int) -> None:
@@ -88,8 +112,8 @@ class HostReplay:
     self._windows, self._seed, self._layout = w, seed, layout
     self._batch_size = share(w.buffer.batch_size)
     self._sharding = NamedSharding(mesh, P(AXIS))
-    self._begun: int | None = None  # the update in which learning began
-    self._steps = 0  # of the environments, up to the update at hand
+    self._begun: int | None = None  # index of the update in which learning began
+    self._steps = 0  # environment steps up to the end of the current update
     self._orders: queue.Queue[Callable[[], Any]] = queue.Queue(maxsize=8)
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
     self._closed = False
@@ -104,7 +128,7 @@ class HostReplay:
       self.store,
       sampler=selector(w),
       remover=tables.fifo(),
-      rate_limiter=tables.min_size(1),  # how often is `times`
+      rate_limiter=tables.min_size(1),  # `times` sets the rate of sampling
       max_size=-(-share(w.buffer.capacity) // w.period),
       seed=(self._seed, jax.process_index()),
     )
@@ -113,13 +137,21 @@ class HostReplay:
     )
 
   def start(self) -> None:
-    """Begins to do what it is asked."""
+    """Start the thread, which then serves the requests."""
     self._worker = Worker('replay', self._main)
 
   # --- for the learner's thread
 
   def add(self, trajectories: Sequence[Trajectory], serial: np.ndarray) -> None:
-    """One thread's unroll, in parts for each learner device; see `Streams.add`."""
+    """Request that the unroll of one actor thread is stored.
+
+    Args:
+      trajectories: the unroll, one part per learner device.
+      serial: unroll number of each environment, over all parts. See `Streams.add`.
+
+    Raises:
+      ReplayFailed: the thread has failed.
+    """
     each = np.split(serial, len(trajectories))
 
     def work() -> None:
@@ -129,9 +161,19 @@ class HostReplay:
     self._order(work)
 
   def times(self, update: int) -> int:
-    """How many samples are learned from in an update, of which all unrolls have been added.
+    """Return the number of samples to learn from in an update.
 
-    As `Schedule.times`, from where there is a window to be learned from, in all processes.
+    The numbers are the ones of `Schedule.times`, but learning begins only when every process has
+    a window. Call this after all unrolls of the update have been added.
+
+    Args:
+      update: index of the update.
+
+    Returns:
+      The number of samples, 0 before learning begins.
+
+    Raises:
+      ReplayFailed: the thread has failed.
     """
     w = self._windows
     self._steps = (update + 1) * w.num_envs * w.unroll_length
@@ -145,7 +187,19 @@ class HostReplay:
     return int(w.schedule.due(update - self._begun))
 
   def samples(self, count: int) -> Iterator[Draw]:
-    """So many of the update at hand; `update` comes before the next is asked for."""
+    """Iterate over the samples of the current update.
+
+    Call `update` with the priorities of each sample before the next sample is taken.
+
+    Args:
+      count: number of samples.
+
+    Yields:
+      One sample after the other. AHEAD samples, this one included, may already be drawn.
+
+    Raises:
+      ReplayFailed: the thread has failed.
+    """
     draw = functools.partial(self._draw, self._steps)
     asked = 0
     for i in range(count):
@@ -155,12 +209,29 @@ class HostReplay:
       yield self._next()
 
   def update(self, key: np.ndarray, priority: Array) -> None:
-    """New priorities of a batch, of which this process drew `key`; they may still be being computed."""
+    """Request that new priorities of a batch are set.
+
+    Args:
+      key: table keys of the windows that this process drew.
+      priority: priorities of the whole batch. The device may still be computing them.
+
+    Raises:
+      ReplayFailed: the thread has failed.
+    """
     if self._windows.prioritised:
       self._order(lambda: self._update(key, own_rows(priority).astype(np.float64)))
 
   def metrics(self) -> dict[str, float]:
-    """For the log: of all processes, which must all ask."""
+    """Sum the counts of windows, inserts and samples over all processes, for the log.
+
+    Every process must call this.
+
+    Returns:
+      `replay_windows`, `replay_inserts` and `replay_samples`.
+
+    Raises:
+      ReplayFailed: the thread has failed.
+    """
     self._wait()
     counts = self.table.contents.counts
     numbers = {
@@ -172,7 +243,7 @@ class HostReplay:
     return dict(zip(numbers, sums, strict=True))
 
   def close(self) -> None:
-    """Ends the thread."""
+    """End the thread, and wait for it for at most CLOSE_SECONDS."""
     self._closed = True
     self.table.close()
     if self._worker is not None:
@@ -194,7 +265,7 @@ class HostReplay:
         self.check()
 
   def _wait(self) -> None:
-    """Until all that was asked is done."""
+    """Wait until the thread has served all requests."""
     if self._worker is None:
       return
     done = threading.Event()
@@ -203,11 +274,11 @@ class HostReplay:
       self.check()
 
   def check(self) -> None:
-    """Raises ReplayFailed if the thread has failed."""
+    """Raise ReplayFailed if the thread has failed."""
     if self._worker is not None and self._worker.failed:
       raise ReplayFailed(self._worker.failure)
 
-  # --- its own thread
+  # --- for the replay thread
 
   def _main(self) -> None:
     while not self._closed:
@@ -224,23 +295,27 @@ class HostReplay:
     self._drawn.put(Draw(found.key, jax.make_array_from_process_local_data(self._sharding, rows)))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
-    if np.isfinite(priority).all():  # else neither is the loss, which ends the run
+    if np.isfinite(priority).all():  # otherwise the loss is not finite either, and the run ends
       self.table.update_priorities(key, priority)
       self._streams.highest = max(self._streams.highest, float(priority.max()))
 
   # --- checkpoints
 
   def save(self, path: Path, streams: bool) -> Callable[[], dict[str, Any]]:
-    """Takes a snapshot, of references; what writes it, in any thread, and returns `restore`'s `record`.
+    """Take a snapshot, which a returned function writes.
 
-    It writes a new directory, whole or not at all. Rows are never changed, so the replay may go on meanwhile.
+    The snapshot holds references. Rows never change, so replay may continue during the writing.
 
     Args:
-      path: of the directory.
-      streams: the environments will go on where they are, and so shall their streams.
+      path: the new directory.
+      streams: whether to save the streams, because the environments will resume where they are.
 
-    Raises, when it is written:
-      tables.CheckpointError, OSError: if it can't be.
+    Returns:
+      A function for any thread. It writes the whole directory or nothing, and returns the
+      `record` for `restore`. It raises tables.CheckpointError or OSError if writing fails.
+
+    Raises:
+      ReplayFailed: the thread has failed.
     """
     self._wait()
     taken = tables.snapshot(self.store)
@@ -254,10 +329,15 @@ class HostReplay:
     return write
 
   def restore(self, path: Path, record: dict[str, Any]) -> None:
-    """Reads what `save` wrote.
+    """Restore a snapshot that `save` wrote.
+
+    Args:
+      path: the directory of the snapshot.
+      record: the result of the function that wrote the snapshot.
 
     Raises:
-      tables.CheckpointError: if it is damaged, or of other settings; nothing has been changed then.
+      tables.CheckpointError: the directory is missing or damaged, or its settings differ. If it is
+        missing or its checksum is wrong, replay is unchanged.
     """
     if not path.is_dir():
       raise tables.CheckpointError(f'{path} is not there')
@@ -273,7 +353,7 @@ class HostReplay:
     self._begun, self._streams.highest = record['begun'], record['highest']
 
   def _history(self) -> Callable[[], dict[str, np.ndarray]]:
-    """The rows of all streams that windows may still be made of, read when it is called."""
+    """Return a function that reads the rows of all streams that new windows may still include."""
     found, readers = {}, {}
     for env, stream in self._streams.by_env.items():
       found[f'{env}'] = np.array([stream.serial, stream.timesteps])
@@ -297,9 +377,9 @@ class HostReplay:
 
 
 def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -> None:
-  """Writes a checkpoint to a new directory, whole or not at all."""
+  """Write a checkpoint to a new directory, whole or not at all."""
   partial = path.with_name(f'.{path.name}.partial')
-  for folder in (partial, path):  # what an earlier life left there is no part of any checkpoint
+  for folder in (partial, path):  # leftovers of an earlier run belong to no checkpoint
     files.remove(folder)
   files.make_folder(path.parent)
   files.new_folder(partial)
@@ -308,12 +388,15 @@ def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -
   for written in (partial / 'streams.npz', partial):
     sync(written)
   files.move(partial, path)
-  for folder in (path.parent, path.parent.parent):  # the first one made the parent, too
+  for folder in (path.parent, path.parent.parent):  # the first checkpoint also makes the parent
     sync(folder)
 
 
 def _sha256(folder: Path) -> str:
-  """Of all that is in a checkpoint; the tables' manifest has the checksums of their files."""
+  """Return the checksum of a checkpoint.
+
+  The manifest of the tables includes the checksums of the table files.
+  """
   digest = hashlib.sha256()
   try:
     for name in ('tables/manifest.json', 'streams.npz'):

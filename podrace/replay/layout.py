@@ -1,4 +1,4 @@
-"""How the trajectories of an agent lie in the columns of a table, and how samples are made of them."""
+"""Conversion between the trajectories of an agent and the columns of a table."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ Columns = dict[str, Any]  # name -> array
 
 
 class Rows(NamedTuple):
-  """A trajectory, by the columns of a stream."""
+  """A trajectory as columns of a stream."""
 
   timed: Columns  # [T+1, B, ...] of timesteps
   acted: Columns  # [T, B, ...] of outputs
-  frames: Columns  # [stack-1 + T+1, B, ...] single frames of stacks, from before the first one on
-  state: Columns  # [B, ...] of the agent, before the first
+  frames: Columns  # [stack-1 + T+1, B, ...] single frames; stack-1 of them precede the unroll
+  state: Columns  # [B, ...] of the agent before the first timestep
   env_id: Any  # [B]
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-  """How the trajectories of an agent lie in columns; `example` is one, in shapes."""
+  """Columns of the trajectories of an agent. `example` is a trajectory of shapes."""
 
   windows: Windows
   example: Trajectory
 
   def rows(self, trajectory: Trajectory) -> Rows:
-    """As columns; of stacked frames only single ones."""
+    """Convert a trajectory to columns, with stacks of frames reduced to single frames."""
     w = self.windows
     timesteps = newest_frames(trajectory.timesteps, w.stack)
     timed, frames = named(timesteps), {}
@@ -50,7 +50,14 @@ class Layout:
     return Rows(timed, named(trajectory.outputs), frames, state, trajectory.env_id)
 
   def trajectory(self, data: Columns) -> Trajectory:
-    """Windows [L+1, n, ...] of a table's items [n, L+1, ...]; observations only if there are any."""
+    """Convert items of a table to windows.
+
+    Args:
+      data: columns [n, L+1, ...] of n items. Columns of observations may be missing.
+
+    Returns:
+      Windows [L+1, n, ...], without observations if `data` has none.
+    """
     w, example = self.windows, self.example
     timesteps = example.timesteps
     data = {
@@ -73,13 +80,13 @@ class Layout:
     )
 
   def sample(self, data: Columns) -> Sample:
-    """What the learner is given, of items with their weights [n]."""
+    """Convert items, with a column `weight` [n], to a sample for the learner."""
     data = dict(data)
     weight = data.pop('weight')
     return Sample(self.trajectory(data), weight, jnp.arange(weight.shape[0]))
 
   def batch(self) -> Columns:
-    """The shapes of what is sampled, with weights."""
+    """Return the shapes of the columns of one batch, including `weight`."""
     w, n = self.windows, self.windows.buffer.batch_size
     rows = jax.eval_shape(self.rows, self.example)
 
@@ -96,13 +103,13 @@ class Layout:
 
 
 def named(tree: Any, prefix: str = '') -> Columns:
-  """The leaves of a tree by name, such as observation/image."""
+  """Map the names of the leaves of a tree, such as observation/image, to the leaves."""
   found = jax.tree_util.tree_leaves_with_path(tree)
   return {_name(path, prefix): x for path, x in found}
 
 
 def unnamed(example: Any, columns: Columns, prefix: str = '') -> Any:
-  """The tree again, of the structure of `example`."""
+  """Rebuild a tree of the structure of `example` from the columns that `named` made."""
   return jax.tree_util.tree_map_with_path(lambda path, _: columns[_name(path, prefix)], example)
 
 
@@ -112,4 +119,5 @@ def _name(path: Any, prefix: str) -> str:
 
 
 def is_single(name: str) -> bool:
+  """Return whether a column has one row per window instead of one per timestep."""
   return name.startswith('agent_state')

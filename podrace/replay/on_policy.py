@@ -1,4 +1,4 @@
-"""On-policy: the replay that holds only the newest trajectory."""
+"""On-policy replay, which holds only the newest trajectory."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from podrace.types import Array, Replay, Sample, Trajectory
 
 
 def on_policy() -> Replay:
-  """A replay of one trajectory, forgotten as soon as it has been learned from.
+  """Make a replay of one trajectory, which is dropped after one update.
 
-  Its state is the trajectory between `add` and `update` and empty otherwise, so nothing of it
-  is copied from one update to the next, and nothing is saved with a run.
+  The state is the trajectory between `add` and `update`, and empty otherwise. So no update copies
+  a trajectory to the next update, and a checkpoint contains none.
+
+  Returns:
+    A replay that yields one sample per update, with weights of 1.
   """
 
   def init(example: Trajectory) -> Any:

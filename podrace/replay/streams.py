@@ -1,4 +1,4 @@
-"""What each environment goes through without a gap, and the windows made of it."""
+"""Streams of experience, one per environment, and the windows made of them."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from podrace.types import Trajectory
 
 
 class Stream:
-  """What one environment has gone through without a gap."""
+  """The experience of one environment without gaps."""
 
   def __init__(self, writer: Any) -> None:
     self.writer = writer
-    self.serial = -2  # of its newest unroll; the next one goes on where that ended
+    self.serial = -2  # number of the newest unroll; the next unroll continues it
     self.timesteps = 0
 
 
 class Streams:
-  """Writes unrolls, and makes items of all their windows; for one thread.
+  """Writer of unrolls, which makes a table item of each window. For use by one thread.
 
   Args:
-    layout: of the trajectories.
-    table: where the items go; of `podrace.tables`, or a client of a service's.
-    make_writer: a writer for it that keeps so many rows of history.
+    layout: columns of the trajectories.
+    table: the table for the items, from `podrace.tables`, or a client of a remote table.
+    make_writer: makes a writer for `table`. Its argument is the number of history rows to keep.
   """
 
   def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
     w = layout.windows
-    self.highest = 1.0  # priority so far, which new windows get if acting leaves none
+    self.highest = 1.0  # highest priority so far; new windows get it if acting computes none
     self.by_env: dict[int, Stream] = {}
     self._layout, self._windows, self._table = layout, w, table
     history = w.length + w.unroll_length + w.lookback + 1
@@ -44,21 +44,25 @@ class Streams:
       self._priority = jax.jit(lambda data: initial(layout.trajectory(data)))
 
   def stream(self, env: int) -> Stream:
-    """The stream of an environment."""
+    """Return the stream of an environment, which is made if there is none."""
     if env not in self.by_env:
       self.by_env[env] = Stream(self._make_writer())
     return self.by_env[env]
 
   def add(self, trajectory: Trajectory, serial: np.ndarray) -> None:
-    """An unroll [T+1, B]; `serial` [B]: of each environment's unrolls, which one it is.
+    """Store an unroll, and make items of the windows that it completes.
 
-    Where one is missing, a stream begins anew, and no window goes over the gap.
+    If an unroll is missing, the stream begins again, so no window spans the gap.
+
+    Args:
+      trajectory: the unroll [T+1, B].
+      serial: [B] number of the unroll among the unrolls of its environment.
     """
     rows: Rows = jax.tree.map(np.asarray, self._rows(trajectory))
-    windows: list[tuple[Any, Columns]] = []  # writers, and what each new item is made of
+    windows: list[tuple[Any, Columns]] = []  # the writer and the columns of each new item
     there: set[int] = set()
     for b, env in enumerate(rows.env_id.tolist()):
-      if env in there:  # its history goes on, so what is to be made of it is made before
+      if env in there:  # make its items before its history moves on
         self._create(windows)
         windows, there = [], set()
       there.add(env)
@@ -68,10 +72,19 @@ class Streams:
     self._create(windows)
 
   def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
-    """Appends column b; how many timesteps ago the new windows begin.
+    """Append the rows of environment `b` to its stream.
 
-    Row r of a stream has timestep r and the output before it, which the first row has not. There
-    are `lookback` more frames, in front.
+    Row r of a stream has timestep r and the output before it. The first row has no such output
+    and repeats the next one. Columns of frames have `lookback` more rows in front.
+
+    Args:
+      stream: the stream of the environment.
+      rows: the unroll of all environments.
+      b: position of the environment in the unroll.
+      serial: number of the unroll among the unrolls of the environment.
+
+    Returns:
+      The starts of the new windows, in timesteps before the newest timestep.
     """
     w, begins = self._windows, serial != stream.serial + 1
     if begins:
@@ -96,7 +109,7 @@ class Streams:
     return range(newest - first, w.length - 1, -w.period)
 
   def _slices(self, stream: Stream, rows: Rows, back: int) -> Columns:
-    """The window that begins `back` timesteps before the newest one, of a stream's columns."""
+    """Return the column slices of the window that begins `back` timesteps before the newest."""
     w, h = self._windows, stream.writer.history
     end = w.length - back or None
     steps = stream.timesteps - 1
@@ -114,14 +127,14 @@ class Streams:
       writer.create_item(self._table, priority, slices)
 
   def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
-    """Of new windows: by what acting has left, or else the highest so far."""
+    """Compute the priorities of new windows. The default is the highest priority so far."""
     if not windows or self._priority is None:
       return [self.highest] * len(windows)
     small = [
       writer.read({k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))})
       for writer, slices in windows
     ]
-    # To a power of two, so that few programs are compiled.
+    # Padding to a power of two limits the number of compiled programs.
     small += [small[-1]] * ((1 << (len(small) - 1).bit_length()) - len(small))
     data = {k: np.stack([x[k] for x in small]) for k in small[0]}
     return np.asarray(self._priority(data), np.float64)[: len(windows)].tolist()

@@ -1,8 +1,8 @@
-"""A sum tree in JAX: sampling in proportion to priorities that change.
+"""Sum tree in JAX, for sampling in proportion to priorities that change.
 
-A node has FAN children and keeps their priorities side by side, so that one gather brings a whole
-row: a million items are 7 rows deep, where a binary tree would be 20. Every sum is computed anew
-from what it is a sum of, so float32 errors do not add up over the updates.
+A node keeps the priorities of its FAN children side by side, so one gather reads all of them. A
+million items need 7 levels, a binary tree needs 20. Each update recomputes a sum from all of its
+terms, so float32 errors do not accumulate over the updates.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from jax import lax
 
 from podrace.types import Array
 
-SMALL = 8  # levels with fewer nodes than this for each priority that is set are summed whole
-FAN = 8  # of 8, 16, 32 and 64 the fastest on CPU: a node fills a vector register
+SMALL = 8  # a level with at most this many nodes per new priority is summed whole
+FAN = 8  # the fastest of 8, 16, 32 and 64 on CPU: a node fills a vector register
 
-Tree = tuple[Array, ...]  # [n, FAN] f32 each, leaves first; the last one is the root's [1, FAN]
+Tree = tuple[Array, ...]  # levels [n, FAN] f32, from the leaves to the root [1, FAN]
 
 
 def empty(size: int) -> Tree:
-  """A tree of `size` priorities, all 0."""
+  """Make a tree of `size` priorities, all 0."""
   levels: list[Array] = []
   while not levels or size > 1:
     size = -(-size // FAN)
@@ -29,10 +29,18 @@ def empty(size: int) -> Tree:
 
 
 def assign(tree: Tree, index: Array, priority: Array, refresh: Array | None = None) -> Tree:
-  """Sets priorities [n] at index [n]; an index beyond the tree is left out.
+  """Set priorities.
 
-  Of an index that comes twice, one of its priorities is kept. `refresh` [m] may name fewer indices
-  whose nodes are all those that change: neighbours share one, which then is summed once.
+  Args:
+    tree: the tree to change.
+    index: [n] i32. An index beyond the tree is ignored. An index may occur twice, and then gets one
+      of its priorities.
+    priority: [n] f32, at least 0.
+    refresh: [m] indices that together cover every node above `index`. Neighbours share a node, so
+      a short list avoids summing the same node repeatedly. Default: `index`.
+
+  Returns:
+    The new tree.
   """
   leaves = tree[0].at[index // FAN, index % FAN].set(priority, mode='drop')
   levels = [leaves]
@@ -51,19 +59,28 @@ def assign(tree: Tree, index: Array, priority: Array, refresh: Array | None = No
 
 
 def total(tree: Tree) -> Array:
-  """The sum of all priorities, []."""
+  """Return the sum of all priorities, [] f32."""
   return jnp.sum(tree[-1])
 
 
 def get(tree: Tree, index: Array) -> Array:
-  """The priorities [n] at index [n]."""
+  """Return the priorities [n] at `index` [n]."""
   return tree[0][index // FAN, index % FAN]
 
 
 def sample(tree: Tree, key: Array, n: int) -> Array:
-  """Indices [n] in proportion to the priorities, one from each of n equal parts of their sum.
+  """Sample indices in proportion to their priorities.
 
-  Stratified as in Schaul et al. 2016 (arXiv 1511.05952, appendix B.2.1).
+  Sampling is stratified: one index from each of n equal parts of the sum of priorities. Schaul et
+  al. 2016 (arXiv 1511.05952, appendix B.2.1).
+
+  Args:
+    tree: the priorities.
+    key: PRNG key.
+    n: number of indices.
+
+  Returns:
+    The indices, [n] i32.
   """
   key, finer_key = jax.random.split(key)
   u = (jnp.arange(n) + jax.random.uniform(key, [n])) / n
@@ -71,11 +88,18 @@ def sample(tree: Tree, key: Array, n: int) -> Array:
 
 
 def find(tree: Tree, u: Array, finer: Array | None = None) -> Array:
-  """The indices [n] where u [n], uniform in [0, 1), falls in the cumulated priorities.
+  """Find the indices at given fractions of the cumulative sum of priorities.
 
-  A priority of 0 is never found, whatever is rounded, as long as any is more than 0. A float32 has 2^23
-  places, too few to choose among a million unequal priorities: `finer` [n], uniform as well, says
-  where within the node that is reached half-way.
+  An index with priority 0 is never returned, despite rounding, if any priority is positive.
+
+  Args:
+    tree: the priorities.
+    u: [n] uniform in [0, 1), the fractions of the sum.
+    finer: [n] uniform in [0, 1), the fractions within the node at half the depth. A float32 has
+      2^23 places, too few to choose among a million unequal priorities. Default: `u` alone decides.
+
+  Returns:
+    The indices, [n] i32.
   """
   node = jnp.zeros(u.shape, jnp.int32)
   rest = u * total(tree)
@@ -86,7 +110,7 @@ def find(tree: Tree, u: Array, finer: Array | None = None) -> Array:
       rest = finer * jnp.sum(row, axis=-1)
     positive = row > 0
     cumulated = lax.cumsum(row, axis=1)
-    # Minimum and maximum, since XLA's argmax is several times slower on CPU.
+    # Minimum and maximum, because XLA's argmax is much slower on CPU.
     first = jnp.min(jnp.where(positive & (cumulated > rest[:, None]), children, FAN), axis=-1)
     last = jnp.max(jnp.where(positive, children, 0), axis=-1)
     child = jnp.minimum(first, last)

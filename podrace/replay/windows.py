@@ -1,8 +1,10 @@
-"""Replay on the device: windows cut from the streams of experience of single environments.
+"""Replay on the device: windows of the streams of experience of single environments.
 
-Each environment's timesteps are a ring of rows, every observation stored once, and a window is a
-slice of it. An n-step transition is a window of n steps; a sequence with burn-in is a longer one.
-Lin 1992; with priorities, Schaul et al. 2016 (arXiv 1511.05952); of sequences, Kapturowski et al.
+The timesteps of an environment are a ring of rows, with each observation stored once. A window is a
+slice of the ring. An n-step transition is a window of n steps, and a sequence with burn-in is a
+longer window.
+
+Replay: Lin 1992. Priorities: Schaul et al. 2016 (arXiv 1511.05952). Sequences: Kapturowski et al.
 2019 (R2D2).
 """
 
@@ -24,63 +26,67 @@ from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeS
 
 
 class Memory(NamedTuple):
-  """B streams in rings of C rows; on each device its own."""
+  """B streams in rings of C rows. Each device has its own memory."""
 
-  timesteps: TimeStep  # [B, C, ...]; of stacked frames only the newest
+  timesteps: TimeStep  # [B, C, ...]; only the newest frame of a stack
   outputs: ActorOutput  # [B, C, ...]
-  stacks: Any  # [B, C] i8, what a stack of frames at FIRST shows; () without stacks
-  agent_state: Any  # [B, C / period, ...] before each row where a window may start
+  stacks: Any  # [B, C] i8 from `what_is_before`; () without stacks
+  agent_state: Any  # [B, C / period, ...] before each possible start of a window
   env_id: Array  # [B] i32
-  head: Array  # [1] i32 the newest timestep's row, counted from the beginning
-  tree: Any  # priorities to the power of the exponent, by window; () if all are alike
+  head: Array  # [1] i32 row of the newest timestep, counted from the beginning
+  tree: Any  # priority**exponent of each window; () if sampling is uniform
   highest: Array  # [1] f32 the highest priority so far
 
 
 @dataclasses.dataclass(frozen=True)
 class Windows:
-  """The functions of a Replay, and the sizes they know."""
+  """The functions of a Replay, with the sizes of its windows."""
 
   buffer: Buffer
-  length: int  # L: steps of a window, which has L + 1 timesteps
-  num_envs: int  # of all devices
-  unroll_length: int  # T: rows that come at a time
-  keep_state: bool  # they start only where unrolls do, and have the agent's state there
-  stack: int  # frames in an observation, along its first axis; 0: it is no stack
+  length: int  # L: steps per window, which has L + 1 timesteps
+  num_envs: int  # environments of all devices
+  unroll_length: int  # T: rows per call of `add`
+  keep_state: bool  # windows start with unrolls and include the agent's state
+  stack: int  # frames in an observation, along its first axis; 0: no stack
   initial_priority: Callable[[Trajectory], Array] | None
 
   @property
   def period(self) -> int:
-    """Windows start at rows that this divides."""
+    """Rows between possible starts of windows. It divides the row of each start."""
     return self.unroll_length if self.keep_state else 1
 
   @property
   def lookback(self) -> int:
+    """Rows before a window that its first stack of frames needs."""
     return max(self.stack - 1, 0)
 
   @property
   def rows(self) -> int:
-    """C: a multiple of T."""
+    """C, the rows of a ring, a multiple of T."""
     wanted = -(-self.buffer.capacity // self.num_envs) + self.lookback + 1
     least = self.length + self.unroll_length + self.lookback + 1
     return -(-max(wanted, least) // self.unroll_length) * self.unroll_length
 
   @property
   def starts(self) -> int:
-    """Rows of a ring where windows may start."""
+    """Number of rows of a ring where windows may start."""
     return self.rows // self.period
 
   @property
   def schedule(self) -> Schedule:
+    """The number of samples to learn from in each update."""
     return Schedule(self.buffer, self.length, self.num_envs, self.unroll_length)
 
   @property
   def prioritised(self) -> bool:
+    """Whether windows are sampled by priority instead of uniformly."""
     return self.buffer.priority_exponent > 0
 
   def record(self) -> dict[str, float]:
-    """What a memory that was filled with other settings can't be gone on with under these.
+    """Return the settings that the contents of a memory depend on, by their names in messages.
 
-    By the names that a user knows them by: a checkpoint keeps it, and a run that is resumed compares.
+    A checkpoint includes them. A resumed run compares them, because a memory that was filled
+    under different settings cannot be used.
     """
     return {
       'capacity': self.buffer.capacity,
@@ -93,7 +99,14 @@ class Windows:
   # --- init, add, sample, update
 
   def init(self, example: Trajectory) -> Memory:
-    """An empty memory; `example` is one device's trajectory, of which the shapes matter."""
+    """Make an empty memory.
+
+    Args:
+      example: a trajectory of one device. Only its shapes and dtypes matter.
+
+    Returns:
+      A memory for one device.
+    """
     streams = example.env_id.shape[0]
 
     def ring(rows: int, x: Any, skip: int) -> Array:
@@ -117,11 +130,21 @@ class Windows:
     )
 
   def kept(self, agent_state: Any) -> Any:
-    """The state, if it is kept."""
+    """Return the agent's state if windows include it, else an empty tuple."""
     return agent_state if self.keep_state else ()
 
   def add(self, memory: Memory, trajectory: Trajectory) -> Memory:
-    """Stores T rows of each stream, the newest timestep for now in a row of its own."""
+    """Store T rows of each stream.
+
+    The newest timestep goes to the row after them, which the next call overwrites.
+
+    Args:
+      memory: the memory to change.
+      trajectory: an unroll [T+1, B].
+
+    Returns:
+      The new memory.
+    """
     head, rows, length = memory.head[0], self.rows, self.unroll_length
     slot = head % rows
 
@@ -151,7 +174,15 @@ class Windows:
     return self._admit(memory) if self.prioritised else memory
 
   def sample(self, memory: Memory, key: Array) -> Sample:
-    """Windows of this device's streams, with importance weights."""
+    """Sample windows of this device's streams.
+
+    Args:
+      memory: a memory with at least one window.
+      key: PRNG key.
+
+    Returns:
+      Windows [L+1, n, ...] with importance weights [n], and the indices [n] for `update`.
+    """
     streams = memory.env_id.shape[0]
     size = self.buffer.batch_per_device(streams, self.num_envs)
     stream_key, start_key, tree_key = jax.random.split(key, 3)
@@ -163,18 +194,28 @@ class Windows:
     weight = jnp.ones([size])
     if self.prioritised:
       total = sum_tree.total(memory.tree)
-      some = total > 0  # else, as for the tables of podrace.tables, all are alike
+      some = total > 0  # otherwise sampling is uniform, as in podrace.tables
       index = jnp.where(some, sum_tree.sample(memory.tree, tree_key, size), index)
       stream, start = index // self.starts, index % self.starts * self.period
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
       weight = jnp.where(some, self.buffer.weights(streams * count, probability, steps), 1.0)
-      # Always so; but asking makes XLA read the tree before `update` writes to it, else it copies all leaves.
+      # Always true. The comparison makes XLA read the tree before `update` writes to it.
+      # Without the comparison, XLA copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
     return Sample(self._window(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
-    """Gives windows [n] that were sampled new priorities [n], at least 0."""
+    """Set new priorities of sampled windows.
+
+    Args:
+      memory: the memory to change.
+      index: [n] indices from `sample`.
+      priority: [n] the new priorities, at least 0.
+
+    Returns:
+      The new memory.
+    """
     if not self.prioritised:
       return memory
     return memory._replace(
@@ -182,23 +223,23 @@ class Windows:
       highest=jnp.maximum(memory.highest, jnp.max(priority)),
     )
 
-  # --- which windows there are
+  # --- the set of windows
 
   def _valid(self, head: Array) -> tuple[Array, Array]:
-    """The oldest and the newest row where a window may start."""
+    """Return the oldest and the newest row where a window may start."""
     oldest = jnp.maximum(head - self.rows + 1 + self.lookback, 0)
     oldest = -(-oldest // self.period) * self.period
     return oldest, (head - self.length) // self.period * self.period
 
   def _admit(self, memory: Memory) -> Memory:
-    """Windows that have become whole get a priority; those that are overwritten lose theirs."""
+    """Set the priorities of complete new windows, and clear them for overwritten windows."""
     head, t = memory.head[0], self.unroll_length
     streams = jnp.arange(memory.env_id.shape[0], dtype=jnp.int32)[:, None]
     none = jnp.iinfo(jnp.int32).max
     steps = jnp.arange(t // self.period, dtype=jnp.int32) * self.period
 
     def run_from(first: Array) -> Array:
-      """The rows where windows start, of t rows from `first`."""
+      """Return the starts of windows among the t rows from `first`."""
       return -(-first // self.period) * self.period + steps
 
     def index(rows: Array) -> Array:
@@ -206,7 +247,7 @@ class Windows:
 
     gone = run_from(head - t - self.rows + 1 + self.lookback)
     new = run_from(head - t - self.length + 1)
-    again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # a new one's place
+    again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # reused by a new window
     gone_index = jnp.where(((gone >= 0) & ~again)[None], index(gone), none)
     new_index = jnp.where((new >= 0)[None], index(new), none)
     if self.initial_priority is None:
@@ -219,9 +260,9 @@ class Windows:
       window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
     priority = priority**self.buffer.priority_exponent
-    # one of each node at least
+    # at least one index of each node
     some = sorted({*range(0, len(steps), sum_tree.FAN), len(steps) - 1})
-    ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may go over the seam
+    ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may cross the seam of the ring
     refresh = index(jnp.concatenate([gone[jnp.array(some)], new[jnp.array(some)], ends]))
     tree = sum_tree.assign(
       memory.tree,
@@ -231,10 +272,10 @@ class Windows:
     )
     return memory._replace(tree=tree)
 
-  # --- what is in them
+  # --- the contents of windows
 
   def _window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
-    """The windows [L+1, n, ...] of streams [n] from rows [n]."""
+    """Return the windows [L+1, n, ...] of `stream` [n] from the rows `start` [n]."""
     read = functools.partial(self._read, stream=stream, start=start)
     timesteps = jax.tree.map(lambda x: read(x, length=self.length + 1), memory.timesteps)
     stream = stream[None]
@@ -252,10 +293,19 @@ class Windows:
     )
 
   def _read(self, ring: Array, stream: Array, start: Array, length: int) -> Array:
-    """`length` rows of streams [n] of a ring [B, C, ...] from rows [n]: [length, n, ...].
+    """Read consecutive rows of a ring.
 
-    Where windows start at every period-th row only, whole periods are read at a time: C is a
-    multiple of it, so none goes over the seam, and on CPU each row of a gather costs a call.
+    If windows start only at each period-th row, the gather reads whole periods. C is a multiple of
+    the period, so no period crosses the seam. On CPU each row of a gather costs a call.
+
+    Args:
+      ring: [B, C, ...].
+      stream: [n] streams to read.
+      start: [n] first row to read.
+      length: number of rows to read.
+
+    Returns:
+      The rows, [length, n, ...].
     """
     if self.period == 1:
       steps = jnp.arange(length, dtype=jnp.int32)[:, None]
@@ -274,7 +324,7 @@ class Windows:
     return jnp.concatenate([found, ring[stream[None], rows[None] + jnp.arange(rest)[:, None]]])
 
   def _restack(self, frames: Array, memory: Memory, stream: Array, start: Array) -> Array:
-    """[L+1, n, stack, ...] from single frames [B, C, ...], as the environment had stacked them."""
+    """Restore the environment's stacks [L+1, n, stack, ...] from single frames [B, C, ...]."""
     back = self.lookback
     steps = jnp.arange(-back, self.length + 1, dtype=jnp.int32)[:, None]
     at, empty = unstacked(memory.stacks[stream, (start[None] + steps) % self.rows], self.stack)
@@ -284,10 +334,16 @@ class Windows:
 
 
 def end_what_is_cut(step_type: Array) -> Array:
-  """A stream that breaks off, as when its environment was restarted, ends like a truncation.
+  """Mark the end of an interrupted episode as a truncation.
 
-  The step before a FIRST [T, n] is LAST, but for where the rest of an episode was lost. Its discount is
-  1, so it is bootstrapped from.
+  The rest of an episode is lost if, for example, its environment was restarted. Then the step
+  before FIRST is not LAST. Its discount is 1, so its value is bootstrapped from.
+
+  Args:
+    step_type: [T, n].
+
+  Returns:
+    The step types [T, n], with LAST before each FIRST.
   """
   cut = (step_type[:-1] != LAST) & (step_type[1:] == FIRST)
   return step_type.at[:-1].set(jnp.where(cut, LAST, step_type[:-1]).astype(step_type.dtype))
@@ -302,29 +358,38 @@ def windows(
   stack: int = 0,
   initial_priority: Callable[[Trajectory], Array] | None = None,
 ) -> Replay:
-  """A Replay of windows of `length` steps.
+  """Make a Replay of windows of `length` steps.
 
-  With `keep_state` they start only where unrolls do, and have the agent's state there: sequences
-  of a recurrent agent, which overlap by `length - unroll_length`. Without, they start anywhere.
+  Args:
+    buffer: capacity, sampling rate and priorities.
+    length: steps per window.
+    num_envs: environments of all devices.
+    unroll_length: steps per unroll.
+    keep_state: whether windows start only at the starts of unrolls and include the agent's state
+      there. They are then sequences for a recurrent agent, and overlap by `length - unroll_length`.
+      Otherwise windows start at any step.
+    stack: frames that an observation stacks along its first axis. Replay stores single frames.
+      0: observations are not stacks.
+    initial_priority: computes priorities [n] of new windows [L+1, n] without observations, from
+      the extras of acting. Default: the highest priority so far.
 
-  `stack`: observations are stacks of so many frames along their first axis; single ones are kept.
-  `initial_priority`: of windows [L+1, n] without observations, from what acting has left in its
-  extras; without, new windows have the highest priority so far.
+  Returns:
+    The replay, which has its `Windows` as `windows`.
 
   Raises:
-    ValueError: with the numbers, where they don't fit each other.
+    ValueError: the settings do not fit each other. The message has the numbers.
   """
   w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
   if w.starts * num_envs >= 2**30:
     raise ValueError(
-      f'a capacity of {buffer.capacity} for {num_envs} environments and windows of {length} steps is too much: '
-      'at most 2^30 windows'
+      f'a capacity of {buffer.capacity} for {num_envs} environments and windows '
+      f'of {length} steps is too much: at most 2^30 windows'
     )
   if buffer.capacity < (least := num_envs * (length + unroll_length)):
     raise ValueError(
-      f'a capacity of {buffer.capacity} is too little for {num_envs} environments: each needs room for an '
-      f'unroll of {unroll_length} steps and a window of {length}; give a capacity of {least} or more, or '
-      'fewer environments'
+      f'a capacity of {buffer.capacity} is too little for {num_envs} environments: '
+      f'each needs room for an unroll of {unroll_length} steps and a window of {length}; '
+      f'give a capacity of {least} or more, or fewer environments'
     )
   w.schedule.times(jnp.int32(0))
   return Replay(w.init, w.add, w.sample, w.update, w.schedule.times, windows=w)
