@@ -20,7 +20,7 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.fields import TEXTS, flag
-from podrace.system.files import UTF8
+from podrace.system.files import UTF8, write_whole
 
 PATH = Path(__file__).with_name('options.json')
 CHOSEN_BY_AGENTS = {  # fields of parts that agents set themselves, so they are no options
@@ -214,4 +214,4 @@ def _agent_rows() -> Iterator[Row]:
 
 
 if __name__ == '__main__':
-  PATH.write_text(text(), encoding=UTF8)
+  write_whole(PATH, text())

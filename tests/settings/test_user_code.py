@@ -141,7 +141,7 @@ def test_an_empty_entry_of_pythonpath_does_not_reach_children(tmp_path: Path) ->
   (tmp_path / 'here').mkdir()
   (tmp_path / 'here' / 'late.py').write_text(FLAG)
   code = (
-    'import importlib.util, os, subprocess; from podrace.settings import user_code; from podrace.system.process import python\n'
+    'import importlib.util, os, subprocess; from podrace.settings import user_code; from podrace.system.child import python\n'
     'assert importlib.util.find_spec("late"); user_code.leave_here()\n'
     'find = "import importlib.util; print(importlib.util.find_spec(\'late\'))"; exec(find)\n'
     'subprocess.run(python("-c", find), check=True)\n'
@@ -164,7 +164,7 @@ def test_one_function_makes_the_command_line_of_each_child() -> None:
     named += [
       n for n in nodes if isinstance(n, ast.alias) and n.name in ('executable', 'multiprocessing')
     ]
-    assert len(named) == (file == package / 'system' / 'process.py'), file
+    assert len(named) == (file == package / 'system' / 'child.py'), file
 
 
 @pytest.mark.slow

@@ -20,9 +20,8 @@ class ClientOptions:
   connect: str  # addresses of all learner processes, with commas between them
   env: str
   num_envs: int = 1
-  workers: int = (
-    0  # threads or processes that step; 0: two per core, at most one per core in a group
-  )
+  workers: int = 0
+  # ^ threads or processes that step; 0: two per core, at most one per core in a group
   groups: int = 0  # 0: the number that the learner advises
   seed: int | None = None
   keys: Path | None = None
