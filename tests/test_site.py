@@ -66,7 +66,7 @@ def test_the_reference_has_docstrings_and_fields(site: Path) -> None:
   assert 'mixes n-step targets' in agents  # and one below it
   assert 'total_updates' not in agents  # which the runner fills in
   returns = (site / 'api' / 'returns.html').read_text()
-  assert 'Generalised advantage estimates' in returns
+  assert 'generalised advantages' in returns
 
 
 def test_links_out_of_docs_lead_somewhere_on_the_site(site: Path) -> None:

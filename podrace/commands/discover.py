@@ -44,7 +44,7 @@ COMMAND = Discover(
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'metrics also go to tensorboard, wandb, or both with a comma',
+    Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
       choices=('tensorboard', 'wandb')),
     Option('--quiet', '', 'no progress, only warnings and the result'),
   ),

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from podrace import hooks
 from podrace.agents import AGENTS
 from podrace.fields import TEXTS, flag
 from podrace.system.files import UTF8, write_whole
@@ -93,6 +94,8 @@ def rows_of(settings: Any, prefix: str, group: str) -> Iterator[Row]:
   comments = comments_of(type(settings))
   for field in dataclasses.fields(settings):
     value, name = getattr(settings, field.name), prefix + flag(field.name)
+    if prefix == '--agent.' and field.name in hooks.BOUND:
+      continue
     if 'Suppress' in str(field.type) or field.name in CHOSEN_BY_AGENTS.get(
       type(settings).__name__, ()
     ):

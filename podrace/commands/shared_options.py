@@ -10,9 +10,7 @@ AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
 NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'do not read or write the cache of compiled programs'
 )
-ALLOW_CODE = Option('--allow-code', 'MODULE', 'the run may import this module, also from the '
-  'working directory; may be repeated. A run directory that names other modules than those of '
-  'podrace, --agent and --env is refused without it')  # fmt: skip
+ALLOW_CODE = Option('--allow-code', 'MODULE', 'a module that the run may import; may be repeated')
 QUIET = Option('--quiet', '', 'only warnings and errors')
 SERVER_KEYS = Option('--keys', 'DIR', 'for --listen: directory with authority.pem, server.pem, '
   'server.key and allowed_clients, made by `podrace keys new`; needed beyond this '

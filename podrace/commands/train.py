@@ -46,16 +46,15 @@ COMMAND = Train(
   '[PRESET] [OPTIONS]',
   'train an agent',
   (  # the fields of Config are further options
-    Option('--run-dir', 'DIR', 'the run directory; started again with the same one, the run '
-      'resumes'),
+    Option('--run-dir', 'DIR', 'the run directory; an existing run resumes'),
     shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
     Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'metrics also go to tensorboard, wandb, or both with a comma',
+    Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
       choices=('tensorboard', 'wandb')),
     Option('--metrics-listen', 'HOST:PORT', 'serve the newest metrics to Prometheus, at /metrics'),
-    Option('--metrics-insecure', '', 'for --metrics-listen: beyond this machine; anybody may read'),
+    Option('--metrics-insecure', '', 'for --metrics-listen beyond this machine: no keys'),
     Option('--quiet', '', 'no progress, only warnings and the result'),
     Option('--listen', 'ADDRESS', 'for --envs remote: tcp://HOST:PORT or unix:PATH, see '
       'docs/distributed.md'),
@@ -65,8 +64,7 @@ COMMAND = Train(
     shared.SERVER_INSECURE,
     shared.PEER_TIMEOUT,
     shared.ANNOUNCE,
-    Option('--coordinator', 'HOST:PORT', 'for a run of more than one process: address of process '
-      '0, or auto'),
+    Option('--coordinator', 'HOST:PORT', 'address of process 0 of several, or auto'),
     Option('--num-processes', 'N', 'number of processes of the run'),
     Option('--process-id', 'I', 'index of this process, from 0'),
   ),

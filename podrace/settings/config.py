@@ -15,14 +15,14 @@ class Basics:
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: EnvName = 'podrace:catch'
   # ^ LIB:NAME, with options after commas, for example podrace:memory,length=20
-  num_envs: int = 64  # environments of each seed, over all devices
+  num_envs: int = 64  # environments per seed, over all devices
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps of each seed
   seed: int = 0  # first seed of the run
   devices: int | None = None
   # ^ number of devices, of all processes together; under sebulba of each process; None: all
-  log_every: int = 0  # environment steps between lines of metrics; 0: 1% of the run
-  checkpoint_every: int = 0  # environment steps between checkpoints; 0: once a minute
+  log_every: int = 0  # steps between lines of metrics; 0: 1% of run
+  checkpoint_every: int = 0  # steps between checkpoints; 0: a minute
   keep: int = 3  # number of checkpoints to keep
 
   @property
@@ -46,9 +46,9 @@ class Common(Basics):
 
   architecture: Literal['anakin', 'sebulba'] = 'anakin'
   # ^ anakin: one compiled program; sebulba: actor threads and a learner
-  seeds: int = 1  # independent agents in one program, from seed, seed + 1, ...
+  seeds: int = 1  # agents in one program: seed, seed + 1, ...
   eval_every: int = 0
-  # ^ environment steps between evaluations, which are written to eval.jsonl; 0: none
+  # ^ steps between evaluations; 0: none
   eval_episodes: int = 32  # episodes of each evaluation and seed
   eval_env: EnvName = ''
   # ^ environment of evaluations, such as another opponent or unseen levels; '': that of training

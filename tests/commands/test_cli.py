@@ -179,7 +179,7 @@ def test_help_of_train_has_every_option(run: Command) -> None:
   assert '--agent.buffer.samples-per-insert           (default 0.015)' in recurrent
   assert '--agent.actor.core' not in said and '--agent.critic.torso' not in said
   plain = ' '.join(said.split())
-  assert '--actor-devices str sebulba: which act, as 0,1 (default: those that' in plain
+  assert '--actor-devices str sebulba: devices that act, such as 0,1. Default: all that' in plain
   assert "--agent.actor-priorities bool a window's first priority" in plain
 
 
@@ -683,7 +683,7 @@ BAD = [
   (['devices', '--devices', '--actor-devices'], '--devices needs a value, N'),
   (['devices', '0'], 'devices takes options only, not 0'),
   (['train', '--agent', 'a2c'], "unknown agent 'a2c': the nearest is impala or ppo"),
-  (['train', '--agent', 'Rainbow'], "unknown agent 'Rainbow': the nearest here is dqn"),
+  (['train', '--agent', 'Rainbow'], "unknown agent 'Rainbow': the nearest is dqn"),
   (['train', '--env', 'CartPole-v1'],
    "not 'CartPole-v1'; did you mean gymnax:CartPole-v1 or gymnasium:CartPole-v1?"),
   (['train', '--env', 'ALE/MsPacman-v5'], 'did you mean ale:ms_pacman?'),
@@ -752,7 +752,12 @@ def test_types_are_for_all_who_install_it() -> None:
   assert (Path(cli.__file__).parent / 'py.typed').exists()
   project = tomllib.loads((Path(__file__).parents[2] / 'pyproject.toml').read_text())
   assert project['tool']['setuptools']['package-data'] == {
-    'podrace': ['py.typed', 'commands/templates/*.py', 'experiments/page/*']
+    'podrace': [
+      'py.typed',
+      'commands/options.json',
+      'commands/templates/*.py',
+      'experiments/page/*',
+    ]
   }
 
 

@@ -64,6 +64,7 @@ from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import with_unrecorded
+from podrace.settings.resolved import resolve
 from podrace.system import signals
 from podrace.system.options import Options
 from podrace.types import ActorOutput, TimeStep, Trajectory
@@ -582,10 +583,10 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     lag='async', replay='service', learner_devices='3,5',
   )  # fmt: skip
-  mesh = build.build_learner(config)[0].mesh
+  mesh = build.build_learner(resolve(config))[0].mesh
   assert [d.id for d in mesh.devices.flat] == [3, 5]
   with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
-    build.build_learner(dataclasses.replace(config, actor_devices='0'))
+    build.build_learner(resolve(dataclasses.replace(config, actor_devices='0')))
 
 
 def test_what_listens_is_refused_before_it_is_compiled_for(

@@ -378,7 +378,7 @@ def test_a_sweep_waits_for_what_a_killed_one_left_behind(tmp_path: Path) -> None
   path = tmp_path / '0000'
   path.mkdir()
   orphan = subprocess.Popen(
-    [sys.executable, '-c', 'import sys\nfrom pathlib import Path\nfrom podrace.system.process import lock\n'
+    [sys.executable, '-c', 'import sys\nfrom pathlib import Path\nfrom podrace.system.locks import lock\n'
      'f = lock(Path(sys.argv[1])); print("held", flush=True); sys.stdin.read()\n'
      '(Path(sys.argv[1]) / "summary.json").write_text("{}")', str(path)],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

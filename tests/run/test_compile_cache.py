@@ -80,10 +80,10 @@ import ctypes, sys
 import jax
 from podrace import cli
 from podrace.architectures import anakin
-from podrace.run import loop
+from podrace.run import updates
 from podrace.system import signals
 
-signals.SLOW_SECONDS, loop.GRACE_SECONDS = 0.2, 0.5
+signals.SLOW_SECONDS, updates.GRACE_SECONDS = 0.2, 0.5
 init = anakin.Anakin._init
 
 def hung(self, keys):

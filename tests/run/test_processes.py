@@ -190,8 +190,8 @@ def test_a_process_announces_where_the_others_come_to(joins: Any, tmp_path: Path
     (('127.0.0.1:0', '--num-processes', '2', '--process-id', '1'), 'takes HOST:PORT'),
     (('announced:f#c', '--num-processes', '2', '--process-id', '0'), 'the first process listens'),
     (('announced:f#c', '--num-processes', '2'), 'go together'),
-    (('h:1', '--num-processes', '2', '--process-id', '0', '--keys', 'k'), '--keys: of --listen'),
-    (('h:1', '--num-processes', '2', '--process-id', '1', '--announce', 'f'), '--announce: of --listen'),
+    (('h:1', '--num-processes', '2', '--process-id', '0', '--keys', 'k'), '--keys needs --listen'),
+    (('h:1', '--num-processes', '2', '--process-id', '1', '--announce', 'f'), '--announce needs --listen'),
   ],
 )  # fmt: skip
 def test_bad_usage_is_2(

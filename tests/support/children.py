@@ -47,7 +47,7 @@ def hide_library(monkeypatch: pytest.MonkeyPatch, library: str) -> None:
         raise ModuleNotFoundError(f'No module named {library!r}', name=library)
 
   for name in list(sys.modules):
-    if name.partition('.')[0] == library or name == f'podrace.envs.{library}':
+    if name.partition('.')[0] == library or name == f'podrace.envs.adapters.{library}':
       monkeypatch.delitem(sys.modules, name)
   monkeypatch.setattr(sys, 'meta_path', [Hidden, *sys.meta_path])
 
