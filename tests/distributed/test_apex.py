@@ -583,7 +583,7 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
     Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     lag='async', replay='service', learner_devices='3,5',
   )  # fmt: skip
-  mesh = build.build_learner(resolve(config))[0].mesh
+  mesh = build.build_learner(resolve(config)).mesh
   assert [d.id for d in mesh.devices.flat] == [3, 5]
   with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
     build.build_learner(resolve(dataclasses.replace(config, actor_devices='0')))
