@@ -16,10 +16,8 @@ LONGER = {  # still to be split; this list only shrinks
   'agents.muesli.Muesli': 256,
   'agents.muzero': 421,
   'agents.muzero.MuZero': 297,
-  'replay.host': 408,
   'replay.host.HostReplay': 296,  # docstrings in large part, likewise Windows
   'replay.windows.Windows': 292,
-  'run.checkpoint': 403,
   'run.checkpoint.Checkpoints': 298,
 }
 

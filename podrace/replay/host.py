@@ -11,7 +11,6 @@ The thread draws AHEAD samples ahead of the learner.
 from __future__ import annotations
 
 import functools
-import hashlib
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -24,12 +23,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
-from podrace.errors import ReplayFailed, UnreadableFile
+from podrace.errors import ReplayFailed
+from podrace.replay.host_checkpoint import checksum, write_snapshot
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
-from podrace.system import files
-from podrace.system.files import sync
 from podrace.system.files.reading import open_regular, read_npz
 from podrace.system.threads import Worker
 from podrace.topology import AXIS, data_size, everyones, own_rows, share
@@ -323,8 +321,8 @@ class HostReplay:
     record = dict(begun=self._begun, highest=self._streams.highest)
 
     def write() -> dict[str, Any]:
-      _write(path, taken, history())
-      return dict(record, sha256=_sha256(path))
+      write_snapshot(path, taken, history())
+      return dict(record, sha256=checksum(path))
 
     return write
 
@@ -341,7 +339,7 @@ class HostReplay:
     """
     if not path.is_dir():
       raise tables.CheckpointError(f'{path} is not there')
-    if (found := _sha256(path)) != record['sha256']:
+    if (found := checksum(path)) != record['sha256']:
       raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {record["sha256"]}')
     self._make_table()
     tables.restore(self.store, path / 'tables')
@@ -374,35 +372,3 @@ class HostReplay:
       prefix = f'{name}/'
       rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}
       stream.writer.extend(rows)
-
-
-def _write(path: Path, taken: tables.Snapshot, streams: dict[str, np.ndarray]) -> None:
-  """Write a checkpoint to a new directory, whole or not at all."""
-  partial = path.with_name(f'.{path.name}.partial')
-  for folder in (partial, path):  # leftovers of an earlier run belong to no checkpoint
-    files.remove(folder)
-  files.make_folder(path.parent)
-  files.new_folder(partial)
-  tables.write(taken, partial / 'tables')
-  files.write_arrays(partial / 'streams.npz', streams)
-  for written in (partial / 'streams.npz', partial):
-    sync(written)
-  files.move(partial, path)
-  for folder in (path.parent, path.parent.parent):  # the first checkpoint also makes the parent
-    sync(folder)
-
-
-def _sha256(folder: Path) -> str:
-  """Return the checksum of a checkpoint.
-
-  The manifest of the tables includes the checksums of the table files.
-  """
-  digest = hashlib.sha256()
-  try:
-    for name in ('tables/manifest.json', 'streams.npz'):
-      with open_regular(folder / name) as file:
-        for part in iter(functools.partial(file.read, 2**20), b''):
-          digest.update(part)
-  except (OSError, UnreadableFile) as e:
-    raise tables.CheckpointError(f'{folder} is damaged: {e}') from e
-  return digest.hexdigest()

@@ -25,7 +25,7 @@ from podrace.agents.r2d2 import R2D2
 from podrace.envs.host import base as host
 from podrace.errors import ReplayFailed
 from podrace.networks import QNetwork
-from podrace.replay import Buffer
+from podrace.replay import Buffer, host_checkpoint
 from podrace.replay import host as host_replay
 from podrace.run import metrics, sinks
 from podrace.settings.agents import bind
@@ -230,7 +230,7 @@ def test_a_checkpoint_without_its_replay_is_damaged(tmp_path: Path, cache: Path)
 def test_learning_goes_on_while_replay_is_written(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  learned, write = threading.Event(), host_replay._write
+  learned, write = threading.Event(), host_checkpoint.write_snapshot
 
   class Learned:
     def write(self, line: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ def test_learning_goes_on_while_replay_is_written(
     write(*args)
 
   monkeypatch.setitem(sinks.SINKS, 'learned', lambda *args: Learned())
-  monkeypatch.setattr(host_replay, '_write', slow)
+  monkeypatch.setattr(host_checkpoint, 'write_snapshot', slow)
   with pytest.raises(SystemExit) as end:
     cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '3200',
               '--checkpoint-every', '1600', '--log-every', '320', '--sinks', 'learned',

@@ -1,4 +1,4 @@
-"""The pool of an actor thread whose environments are on other machines."""
+"""The pool of an actor thread with environments on other machines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Arrivals:
 
 
 class RemotePool:
-  """A pool whose environments are on other machines, and may come and go.
+  """A pool of environments on other machines, which may connect and disconnect.
 
   Owner: the actor thread, which calls `close`. `put`, `expect` and `withdraw` are for the thread
   that serves the network.

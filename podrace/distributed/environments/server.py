@@ -251,7 +251,7 @@ class Server(ServiceHandler):
       group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
-    """End sessions whose environments hang, and log that there are no environments."""
+    """End sessions with hanging environments, and log that there are no environments."""
     for group in self._groups():
       # The client needs START_SECONDS after the deadline to replace a worker that hangs.
       if group.state == 'stepping' and now - group.since > self._deadline + START_SECONDS:

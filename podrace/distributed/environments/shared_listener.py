@@ -18,7 +18,7 @@ GOODBYE_SECONDS = 1.0  # that clients have to answer that the run has ended
 
 
 class Waits(Protocol):
-  """A pool whose thread may wait for environments.
+  """A pool with a thread that may wait for environments.
 
   Attributes:
     waiting: whether the thread is in `recv`.
@@ -31,7 +31,7 @@ class Waits(Protocol):
 
 
 class SharedNetwork:
-  """A listener whose network belongs to one thread at a time.
+  """A listener with a network that one thread owns at a time.
 
   A thread that waits for environments serves the network, so no other thread is between a message
   and its answer. While all of them are busy, a thread of this object serves it now and then.

@@ -260,7 +260,7 @@ class Connections:
     self._lines.log(f'turned away {peer.where}: {reason}', logging.WARNING)
 
   def revoked(self, peers: Iterable[Peer]) -> list[Peer]:
-    """Return the peers whose keys are not on the list, which is read again if it has changed."""
+    """Return the peers with keys outside the list, which is read again if it has changed."""
     if self._allowed is None:
       return []
     self._allowed.refresh()
@@ -376,7 +376,7 @@ class Connections:
       self.guests.move_to_end(peer)
 
   def tick(self, now: float) -> None:
-    """Close guests whose time is over."""
+    """Close guests after their time limit."""
     self.acceptor.resume()
     for peer in [guest for guest in self.guests if guest.until < now]:
       if peer.ending:

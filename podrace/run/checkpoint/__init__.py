@@ -8,8 +8,7 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,17 @@ from podrace.run.checkpoint.arrays import (
   Stored,
   described,
   fingerprint,
-  merge,
   snapshot,
 )
 from podrace.run.checkpoint.library import PlainPath, pass_warnings_on
+from podrace.run.checkpoint.merging import DRAFT, merged
 from podrace.system import files
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
 
 FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for the folder that belongs to a checkpoint
-INDEX = ('manifest.ocdbt', 'd')  # the names that make up the index of an item
 ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
-DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
 
 log = logging.getLogger('podrace.run.checkpoint')
 
@@ -351,42 +348,6 @@ class Checkpoints:
       self._manager.close()
       if self._writing is None:  # else its thread may yet write to the number of another file
         self._plain.close()
-
-
-@contextlib.contextmanager
-def merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
-  """Index the arrays of an older podrace's checkpoint anew, without writing to `directory`.
-
-  With one of MISREAD in the directory's path, orbax left out the index over the folders
-  `ocdbt.process_*`, and a backslash led the folders to another directory.
-
-  Yields:
-    A directory with the checkpoint `step` as links, which is removed with the context.
-
-  Raises:
-    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or unreadable.
-  """
-  source = directory / str(step)
-  if all((source / item / INDEX[0]).exists() for item in items):
-    raise ValueError(f'{source} has an index')
-  elsewhere = Path(str(directory).replace('\\', '/')) / f'{step}{DRAFT}'
-  with contextlib.ExitStack() as stack:
-    root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
-    plain = stack.enter_context(contextlib.closing(PlainPath(root)))
-    target = root / str(step)
-    files.create_folder(target)
-    for entry in source.iterdir():
-      if entry.name not in items:
-        (target / entry.name).symlink_to(entry)
-    for item in items:
-      files.create_folder(target / item)
-      folders = [f for f in (source / item, elsewhere / f'{item}{DRAFT}') if f.is_dir()]
-      for entry in (entry for folder in folders for entry in folder.iterdir()):
-        link = target / item / entry.name
-        if entry.name not in INDEX and not link.is_symlink():
-          link.symlink_to(entry)
-      merge(plain.path / str(step) / item)
-    yield plain.path
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
