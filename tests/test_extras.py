@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.abc
+import json
 import os
 import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,14 @@ from podrace.run.video import film
 from podrace.system.importing import LIBRARIES
 
 DECLARED = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['optional-dependencies']
-GROUPS = {'cuda', 'envs', 'docs', 'dev'}  # of other extras, for developers, or of several GB
+GROUPS = {
+  'cuda',
+  'cuda12',
+  'tpu',
+  'envs',
+  'docs',
+  'dev',
+}  # of other extras, for developers, or of several GB
 ENVS = {
   'gymnax': ('gymnax:CartPole-v1', 'gymnax:Breakout-MinAtar', 'gymnax:Reacher-misc'),
   'brax': ('brax:inverted_pendulum',),
@@ -116,23 +125,60 @@ def test_a_library_that_cannot_be_imported(
   assert str(missing) in message and (f"needs the extra '{extra}'" in message) != is_installed
 
 
+UV = str(Path(sys.executable).with_name('uv'))
+
+
+def run(command: list[str], folder: Path) -> str:
+  plain = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
+  done = subprocess.run(command, cwd=folder, env=plain, capture_output=True, text=True, check=False)
+  assert done.returncode == 0, done.stderr
+  return done.stdout
+
+
+def new_environment(folder: Path, package: str) -> Path:
+  """Returns the directory of commands of a new environment, in which `package` is installed."""
+  run([UV, 'venv', '--quiet', '--python', sys.executable, 'env'], folder)
+  pins = ['--quiet', '--constraint', str(ROOT / 'constraints.txt'), package]
+  run([UV, 'pip', 'install', '--python', 'env/bin/python', *pins], folder)
+  return folder / 'env' / 'bin'
+
+
+@pytest.fixture(scope='module')
+def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+  """The sdist, and the wheel that is built from it."""
+  folder = tmp_path_factory.mktemp('distributions')
+  source = folder / 'source'  # a build in place would leave files there
+  tracked = run(['git', '-C', str(ROOT), 'ls-files', '-z'], folder).split('\0')[:-1]
+  for name in tracked:
+    (source / name).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(ROOT / name, source / name)
+  run([UV, 'build', '--quiet', '--out-dir', str(folder), str(source)], folder)
+  (sdist,), (wheel,) = folder.glob('*.tar.gz'), folder.glob('*.whl')
+  return sdist, wheel
+
+
+@pytest.mark.slow
+def test_the_wheel_is_complete_and_has_only_podrace(distributions: tuple[Path, Path]) -> None:
+  names = set(zipfile.ZipFile(distributions[1]).namelist())
+  tracked = run(['git', '-C', str(ROOT), 'ls-files', 'podrace'], ROOT).split()
+  assert set(tracked) == {name for name in names if not name.startswith('podrace-0.1.0.dist-info/')}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('kind', [0, 1], ids=['sdist', 'wheel'])
+def test_a_distribution_trains(kind: int, distributions: tuple[Path, Path], tmp_path: Path) -> None:
+  commands = new_environment(tmp_path, f'podrace @ {distributions[kind].as_uri()}')
+  run([str(commands / 'podrace'), 'train', '--total-steps', '20_000', '--run-dir', 'run'], tmp_path)
+  assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 20_000
+  run([str(commands / 'podrace'), 'init', 'agent', 'Mine'], tmp_path)
+  run([str(commands / 'podrace'), 'report', 'run'], tmp_path)
+  assert (tmp_path / 'my_agent.py').exists() or (tmp_path / 'mine.py').exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('extra', PROGRAMS)
-def test_an_extra_is_enough_in_a_new_environment(extra: str, tmp_path: Path) -> None:
-  source, env = tmp_path / 'source', tmp_path / 'env'
-  source.mkdir()  # building in place would leave things there
-  names = ['pyproject.toml', 'README.md', 'LICENSE', 'podrace']
-  subprocess.run(['cp', '-r', *(str(ROOT / n) for n in names), str(source)], check=True)
-  python, package = str(env / 'bin' / 'python'), f'podrace[{extra}] @ {source.as_uri()}'
-  pins = ['--quiet', '--constraint', str(ROOT / 'constraints.txt'), package]
-  if uv := shutil.which('uv'):
-    make, install = [uv, 'venv', '--quiet', '--python', sys.executable], [uv, 'pip', 'install', '--python', python]  # fmt: skip
-  else:
-    make, install = [sys.executable, '-m', 'venv'], [python, '-m', 'pip', 'install']
-  subprocess.run([*make, str(env)], check=True)
-  subprocess.run([*install, *pins], check=True)
-  plain = {k: v for k, v in os.environ.items() if k != 'PYTHONPATH'}
-  done = subprocess.run(
-    [python, '-c', PROGRAMS[extra]], cwd=tmp_path, env=plain, capture_output=True, text=True, check=False
-  )  # fmt: skip
-  assert done.returncode == 0, done.stderr
+def test_an_extra_is_enough_in_a_new_environment(
+  extra: str, distributions: tuple[Path, Path], tmp_path: Path
+) -> None:
+  commands = new_environment(tmp_path, f'podrace[{extra}] @ {distributions[1].as_uri()}')
+  run([str(commands / 'python'), '-c', PROGRAMS[extra]], tmp_path)

@@ -12,16 +12,18 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from podrace.agents import AGENTS
+from podrace.commands import mistakes
 from podrace.commands.shared_options import AGENT
+from podrace.envs.env_names import suggest_names
+from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import flag, whole_number
 from podrace.settings import defaults, user_code
 from podrace.settings.agents import agent_name, default_agent, unknown_agent
 from podrace.settings.config import Basics, Config
 from podrace.settings.presets import PRESETS
-from podrace.settings.validation import check_agent_options, needs_sebulba
+from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Command, Options
-from podrace.system.output import printable, tell
 
 C = typing.TypeVar('C', bound=Basics)
 NO_OPTIONS = Options((), Command('train', '', '', (AGENT,), others_pass=True))
@@ -31,10 +33,23 @@ def take_preset(args: list[str]) -> str | None:
   """Remove the preset from the arguments and return it; it stands before all options."""
   preset = args.pop(0) if args and not args[0].startswith('-') else None
   if preset is not None and preset not in PRESETS:
-    raise unknown('preset', preset, PRESETS)
+    raise unknown_preset(preset)
   if preset is not None and args and not args[0].startswith('-'):
     raise UsageError(f'there is one preset, and then options: not {args[0]!r} after {preset}')
   return preset
+
+
+def unknown_preset(name: str) -> UsageError:
+  """Return the error for an unknown preset, which may name an agent or an environment."""
+  if name.lower() in AGENTS:
+    return UsageError(f'unknown preset {name!r}: write --agent {name.lower()} --env LIB:NAME')
+  if not name.islower() and (hint := suggest_names(name)):
+    return UsageError(f'unknown preset {name!r}: an environment is --env LIB:NAME{hint}')
+  if ':' in name:
+    library = name.partition(':')[0]
+    option = '--env' if library in {*LIBRARIES, *HOST_LIBRARIES} else '--agent'
+    return UsageError(f'unknown preset {name!r}: write {option} {name}')
+  return unknown('preset', name, PRESETS)
 
 
 def requested_agent(options: Options) -> str | None:
@@ -130,7 +145,7 @@ def parse_config(
 
 
 def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
-  """Return `config` with the changes of the flags; tyro exits with code 2 on a bad flag."""
+  """Return `config` with the changes of the flags; raises UsageError for a bad flag or value."""
   import tyro
 
   cls = type(config)
@@ -140,25 +155,14 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
   plain = [_whole(a) for a in normalize_booleans(args, set(boolean_options(config)))]
-  check_agent_options(config.agent, plain)
-  with _escaped(plain):
-    parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
-  return cls(**{n: getattr(parsed, n) for n in names})
-
-
-@contextlib.contextmanager
-def _escaped(args: Sequence[str]) -> Iterator[None]:
-  """Print tyro's errors with `tell`, which escapes the arguments that they quote."""
-  if all(printable(a) == a for a in args):
-    yield
-    return
+  mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
-      yield
-  finally:
-    if out.getvalue():
-      tell(out.getvalue())
+      parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
+  except SystemExit:
+    raise mistakes.explain(out.getvalue(), plain, prog) from None
+  return cls(**{n: getattr(parsed, n) for n in names})
 
 
 BOOLEANS = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')

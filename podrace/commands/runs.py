@@ -57,7 +57,7 @@ def run(args: list[str]) -> int:
 
 def row(r: Run) -> tuple[str, ...]:
   """Return the cells of a run; a long reason is cut."""
-  state = f'{r.state}: {r.why}' if r.why else r.state
+  state = ', '.join([f'{r.state}: {r.why}' if r.why else r.state, *r.diagnostics])
   returned = '' if r.episode_return is None else return_text(r.episode_return)
   return (
     plain(r.path, PATH),

@@ -16,6 +16,7 @@ from podrace.experiments import runs
 from podrace.experiments.plot import COLOURS
 from podrace.experiments.scores import ATARI, atari_game, normalize_human
 from podrace.run import directory, metrics, run_end, sinks
+from podrace.run.diagnostics import read_diagnostics
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
 from podrace.system.files.schema import SUMMARY, is_number
@@ -117,6 +118,7 @@ def collect_run(run: runs.Run) -> dict[str, Any]:
       'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
       'damaged': len(list((path / 'damaged').glob('*'))),
     },
+    'diagnoses': read_diagnostics(path),
     'config': {k: _json_value(x) for k, x in settings.items()},
     'videos': videos,
     'videos_left_out': left_out,

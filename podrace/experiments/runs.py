@@ -13,6 +13,7 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.errors import UnreadableFile, UsageError
+from podrace.run.diagnostics import read_diagnostics
 from podrace.run.directory import is_running, last_line, read_run_record, saved_steps
 from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
@@ -41,6 +42,7 @@ class Run:
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
   size: int = 0  # bytes of all files
+  diagnostics: tuple[str, ...] = ()  # names of the signs that the run does not learn
 
   def as_json(self) -> dict[str, Any]:
     """Return the fields as JSON."""
@@ -84,6 +86,7 @@ def inspect_run(path: Path) -> Run:
     running = is_running(path)
     summary = {} if running else read_object(path / 'summary.json', SUMMARY) or {}
     end = {} if running else read_end(path)
+    diagnoses = tuple(entry['name'] for entry in read_diagnostics(path))
   except UnreadableFile as e:
     reason = str(e).removeprefix(f'{path}/')
     return Run(path, BROKEN, reason, age_s=age, size=size)
@@ -114,6 +117,7 @@ def inspect_run(path: Path) -> Run:
     steps_per_s=done.get('steps_per_s'),
     age_s=age,
     size=size,
+    diagnostics=diagnoses,
   )
 
 

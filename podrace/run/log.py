@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from podrace import hooks
 from podrace.architectures.protocol import Part
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
+from podrace.run.diagnostics import Diagnostics
 from podrace.run.summary import summarize
 from podrace.settings.config import Basics
 
@@ -56,7 +56,8 @@ class Log:
     warn: Callable[[str], None],
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
-    self.warn, self.advised = warn, False
+    self.warn = warn
+    self.diagnostics = Diagnostics(config.agent, config.total_steps)
     self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
     self.since_line = Clock()  # since the last line of metrics
@@ -73,6 +74,7 @@ class Log:
     self.lines = metrics.JsonLines(self.run_dir / 'metrics.jsonl', step)
     stack.callback(self.lines.close)
     self.check_lines('metrics.jsonl', self.lines)
+    self.diagnostics.write(self.run_dir)
     for given in self.given_sinks:
       if isinstance(given, str):
         sink = sinks.SINKS[given](self.run_dir)
@@ -98,6 +100,7 @@ class Log:
       'lines': Part(self._count_lines, self._setter('known')),
       'missing_lines': Part(lambda: self.missing, self._setter('missing')),
       'callbacks': Part(self.callbacks.state, self.callbacks.restore),
+      'diagnostics': Part(self.diagnostics.save, self.diagnostics.restore),
     }
 
   def _setter(self, name: str) -> Callable[[Any], None]:
@@ -176,9 +179,10 @@ class Log:
     with saving:
       if failure is not None:
         raise failure
-      if not self.advised and (advice := hooks.advice(self.config.agent, line)):
-        self.advised = True
-        self.warn(advice)
+      if messages := self.diagnostics.add(line):
+        self.diagnostics.write(self.run_dir)
+        for message in messages:
+          self.warn(message)
       for sink in self.sinks:
         sink.write(line)
       return self._transformed(state, line)

@@ -343,6 +343,8 @@ class Run:
       summary['ended'] = self.callbacks.ended
     if missing := {name: n for name, n in self.log.missing.items() if n}:
       summary['missing_lines'] = missing
+    if diagnoses := self.log.diagnostics.made:
+      summary['diagnostics'] = diagnoses
     if self.leader:
       write_json(self.run_dir / 'summary.json', summary)
     return summary

@@ -21,6 +21,8 @@ def unknown_agent(name: str) -> UsageError:
     return UsageError(
       f"unknown agent '{name}': the nearest is {' or '.join(near)}; MODULE:CLASS names your own"
     )
+  if name.lower() in AGENTS:
+    return UsageError(f'unknown agent {name!r}: write {name.lower()}')
   module, _, attribute = name.rpartition('.')
   if module:
     path = f'{module}:{attribute}' if attribute != 'py' else f'{module}:CLASS'

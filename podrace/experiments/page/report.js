@@ -272,6 +272,11 @@ scores.append(table(['run', 'return, last tenth', 'last evaluation', ...(isAncho
   data.runs.map((r, i) => ({ cells: [named(i), r.score, r.evaluations.mean.length ? r.evaluations.mean[r.evaluations.mean.length - 1] : null,
     ...(isAnchored ? [r.anchors || 'none known', r.normalised] : [])] }))))
 
+if (data.runs.some(run => run.diagnoses.length)) {
+  section('diagnostics', 'Signs that a run does not learn').append(table(['run', 'step', 'sign'],
+    data.runs.flatMap((r, i) => r.diagnoses.map(d => ({ cells: [named(i), d.step, d.message] })))))
+}
+
 const faults = section('faults', 'Faults survived')
 faults.append(table(['run', 'environments restarted', 'steps lost with them', 'damaged checkpoints', 'how it ended'],
   data.runs.map((r, i) => ({ cells: [named(i), r.faults.env_restarts, r.faults.dropped_steps, r.faults.damaged, r.why ? `${r.state}: ${r.why}` : r.state] }))))

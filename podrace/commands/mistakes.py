@@ -1,0 +1,101 @@
+"""Messages for mistakes in the options of a run: unknown names, and values that tyro refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from podrace.errors import UsageError, unknown
+from podrace.fields import flag
+from podrace.settings import foreign_names
+from podrace.settings.agents import agent_name
+from podrace.settings.validation import check_agent_options
+
+COLOUR = re.compile(r'\x1b\[[\d;]*m')
+SIDES = ' │╭╰╮╯|+'  # of tyro's box
+RULE = re.compile(r'[─-]{8,}')
+BAD_VALUE = re.compile(r"Error parsing (--[\w.-]+): .*?(?:'([^']*)'|\[(.*)\])$")
+BAD_CHOICE = re.compile(r"invalid choice '(.*)' for argument '([^']*)'. Expected one of \((.*)\)")
+UNUSED = re.compile(r'Unrecognized options: (.*)')
+NO_VALUE = re.compile(r"Missing value for argument '([^']*)'")
+KINDS = {
+  'INT': 'a whole number',
+  '{None}|INT': 'a whole number or None',
+  '{None}|FLOAT': 'a number or None',
+  'FLOAT': 'a number',
+  '[INT [INT ...]]': 'whole numbers',
+  '[FLOAT [FLOAT ...]]': 'numbers',
+}
+
+
+def option_names(settings: Any, prefix: str = '--') -> Iterator[str]:
+  """Yield the options of a dataclass, and of the dataclasses among its fields."""
+  for field in dataclasses.fields(settings):
+    name = prefix + flag(field.name)
+    value = getattr(settings, field.name)
+    if dataclasses.is_dataclass(value):
+      yield from option_names(value, f'{name}.')
+    else:
+      yield name
+
+
+def check_names(config: Any, args: Sequence[str]) -> None:
+  """Check the names of all options.
+
+  Raises:
+    UsageError: for an unknown option, with podrace's name for it if another library has the option.
+  """
+  names = set(option_names(config))
+  for arg in args:
+    name = arg.partition('=')[0].replace('_', '-')
+    if not name.startswith('--') or name in names or _negated(name) in names:
+      continue
+    if ours := foreign_names.suggest(name):
+      raise UsageError(f'unknown option {arg.partition("=")[0]!r}: use {ours}')
+    check_agent_options(config.agent, [arg])
+    own = [f'--agent.{name[2:]}'] if f'--agent.{name[2:]}' in names else None
+    if own:
+      raise UsageError(
+        f'unknown option {name!r}: it belongs to {agent_name(config.agent)}: {own[0]}'
+      )
+    raise unknown('option', name, names)
+
+
+def _negated(name: str) -> str:
+  """Return --agent.x for --agent.no-x."""
+  head, dot, last = name.rpartition('.')
+  return f'{head}{dot}{last.removeprefix("no-")}' if dot else name.replace('--no-', '--', 1)
+
+
+def explain(output: str, args: Sequence[str], prog: str) -> UsageError:
+  """Return tyro's message about a bad value in podrace's form.
+
+  Args:
+    output: the text that tyro printed.
+    args: the arguments, for the value of an option.
+    prog: the command, for its help.
+  """
+  rows = [COLOUR.sub('', line).strip(SIDES) for line in output.splitlines()]
+  rows = [row for row in rows if row][1:]  # without the title
+  rows = rows[1:] if rows and RULE.fullmatch(rows[0]) else rows
+  end = next((i for i, row in enumerate(rows) if RULE.fullmatch(row)), len(rows))
+  text, details = ' '.join(rows[:end]), '\n'.join(rows[end:])
+  see = f'see {prog} --help'
+  if match := BAD_CHOICE.search(text):
+    value, name, choices = match.groups()
+    listed = re.findall(r"'([^']*)'", choices)
+    listed = ['true', 'false'] if listed == ['True', 'False'] else listed
+    return UsageError(f'{name} takes {" or ".join(listed)}, not {value!r}')
+  if match := UNUSED.search(text):
+    return UsageError(f'{match[1]} belongs to no option: {see}')
+  if match := NO_VALUE.search(text):
+    return UsageError(f'{match[1]} needs a value: {see}')
+  if match := BAD_VALUE.search(text):
+    name = match[1]
+    help_line = re.search(rf'{re.escape(name)} (\S.*)', details)
+    kind = KINDS.get(help_line[1].strip(), help_line[1].strip()) if help_line else 'another value'
+    value = match[2] if match[2] is not None else match[3].replace("'", '').replace(',', '')
+    return UsageError(f'{name} takes {kind}, not {value!r}: {see}')
+  return UsageError(f'{text}: {see}')

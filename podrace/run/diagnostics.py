@@ -1,0 +1,284 @@
+"""Signs in the metrics of a run that it does not learn, for all agents in one table.
+
+A check looks at the newest lines and at a few numbers over the whole run. It stays silent while the
+return improves, so that a policy that has become deterministic because it is good raises no alarm.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from podrace import hooks
+from podrace.errors import UnreadableFile
+from podrace.system.files import write_json
+from podrace.system.files.reading import read_object
+from podrace.system.files.schema import COUNT, TEXT, Member, check_members, is_number, needed
+
+FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
+PAGE = 'docs/tips.md'
+RECENT = 10  # lines that are kept
+ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
+
+
+@dataclasses.dataclass
+class History:
+  """The metrics of a run so far, as much as the checks need.
+
+  Attributes:
+    agent: the innermost agent, whose settings bound some metrics.
+    total_steps: of the run.
+    lines: the newest lines, numbers only.
+    count: the number of all lines.
+    first: the first number of each metric.
+    lowest: the least number of each metric.
+    highest: the largest number of each metric.
+  """
+
+  agent: Any
+  total_steps: int
+  lines: list[dict[str, float]] = dataclasses.field(default_factory=list)
+  count: int = 0
+  first: dict[str, float] = dataclasses.field(default_factory=dict)
+  lowest: dict[str, float] = dataclasses.field(default_factory=dict)
+  highest: dict[str, float] = dataclasses.field(default_factory=dict)
+
+  def add(self, line: dict[str, Any]) -> None:
+    """Count a line of metrics."""
+    numbers = {name: float(value) for name, value in line.items() if is_number(value)}
+    if line.get('episodes') and line.get('episode_return') is None:
+      numbers['returns_not_finite'] = 1.0
+    self.lines = [*self.lines[1 - RECENT :], numbers]
+    self.count += 1
+    for name, value in numbers.items():
+      self.first.setdefault(name, value)
+      self.lowest[name] = min(value, self.lowest.get(name, value))
+      self.highest[name] = max(value, self.highest.get(name, value))
+
+  @property
+  def progress(self) -> float:
+    """Share of the run's steps that are made."""
+    return self.lines[-1].get('step', 0.0) / max(1, self.total_steps)
+
+  def newest(self, name: str, n: int) -> list[float]:
+    """Return a metric in the newest `n` lines, [] unless all of them have it."""
+    values = [line[name] for line in self.lines[-n:] if name in line]
+    return values if len(values) == n else []
+
+  @property
+  def improves(self) -> bool:
+    """Whether recent returns exceed the first line's.
+
+    A policy that had become good within the first line's steps has a lower mean there.
+    """
+    recent = [line['episode_return'] for line in self.lines[-5:] if 'episode_return' in line]
+    if not recent or 'episode_return' not in self.first:
+      return False
+    first = self.first['episode_return']
+    return sum(recent) / len(recent) > first + 0.02 * abs(first)
+
+  def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
+    """Return whether a metric lay within a range in each of the newest `n` lines."""
+    values = self.newest(name, n)
+    return bool(values) and all(low <= x <= high for x in values)
+
+
+def _at_support_end(history: History) -> bool:
+  agent = history.agent
+  owner: Any = agent if hasattr(agent, 'v_min') else getattr(agent, 'network', None)
+  if getattr(owner, 'head', 'categorical') != 'categorical' or not hasattr(owner, 'v_min'):
+    return False
+  margin = 0.02 * (owner.v_max - owner.v_min)
+  low, high = owner.v_min + margin, owner.v_max - margin
+  return history.stays('value', 5, high=low) or history.stays('value', 5, low=high)
+
+
+def _diverges(history: History) -> bool:
+  """Return whether values are far above all returns; discounts cannot make that."""
+  returns = [history.lowest.get('episode_return', 0.0), history.highest.get('episode_return', 0.0)]
+  limit = 100 * (1 + max(map(abs, returns)))
+  values = history.newest('value', 3)
+  return bool(values) and all(abs(x) > limit for x in values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+  """A sign of a failure.
+
+  Attributes:
+    name: stable identifier, for scripts.
+    message: says what the metrics show and what to do.
+    detect: returns whether the history shows it.
+  """
+
+  name: str
+  message: str
+  detect: Callable[[History], bool]
+
+
+CHECKS = (
+  Check(
+    'no-episodes',
+    'no episode has ended yet: give the environment a time limit that truncates',
+    lambda h: h.progress >= 0.2 and h.count >= 5 and h.highest.get('episodes') == 0,
+  ),
+  Check(
+    'one-step-episodes',
+    'no episode is longer than one step: look at the termination of the environment',
+    lambda h: h.progress >= 0.1 and h.count >= 5 and h.highest.get('episode_length', 2) <= 1,
+  ),
+  Check(
+    'constant-return',
+    'all episodes have the same return, so there is nothing to learn from: look at the rewards, '
+    'or explore more',
+    lambda h: (
+      h.progress >= 0.3
+      and h.count >= 10
+      and 'episode_return' in h.first
+      and h.lowest['episode_return'] == h.highest['episode_return']
+      and h.highest.get('episode_return_std', 1) == 0
+    ),
+  ),
+  Check(
+    'returns-not-finite',
+    'returns are not finite: look at the rewards of the environment',
+    lambda h: h.stays('returns_not_finite', 3),
+  ),
+  Check(
+    'no-gradient-steps',
+    'half of the run is over and nothing was learned: replay holds fewer steps than '
+    '--agent.buffer.min-size',
+    lambda h: h.progress >= 0.5 and h.count >= 3 and h.highest.get('gradient_steps') == 0,
+  ),
+  Check(
+    'entropy-collapsed',
+    'the policy has become deterministic, and the return does not improve: lower '
+    '--agent.learning-rate, or raise --agent.entropy-cost',
+    lambda h: (
+      h.stays('entropy', 3, -1e-6, 0.01) and h.lowest['entropy'] >= -1e-6 and not h.improves
+    ),
+  ),
+  Check(
+    'entropy-constant',
+    'half of the run is over and the policy is still as random as at the start: raise '
+    '--agent.learning-rate, or lower --agent.entropy-cost',
+    lambda h: (
+      h.progress >= 0.5
+      and h.count >= 5
+      and h.lowest.get('entropy', 0) > 0
+      and h.lowest['entropy'] > 0.999 * h.highest['entropy']
+      and not h.improves
+    ),
+  ),
+  Check(
+    'updates-too-large',
+    'approx_kl exceeds 1 in 3 lines, so each update changes the policy completely: lower '
+    '--agent.learning-rate or --agent.epochs',
+    lambda h: h.stays('approx_kl', 3, low=1.0),
+  ),
+  Check(
+    'ratios-clipped',
+    'more than 80% of the probability ratios are clipped in 5 lines: lower --agent.learning-rate '
+    'or --agent.epochs',
+    lambda h: h.stays('clip_fraction', 5, low=0.8),
+  ),
+  Check(
+    'values-unexplained',
+    'the explained variance of the values has been below 0 for half of the run: normalise rewards '
+    '(--agent.normalize-rewards), or lower --agent.learning-rate',
+    lambda h: (
+      h.progress >= 0.5
+      and h.count >= 10
+      and h.highest.get('explained_variance', 1) < 0
+      and not h.improves
+    ),
+  ),
+  Check(
+    'values-diverge',
+    'values exceed all returns 100 times: lower --agent.learning-rate, or follow the target '
+    'network more slowly',
+    _diverges,
+  ),
+  Check(
+    'values-outside-support',
+    'values stay at an end of v-min to v-max: widen the range',
+    _at_support_end,
+  ),
+  Check(
+    'temperature-vanished',
+    'the temperature is below 1e-4, and the return does not improve: raise --agent.target-entropy',
+    lambda h: h.stays('temperature', 5, high=1e-4) and not h.improves,
+  ),
+  Check(
+    'actions-saturated',
+    'nearly all actions lie at the bounds, and the return does not improve: lower the '
+    "actor's learning rate, or normalise observations",
+    lambda h: h.stays('saturation', 5, low=0.99) and not h.improves,
+  ),
+)
+
+
+class Diagnostics:
+  """Applies the checks to the lines of a run; each diagnosis is made once.
+
+  Args:
+    agent: the agent of the run.
+    total_steps: of the run.
+  """
+
+  def __init__(self, agent: Any, total_steps: int) -> None:
+    self._agent = agent
+    self._history = History(hooks.innermost(agent), total_steps)
+    self.made: list[dict[str, Any]] = []  # ENTRY
+
+  def add(self, line: dict[str, Any]) -> list[str]:
+    """Return the messages of new diagnoses after a line of metrics."""
+    self._history.add(line)
+    known = {entry['name'] for entry in self.made}
+    new = [
+      (check.name, check.message)
+      for check in CHECKS
+      if check.name not in known and check.detect(self._history)
+    ]
+    if 'agent' not in known and (advice := hooks.advice(self._agent, line)):
+      new.append(('agent', advice))
+    self.made += [dict(name=name, step=line['step'], message=text) for name, text in new]
+    return [f'{text} ({PAGE})' for _, text in new]
+
+  def save(self) -> dict[str, Any]:
+    """Return the state for a checkpoint, as JSON."""
+    state = dataclasses.asdict(dataclasses.replace(self._history, agent=None))
+    del state['agent'], state['total_steps']
+    return {'history': state, 'made': self.made}
+
+  def restore(self, saved: dict[str, Any]) -> None:
+    """Take the state of a checkpoint back."""
+    for name, value in saved['history'].items():
+      setattr(self._history, name, value)
+    self.made = list(saved['made'])
+
+  def write(self, run_dir: Path) -> None:
+    """Write all diagnoses to the run directory, or remove the file if there is none."""
+    if self.made:
+      write_json(run_dir / FILE, {'diagnostics': self.made})
+    else:
+      (run_dir / FILE).unlink(missing_ok=True)
+
+
+def read_diagnostics(run_dir: Path) -> list[dict[str, Any]]:
+  """Return the diagnoses of a run.
+
+  Raises:
+    UnreadableFile: if the file is damaged.
+  """
+  record = read_object(run_dir / FILE, {'diagnostics': Member('a list')}) or {}
+  entries: list[dict[str, Any]] = record.get('diagnostics', [])
+  try:
+    for entry in entries:
+      check_members(entry, ENTRY)
+  except ValueError as e:
+    raise UnreadableFile(run_dir / FILE, f'has an entry that {e}') from e
+  return entries

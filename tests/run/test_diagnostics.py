@@ -1,0 +1,138 @@
+"""Diagnoses: each sign is named once, at the line that shows it; healthy runs have none."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podrace
+from podrace.agents.d4pg import D4PG
+from podrace.agents.ppo import PPO
+from podrace.experiments.report import collect_run
+from podrace.experiments.runs import inspect_run
+from podrace.run.diagnostics import CHECKS, Diagnostics, read_diagnostics
+
+LINES = 20
+TOTAL = 1000
+
+Curve = Any  # a number, or a function of the share of the run
+
+HEALTHY: dict[str, Curve] = dict(
+  episode_return=lambda x: -1 + 2 * x,
+  episode_return_std=0.5,
+  episode_length=9.0,
+  episodes=10,
+  gradient_steps=8,
+  entropy=lambda x: 1.1 * (1 - x),
+  approx_kl=0.01,
+  clip_fraction=0.1,
+  explained_variance=0.5,
+  value=lambda x: x,
+  temperature=0.2,
+  saturation=0.1,
+)
+FLAT = dict(episode_return=-1.0)
+
+# Name of the sign -> metrics that show it, and the agent where it matters.
+PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
+  'no-episodes': (dict(episodes=0, episode_return=None, episode_length=None), PPO()),
+  'one-step-episodes': (dict(episode_length=1.0), PPO()),
+  'constant-return': (FLAT | dict(episode_return_std=0.0, entropy=lambda x: 1 - x / 2), PPO()),
+  'returns-not-finite': (dict(episode_return=None), PPO()),
+  'no-gradient-steps': (dict(gradient_steps=0), PPO()),
+  'entropy-collapsed': (FLAT | dict(entropy=lambda x: 1.1 if x < 0.1 else 0.0), PPO()),
+  'entropy-constant': (FLAT | dict(entropy=math.log(3)), PPO()),
+  'updates-too-large': (dict(approx_kl=467.0), PPO()),
+  'ratios-clipped': (dict(clip_fraction=0.95), PPO()),
+  'values-unexplained': (FLAT | dict(explained_variance=-0.3), PPO()),
+  'values-diverge': (dict(value=lambda x: 10 ** (8 * x)), PPO()),
+  'values-outside-support': (dict(value=149.9), D4PG()),
+  'temperature-vanished': (FLAT | dict(temperature=1e-6), PPO()),
+  'actions-saturated': (FLAT | dict(saturation=1.0), PPO()),
+}
+
+
+def lines_of(curves: dict[str, Curve], n: int = LINES) -> list[dict[str, Any]]:
+  shares = [(i + 1) / n for i in range(n)]
+  return [
+    {'step': int(x * TOTAL)} | {k: v(x) if callable(v) else v for k, v in curves.items()}
+    for x in shares
+  ]
+
+
+def diagnose(curves: dict[str, Curve], agent: Any) -> list[str]:
+  diagnostics = Diagnostics(agent, TOTAL)
+  messages = [diagnostics.add(line) for line in lines_of(HEALTHY | curves)]
+  assert sum(map(len, messages)) == len(diagnostics.made)
+  return [entry['name'] for entry in diagnostics.made]
+
+
+def test_every_check_has_a_planted_failure() -> None:
+  assert set(PLANTED) == {check.name for check in CHECKS}
+
+
+@pytest.mark.parametrize('name', PLANTED)
+def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
+  curves, agent = PLANTED[name]
+  assert diagnose(curves, agent) == [name]
+
+
+@pytest.mark.parametrize(
+  'curves',
+  [
+    {},
+    dict(entropy=0.0),  # solved within the first line's steps, and deterministic since
+    dict(episode_return=lambda x: 1.0 if x > 0.1 else 0.9, entropy=0.0, episode_return_std=0.0),
+    dict(entropy=lambda x: -3 * x),  # of continuous actions
+    dict(episodes=lambda x: 0 if x < 0.2 else 3),
+    dict(explained_variance=lambda x: -1 if x < 0.4 else 0.6),
+    dict(approx_kl=lambda x: 2.0 if x < 0.1 else 0.01),
+    dict(value=500.0, episode_return=lambda x: 500 * x),
+  ],
+)
+def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
+  assert diagnose(curves, PPO()) == []
+
+
+@pytest.mark.parametrize('split', range(1, LINES))
+def test_a_resumed_run_has_the_same_diagnoses(split: int) -> None:
+  curves, agent = PLANTED['entropy-collapsed']
+  lines = lines_of(HEALTHY | curves)
+  whole = Diagnostics(agent, TOTAL)
+  for line in lines:
+    whole.add(line)
+  first, second = Diagnostics(agent, TOTAL), Diagnostics(agent, TOTAL)
+  for line in lines[:split]:
+    first.add(line)
+  second.restore(json.loads(json.dumps(first.save())))
+  for line in lines[split:]:
+    second.add(line)
+  assert second.made == whole.made
+
+
+def test_a_run_that_collapses_says_so_everywhere(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  run = tmp_path / 'run'
+  config = podrace.configure(
+    'catch', total_steps=60_000, log_every=3_000, agent=dict(learning_rate=1.0)
+  )
+  result = podrace.train(config, run)
+  (entry,) = result.summary['diagnostics']
+  assert entry['name'] == 'entropy-collapsed' and 0 < entry['step'] < 60_000
+  assert capsys.readouterr().err.count(entry['message']) == 1
+  assert read_diagnostics(run) == [entry]
+  assert inspect_run(run).diagnostics == ('entropy-collapsed',)
+  assert collect_run(inspect_run(run))['diagnoses'] == [entry]
+
+
+def test_a_run_that_learns_has_no_file(tmp_path: Path) -> None:
+  config = podrace.configure('catch', total_steps=300_000, log_every=10_000)
+  result = podrace.train(config, tmp_path / 'run', quiet=True)
+  assert result.summary['episode_return'] > 0.8
+  assert 'diagnostics' not in result.summary
+  assert read_diagnostics(tmp_path / 'run') == []
