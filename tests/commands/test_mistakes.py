@@ -1,0 +1,158 @@
+"""Mistakes on the command line: exit code 2, at most three lines, and the name that was meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from podrace import cli
+
+# Arguments of `podrace train` -> texts that the message has.
+OTHER_NAMES = {
+  '--lr 3e-4': '--agent.learning-rate',
+  '--learning-rate 3e-4': '--agent.learning-rate',
+  '--learning_rate 3e-4': '--agent.learning-rate',
+  '--LR 3e-4': '--agent.learning-rate',
+  '--agent.lr 3e-4': '--agent.learning-rate',
+  '--gamma 0.99': '--agent.discount',
+  '--agent.gamma 0.99': '--agent.discount',
+  '--GAMMA 0.99': '--agent.discount',
+  '--system.gamma 0.99': '--agent.discount',
+  '--discounting 0.99': '--agent.discount',
+  '--discount 0.99': '--agent.discount',
+  '--gae_lambda 0.95': '--agent.lambda',
+  '--gae-lambda 0.95': '--agent.lambda',
+  '--ent_coef 0.01': '--agent.entropy-cost',
+  '--ent-coef=0.01': '--agent.entropy-cost',
+  '--ENT_COEF 0.01': '--agent.entropy-cost',
+  '--entropy_coef 0.01': '--agent.entropy-cost',
+  '--vf_coef 0.5': '--agent.value-cost',
+  '--baseline_cost 0.5': '--agent.value-cost',
+  '--max_grad_norm 1': '--agent.max-grad-norm',
+  '--clip_norm 1': '--agent.max-grad-norm',
+  '--clip_range 0.2': '--agent.clip',
+  '--clip_coef 0.2': '--agent.clip',
+  '--n_steps 128': '--unroll-length',
+  '--num_steps 128': '--unroll-length',
+  '--rollout_length 128': '--unroll-length',
+  '--n_envs 8': '--num-envs',
+  '--n-envs 8': '--num-envs',
+  '--num_workers 8': '--num-envs',
+  '--batch_size 64': '--agent.buffer.batch-size',
+  '--batch-size=64': '--agent.minibatches',
+  '--minibatch_size 64': '--agent.minibatches',
+  '--num_minibatches 4': '--agent.minibatches',
+  '--n_epochs 4': '--agent.epochs',
+  '--update_epochs 4': '--agent.epochs',
+  '--total_timesteps 1e6': '--total-steps',
+  '--timesteps 1e6': '--total-steps',
+  '--steps 1e6': '--total-steps',
+  '--total_environment_frames 1e6': '--total-steps',
+  '--resume': '--run-dir',
+  '--resume runs/x': '--run-dir',
+  '--load runs/x': '--init-from',
+  '--logdir runs/x': '--run-dir',
+  '--log_dir runs/x': '--run-dir',
+  '--exp_name x': '--run-dir',
+  '--save_freq 10': '--checkpoint-every',
+  '--eval_freq 10': '--eval-every',
+  '--n_eval_episodes 10': '--eval-episodes',
+  '--log_interval 10': '--log-every',
+  '--device cpu': 'JAX_PLATFORMS=cpu',
+  '--cuda': 'JAX_PLATFORMS=cpu',
+  '--track': '--sinks wandb',
+  '--tensorboard_log x': '--sinks tensorboard',
+  '--env_id CartPole-v1': '--env',
+  '--env_name CartPole-v1': '--env',
+  '--algo ppo': '--agent',
+  '--buffer_size 1e6': '--agent.buffer.capacity',
+  '--learning_starts 1000': '--agent.buffer.min-size',
+  '--tau 0.005': '--agent.target-rate',
+  '--target_update_interval 10': '--agent.target-period',
+  '--net_arch 64': '--agent.network.hidden',
+  '--hidden_size 64': '--agent.network.hidden',
+  '--use_lstm': '--agent.network.core',
+  '--num_seeds 4': '--seeds',
+  '--verbose 1': '--quiet',
+  '--norm_obs': '--agent.normalize-observations',
+  '--norm_reward': '--agent.normalize-rewards',
+  '--anneal_lr': '--agent.anneal-learning-rate',
+  '--capture_video': 'podrace watch',
+  '--exploration_final_eps 0.05': '--agent.epsilon',
+  '--agent PPO': 'ppo',
+  '--agent Impala': 'impala',
+  '--agent DQN': 'dqn',
+  '--agent a2c': 'impala',
+  '--agent rainbow': 'dqn',
+  '--agent my_agent.MyAgent': 'my_agent:MyAgent',
+  'PPO': '--agent ppo',
+  'dqn': '--agent dqn',
+  'CartPole-v1': '--env',
+  'CartPole-v1 --total-steps 1e5': 'gymnax:CartPole-v1',
+  'PongNoFrameskip-v4': 'ale:pong',
+  'ALE/Pong-v5': 'ale:pong',
+  'ale:pong': '--env ale:pong',
+  'Breakout-MinAtar': 'gymnax:Breakout-MinAtar',
+  'my_agent:MyAgent': '--agent my_agent:MyAgent',
+  '--env PongNoFrameskip-v4': 'ale:pong',
+  '--env ALE/Breakout-v5': 'ale:breakout',
+  '--env CartPole-v1': 'gymnax:CartPole-v1',
+  '--env gymnax:CartPole': 'CartPole-v1',
+  '--env HalfCheetah-v4': 'HalfCheetah-v4',
+}
+BAD_VALUES = {
+  '--seed abc': '--seed',
+  '--seed 1.5': '--seed',
+  '--seed': '--seed',
+  '--num-envs -5': '--num-envs',
+  '--num-envs 0': '--num-envs',
+  '--num-envs many': '--num-envs',
+  '--total-steps': '--total-steps',
+  '--total-steps 1e': '--total-steps',
+  '--total-steps=': '--total-steps',
+  '--seeds two': '--seeds',
+  '--devices all': '--devices',
+  '--architecture gpu': 'anakin',
+  '--architecture': '--architecture',
+  '--replay disk': 'service',
+  '--lag 7': 'async',
+  '--agent.learning-rate fast': '--agent.learning-rate',
+  '--agent.learning-rate': '--agent.learning-rate',
+  '--agent.learning-rate 1e-3 1e-4': '1e-4',
+  '--agent.anneal-learning-rate maybe': 'true',
+  '--agent.network.core transformr': 'lstm',
+  '--agent.network.hidden a b': '--agent.network.hidden',
+  '--agent.network.activation sine': 'tanh',
+  '--agent.network.hiden 64': '--agent.network.hidden',
+  '--agent.entropy-cots 1': '--agent.entropy-cost',
+  '--agent.buffer.capacity 10': 'dqn',
+  '--agent': '--agent',
+  '--run-dir': '--run-dir',
+  '--sinks wandbb': 'wandb',
+  'cartpole extra': 'extra',
+  'cartpol': 'cartpole',
+  '--env podrace:catsch': 'catch',
+  '--env nolib:catch': 'podrace',
+}
+
+
+def test_there_are_120_mistakes() -> None:
+  assert len(OTHER_NAMES) + len(BAD_VALUES) >= 120
+
+
+@pytest.mark.parametrize('arguments', [*OTHER_NAMES, *BAD_VALUES])
+def test_a_mistake(
+  arguments: str,
+  tmp_path: Path,
+  monkeypatch: pytest.MonkeyPatch,
+  capsys: pytest.CaptureFixture[str],
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as exit_:
+    cli.main(['train', *arguments.split(' ')])
+  message = capsys.readouterr().err
+  assert exit_.value.code == 2
+  assert (OTHER_NAMES | BAD_VALUES)[arguments] in message
+  assert message.startswith('podrace: ') and message.count('\n') <= 3 and len(message) < 600
+  assert list(tmp_path.iterdir()) == []
