@@ -281,12 +281,11 @@ def _record_rows(dtype: np.dtype) -> Iterator[list[Any]]:
 
 def _report_rows() -> Iterator[list[Any]]:
   info = replay_messages.OF_ANSWER[replay_messages.INFO]
-  optional = {'`max_bytes`: integer or null'}
-  for name, entries in (
-    REPORTS | {'table of the replay service': reports.OF_TABLE, 'INFO': info}
-  ).items():
+  of_table = {entry: kind for entry, kind in info.items() if not entry.startswith('why')}
+  tables = {'table of the replay service': of_table, 'INFO': info}
+  for name, entries in (REPORTS | tables).items():
     shown = [f'`{entry}`: {TYPES[kind]}' for entry, kind in entries.items()]
-    yield [name, ', '.join([*shown, *(optional if 'limiter' in entries else ())])]
+    yield [name, ', '.join([*shown, *(['`max_bytes`: integer or null'] if name in tables else ())])]
 
 
 def _limit_tables() -> Iterator[str]:

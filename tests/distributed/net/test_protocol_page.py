@@ -275,6 +275,7 @@ def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
     assert one.expect(replay_messages.ANSWER)[0][:2] == [6, False]  # without --dir
     one.close()
   assert set(report) == entries('every service') | entries('replay service')
+  assert set(report['tables'][0]) == entries('table of the replay service')
   clients = entries('client of every service') | entries('client of the replay service')
   assert set(report['clients'][0]) == clients
 
