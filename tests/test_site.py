@@ -81,6 +81,13 @@ def test_links_out_of_docs_lead_somewhere_on_the_site(site: Path) -> None:
   assert (site / 'examples' / 'minimal_client.py').exists()
 
 
+def test_the_paths_through_the_code_name_files_of_the_package() -> None:
+  text = (ROOT / 'docs' / 'design.md').read_text().partition('## Two paths')[2]
+  files = re.findall(r'^[^\w`]*([\w/]+\.py) ', text.partition('\n## ')[0], re.MULTILINE)
+  assert len(files) == 21
+  assert [f for f in files if not (ROOT / 'podrace' / f).is_file()] == []
+
+
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   pictures = script('tools/pictures.py')
   monkeypatch.setattr(pictures, 'FOLDER', tmp_path / 'pictures')
