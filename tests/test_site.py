@@ -72,6 +72,7 @@ def test_the_reference_has_docstrings_and_fields(site: Path) -> None:
   assert 'id="podrace.agents.impala.Impala"' in agents
   assert 'of the importance weights in the targets' in agents  # a comment behind a field
   assert 'mixes n-step targets' in agents  # and one below it
+  assert 'needs an n-step of 2 or more' in agents  # in two lines
   assert 'total_updates' not in agents  # which the runner fills in
   returns = (site / 'api' / 'returns.html').read_text()
   assert 'generalised advantages' in returns
