@@ -1,7 +1,7 @@
 """A hook of MkDocs: expands a line `<!-- settings: NAMES -->` into tables of options.
 
-NAMES is an agent (`ppo`), a group of the option table (`run`, `sebulba`, `discover`), or options
-(`--lag --max-lag`). The tables read the option table, `podrace/commands/options.json`, and the
+NAMES is an agent (`ppo`), a group of the option table (`run`, `sebulba`, `discover`), options
+(`--lag --max-lag`), or options of an agent (`ppo --agent.clip --agent.epochs`). The tables read the option table, `podrace/commands/options.json`, and the
 defaults by kind of environment in `podrace/settings/defaults.py`. So no page repeats a default.
 """
 
@@ -31,18 +31,25 @@ def expand(names: str) -> str:
   """Return the tables for the names in a marker.
 
   Raises:
-    ValueError: for an unknown name.
+    ValueError: for an unknown name, or an option that differs between agents without an agent.
   """
   if names in AGENTS:
     return agent_tables(names)
-  if names.startswith('--'):
-    rows = {row.name: row for row in table().rows}
-    if unknown := set(names.split()) - set(rows):
-      raise ValueError(f'<!-- settings: {names} -->: no option is named {", ".join(unknown)}')
-    return options_table(rows[name] for name in names.split())
+  if '--' in names:
+    agent, options = None, names.split()
+    if options[0] in AGENTS:
+      agent, *options = options
+    return options_table((_row(name, agent) for name in options), agent)
   if not (group := table().of(names)):
     raise ValueError(f'<!-- settings: {names} -->: neither an agent, a group nor options')
   return options_table(group)
+
+
+def _row(name: str, agent: str | None) -> Row:
+  rows = [r for r in table().rows if r.name == name and (agent is None or agent in r.agents)]
+  if len(rows) != 1:
+    raise ValueError(f'{len(rows)} options of {agent or "all agents"} are named {name}, expected 1')
+  return rows[0]
 
 
 def agent_tables(agent: str) -> str:
