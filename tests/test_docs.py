@@ -127,6 +127,7 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
   rule_files.write(tmp_path / 'disco_103.npz')  # which the pages say how to download
   for path in ('lpg.npz', 'runs/rule/rule.npz'):
     shutil.copy(rule_files.small_lpg(), tmp_path / path)
+  shutil.copy(ROOT / 'examples' / 'own_agent.py', tmp_path)
   for module, index in MODULES.get(name_of(page), {}).items():
     (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
   for args in commands(page):

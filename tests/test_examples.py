@@ -19,6 +19,8 @@ import pytest
 from children import STARTED
 from test_export import made, observations
 
+from podrace.commands.templates import agent as template
+from podrace.envs.contract import check
 from podrace.policy import load_policy
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
@@ -47,6 +49,16 @@ def test_own_network(network: str) -> None:
   """Over 500 episodes of about 1 each: the standard error is below 0.02."""
   example = load('own_network')
   assert example.train(getattr(example, network)) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('agent', ['DPG', 'NAME'])
+def test_own_agents_learn_continuous_actions(agent: str) -> None:
+  """DPG of the example, and the agent that `podrace init` writes."""
+  example = load('own_agent')
+  check(example.reach(), key=jax.random.key(0), steps=100)
+  module = example if agent == 'DPG' else template
+  assert example.train(getattr(module, agent)()) > 6.5
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -13,6 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from podrace.agents import AGENTS
+from podrace.commands.option_table import CHOSEN_BY_AGENTS
+from podrace.fields import flag
+from podrace.hooks import BOUND
+from podrace.settings.agents import default_agent
+from podrace.settings.defaults import TABLE
 
 ROOT = Path(__file__).parents[1]
 
@@ -64,6 +72,7 @@ def test_the_reference_has_docstrings_and_fields(site: Path) -> None:
   assert 'id="podrace.agents.impala.Impala"' in agents
   assert 'of the importance weights in the targets' in agents  # a comment behind a field
   assert 'mixes n-step targets' in agents  # and one below it
+  assert 'needs an n-step of 2 or more' in agents  # in two lines
   assert 'total_updates' not in agents  # which the runner fills in
   returns = (site / 'api' / 'returns.html').read_text()
   assert 'generalised advantages' in returns
@@ -79,6 +88,53 @@ def test_links_out_of_docs_lead_somewhere_on_the_site(site: Path) -> None:
   assert rewritten('[x](#here) [y](https://a.org/b)', 'a.md') == '[x](#here) [y](https://a.org/b)'
   assert (site / 'benchmarks' / 'results' / 'scores.json').exists()
   assert (site / 'examples' / 'minimal_client.py').exists()
+
+
+def test_the_paths_through_the_code_name_files_of_the_package() -> None:
+  text = (ROOT / 'docs' / 'design.md').read_text().partition('## Two paths')[2]
+  files = re.findall(r'^[^\w`]*([\w/]+\.py) ', text.partition('\n## ')[0], re.MULTILINE)
+  assert len(files) == 21
+  assert [f for f in files if not (ROOT / 'podrace' / f).is_file()] == []
+
+
+@pytest.mark.parametrize('agent', AGENTS)
+def test_the_page_of_an_agent_has_all_its_settings(site: Path, agent: str) -> None:
+  assert f'\n<!-- settings: {agent} -->\n' in (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
+  page = (site / 'agents' / f'{agent}.html').read_text()
+  shown = re.findall(r'<td><code>(--[\w.-]+)</code></td>', page)
+  options = set(options_of(default_agent(agent), '--agent.')) - {f'--agent.{b}' for b in BOUND}
+  assert {o for o in shown if o.startswith('--agent.')} == options
+  assert {'--num-envs', '--unroll-length'} <= set(shown)
+
+
+def options_of(settings: Any, prefix: str) -> Iterator[str]:
+  """Yields the options of a dataclass and its parts, without fields that agents set themselves."""
+  for field in dataclasses.fields(settings):
+    value = getattr(settings, field.name)
+    if 'Suppress' in str(field.type):
+      continue
+    if field.name in CHOSEN_BY_AGENTS.get(type(settings).__name__, ()):
+      continue
+    if dataclasses.is_dataclass(value):
+      yield from options_of(value, f'{prefix}{flag(field.name)}.')
+    else:
+      yield prefix + flag(field.name)
+
+
+def test_a_default_that_depends_on_the_environment_is_shown_by_kind() -> None:
+  tables = script('tools/settings_tables.py')
+  line = next(x for x in tables.expand('dqn').splitlines() if '`--agent.target-period`' in x)
+  values = {
+    k: e.agent.get('target_period', default_agent('dqn').target_period)
+    for (a, k), e in TABLE.items()
+    if a == 'dqn'
+  }
+  assert f'| {values["vector"]} (pixels {values["pixels"]}) |' in line
+  assert tables.expand('--lag --max-lag').count('\n') == 3
+  assert tables.expand('ppo --agent.tuning.fields --agent.clip').count('\n') == 3
+  for unknown in ('ppo2', '--lagg', '--agent.learning-rate', 'dqn --agent.clip'):
+    with pytest.raises(ValueError, match=unknown.split()[-1]):
+      tables.expand(unknown)
 
 
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,12 @@
 """An extension of griffe: comments behind fields are their documentation on the site.
 
-podrace documents the fields of dataclasses and named tuples so, and `podrace train --help` shows them.
-A class gets a table of them.
+podrace documents the fields of dataclasses and named tuples by comments. `podrace train --help` shows
+them by `podrace.commands.option_table`. Here each class gets a table of its fields.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,23 +16,23 @@ import griffe
 
 
 class FieldComments(griffe.Extension):
-  """Takes `x: int = 1  # what it is`, and a line `# ^ what it is` below."""
+  """Documents `x: int = 1  # comment`, and a line `# ^ comment` below a field."""
 
   def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-    """Adds the table to each class with fields, once all classes are known."""
+    """Add the table to each class with fields, once all classes are loaded."""
     tables = [(cls, fields(cls)) for cls in classes(pkg)]
-    for cls, found in tables:
-      rows = [row(a) for a in found.values()]
+    for cls, members in tables:
+      rows = [row(field) for field in members.values()]
       if rows:
         about = cls.docstring.value if cls.docstring else ''
         text = '\n'.join([about, '', 'Attributes:', *rows])
         cls.docstring = griffe.Docstring(text, lineno=cls.lineno, parent=cls, parser='google')
-        for name in found.keys() & cls.members.keys():
+        for name in members.keys() & cls.members.keys():
           cls.del_member(name)  # the table has it
 
 
 def classes(module: griffe.Module) -> Iterator[griffe.Class]:
-  """All public classes of a package."""
+  """Yield all public classes of a package."""
   for name, member in module.members.items():
     if name.startswith('_'):
       continue
@@ -42,13 +43,13 @@ def classes(module: griffe.Module) -> Iterator[griffe.Class]:
 
 
 def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
-  """The fields of a dataclass or named tuple, those of its bases first."""
+  """Return the fields of a dataclass or named tuple by name, fields of base classes first."""
   bases = [b for b in cls.mro() if isinstance(b, griffe.Class)]
   if not any('dataclass' in str(d.value) for d in cls.decorators):
     if 'NamedTuple' not in [str(b) for b in cls.bases]:
       return {}
     bases = []
-  found: dict[str, griffe.Attribute] = {}
+  members: dict[str, griffe.Attribute] = {}
   for each in [*reversed(bases), cls]:
     for name, member in each.members.items():
       if not isinstance(member, griffe.Attribute) or name.startswith('_'):
@@ -56,12 +57,12 @@ def fields(cls: griffe.Class) -> dict[str, griffe.Attribute]:
       if member.annotation is None or 'property' in member.labels:
         continue
       if 'Suppress' not in str(member.annotation):
-        found[name] = member
-  return found
+        members[name] = member
+  return members
 
 
 def row(field: griffe.Attribute) -> str:
-  """Its line in a Google docstring."""
+  """Return the line of a field in a Google docstring."""
   path = field.filepath
   assert isinstance(path, Path)  # not a namespace of several folders
   text = comment(field.lines_collection[path], field.endlineno or 0)
@@ -71,9 +72,10 @@ def row(field: griffe.Attribute) -> str:
 
 
 def comment(lines: list[str], end: int) -> str:
-  """What is said of the statement that ends in line `end`, from 1."""
-  following = lines[end].strip() if end < len(lines) else ''
-  if following.startswith('# ^ '):
-    return following[4:]
+  """Return the comment on the statement that ends in line `end`, counted from 1."""
+  following = [line.strip() for line in lines[end:]]
+  if following and following[0].startswith('# ^ '):
+    more = itertools.takewhile(lambda line: line.startswith('#   '), following[1:])
+    return ' '.join(line[4:] for line in (following[0], *more))
   text = lines[end - 1].partition('  # ')[2]
   return re.sub(r'^type: ignore\S*( +# )?', '', text).strip()

@@ -19,11 +19,13 @@ from podrace.types import LARGEST_OBSERVATION, TimeStep
 
 SERVICE = 'podrace'
 # Of a client.
-ENTER = packed(2, 'ENTER', int, int)  # group, environments
-STEP = fixed(3, 'STEP', '<II', arrays=1)  # group, turn; records, then observations
+ENTER = packed(2, 'ENTER', int, int, about='group, environments')
+STEP = fixed(
+  3, 'STEP', '<II', arrays=1, about='group, number; records and then the leaves of the observation'
+)
 # Of the learner.
-START = packed(67, 'START', int)  # group
-ACTION = fixed(68, 'ACTION', '<II', arrays=1)  # group, turn; actions
+START = packed(67, 'START', int, about='group')
+ACTION = fixed(68, 'ACTION', '<II', arrays=1, about='group, number; actions')
 OF_CLIENTS, OF_LEARNERS = (
   session_messages.of_clients(ENTER, STEP),
   session_messages.of_listeners(START, ACTION),

@@ -39,6 +39,7 @@ class Kind:
     layout: of a header of fixed size; None for a list in msgpack.
     arrays: number of arrays after the header. If there is more than one, the last field of the
       header has their sizes.
+    about: names of the fields, and after a semicolon of the arrays, for the documentation.
   """
 
   number: int
@@ -46,6 +47,7 @@ class Kind:
   types: tuple[type, ...] = ()
   layout: struct.Struct | None = None
   arrays: int = 0
+  about: str = ''
 
   def pack(self, fields: Sequence[Any], arrays: Sequence[Buffer] = ()) -> list[Buffer]:
     """Return the buffers of a message, to be sent one after the other."""
@@ -91,14 +93,14 @@ class Kind:
     return fields, sizes
 
 
-def fixed(number: int, name: str, layout: str, arrays: int = 0) -> Kind:
+def fixed(number: int, name: str, layout: str, arrays: int = 0, about: str = '') -> Kind:
   """Return a kind with a header of fixed size, for frequent messages."""
-  return Kind(number, name, (), struct.Struct(layout), arrays)
+  return Kind(number, name, (), struct.Struct(layout), arrays, about)
 
 
-def packed(number: int, name: str, *types: type, arrays: int = 0) -> Kind:
+def packed(number: int, name: str, *types: type, arrays: int = 0, about: str = '') -> Kind:
   """Return a kind with a header in msgpack."""
-  return Kind(number, name, types, None, arrays)
+  return Kind(number, name, types, None, arrays, about)
 
 
 def numbered(*kinds: Kind) -> dict[int, Kind]:

@@ -14,19 +14,19 @@ from podrace.distributed.net.safe_text import STRING
 from podrace.version import __version__
 
 # Of a client.
-HELLO = packed(1, 'HELLO', dict)
-PING = packed(4, 'PING', object)
-BYE = packed(5, 'BYE', str)
+HELLO = packed(1, 'HELLO', dict, about='entries')
+PING = packed(4, 'PING', object, about="null, or the service's value")
+BYE = packed(5, 'BYE', str, about='reason')
 ASK = packed(6, 'ASK')
-METRICS = packed(7, 'METRICS', dict)
+METRICS = packed(7, 'METRICS', dict, about='numbers by name')
 # Of a listener.
-WAIT = packed(65, 'WAIT', str)
-WELCOME = packed(66, 'WELCOME', dict)
-PONG = packed(69, 'PONG', object)
-REFUSED = packed(70, 'REFUSED', list)
-GONE = packed(71, 'GONE', str)
-END = packed(72, 'END', bool, str)
-REPORT = packed(73, 'REPORT', dict)
+WAIT = packed(65, 'WAIT', str, about='reason')
+WELCOME = packed(66, 'WELCOME', dict, about='entries')
+PONG = packed(69, 'PONG', object, about="null, or the service's value")
+REFUSED = packed(70, 'REFUSED', list, about='reasons')
+GONE = packed(71, 'GONE', str, about='reason')
+END = packed(72, 'END', bool, str, about='the run is complete, reason')
+REPORT = packed(73, 'REPORT', dict, about='entries')
 
 OF_CLIENTS = HELLO, PING, BYE, ASK, METRICS
 OF_LISTENERS = WAIT, WELCOME, PONG, REFUSED, GONE, END, REPORT

@@ -13,7 +13,9 @@ SERVICE = 'podrace parameters'
 ACTING, REANALYSING = 'act', 'reanalyse'  # roles of readers
 MOST_ENVIRONMENTS = 2**31  # of a run, because their numbers have 32 bits
 
-NEWEST = packed(96, 'NEWEST', int, str, list, arrays=1)  # version, SHA-256, leaves; their bytes
+NEWEST = packed(
+  96, 'NEWEST', int, str, list, arrays=1, about="version, SHA-256, leaves; the leaves' bytes"
+)
 
 
 class Published(NamedTuple):

@@ -22,22 +22,33 @@ from podrace.tables.items import Leaf, Signature
 
 SERVICE = 'podrace replay'
 # Of a client. Requests begin with a number, which their ANSWER repeats.
-TABLE = packed(16, 'TABLE', int, str, dict)  # name, settings
-DECLARE = packed(17, 'DECLARE', dict)
-# Chunks, items, parts, chunks' numbers, released, bytes.
-INSERT = packed(18, 'INSERT', int, arrays=6)
-SAMPLE = packed(19, 'SAMPLE', int, str, int, int, bool, float, int)
-CANCEL = packed(20, 'CANCEL', int)
-UPDATE = packed(21, 'UPDATE', int, str, arrays=2)  # table; keys, priorities
-DELETE = packed(22, 'DELETE', int, str, arrays=1)  # table; keys
-INFO = packed(23, 'INFO', int, str)
-SAVE = packed(24, 'SAVE', int)
+TABLE = packed(16, 'TABLE', int, str, dict, about='question, table, settings')
+DECLARE = packed(17, 'DECLARE', dict, about='names')
+INSERT = packed(
+  18, 'INSERT', int, arrays=6,
+  about='message; chunks, items, parts, references u64, released u64, bytes',
+)  # fmt: skip
+SAMPLE = packed(
+  19, 'SAMPLE', int, str, int, int, bool, float, int,
+  about='question, table, n, at_least, peek, seconds, received',
+)  # fmt: skip
+CANCEL = packed(20, 'CANCEL', int, about='question of a SAMPLE')
+UPDATE = packed(21, 'UPDATE', int, str, arrays=2, about='question, table; keys i64, priorities f64')
+DELETE = packed(22, 'DELETE', int, str, arrays=1, about='question, table; keys i64')
+INFO = packed(23, 'INFO', int, str, about='question, table')
+SAVE = packed(24, 'SAVE', int, about='question')
 # Of the service.
-ACK = packed(80, 'ACK', int, str, arrays=3)  # INSERT, why; items that are in, wait, are refused
-# SAMPLE, signature, why, table's size.
-SAMPLES = packed(81, 'SAMPLES', int, int, str, int, arrays=5)
-SIGNATURE = packed(82, 'SIGNATURE', int, list)
-ANSWER = packed(83, 'ANSWER', int, bool, object)
+ACK = packed(
+  80, 'ACK', int, str, arrays=3,
+  about='message, reason; numbers u64 of items that are in, that wait, that are refused',
+)  # fmt: skip
+SAMPLES = packed(
+  81, 'SAMPLES', int, int, str, int, arrays=5,
+  about='question, signature, reason, size of the table; '
+  'items, parts, references u32, chunks, bytes',
+)  # fmt: skip
+SIGNATURE = packed(82, 'SIGNATURE', int, list, about='number, signature')
+ANSWER = packed(83, 'ANSWER', int, bool, object, about='question, good, value')
 OF_CLIENTS = session_messages.of_clients(
   TABLE, DECLARE, INSERT, SAMPLE, CANCEL, UPDATE, DELETE, INFO, SAVE
 )

@@ -1,8 +1,9 @@
-"""docs/protocol.md: every kind as it is declared, its examples byte by byte, its limits; and listeners that get them."""
+"""docs/protocol.md and its generated tables: examples byte by byte, limits, and listeners that get the examples."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import re
 import socket as sockets
@@ -18,43 +19,26 @@ from peers import Learner, Raw, spec
 
 from podrace import tables, types
 from podrace.distributed import parameters
-from podrace.distributed.environments import environment_messages, slots
-from podrace.distributed.environments import server as remote_server
+from podrace.distributed.environments import environment_messages, groups
 from podrace.distributed.net import (
-  connecting,
   connections,
-  descriptors,
   frame,
-  link,
-  listener,
   process_metrics,
   session_messages,
-  sessions,
-  stream,
 )
 from podrace.distributed.net.frame import PREFIX, Kind, WireError, split
 from podrace.distributed.parameters import parameter_messages, reader
-from podrace.distributed.parameters.publisher import KEPT, MOST_BYTES, MOST_LEAVES
 from podrace.distributed.replay import (
-  insert_streams,
-  inserting,
+  item_schema,
   replay_messages,
-  sampling,
-  served_tables,
   server,
   table_settings,
 )
-from podrace.envs.host import answer_timer
-from podrace.tables.items import TableInfo
+from podrace.tables.items import END_OF_KEYS, TableInfo
 
 PAGE = (ROOT / 'docs' / 'protocol.md').read_text()
 WORDS = ' '.join(PAGE.split())
-ROWS = {
-  name: (int(number), header, arrays)
-  for name, number, header, arrays in re.findall(
-    r'^\| ([A-Z]+) \| (\d+) \| (.*?) \| (.*?) \|', PAGE, re.MULTILINE
-  )
-}
+TABLES = (ROOT / 'examples' / 'protocol_messages.md').read_text()
 DECLARED: dict[str, Kind] = {
   kind.name: kind
   for kinds in (
@@ -67,18 +51,14 @@ DECLARED: dict[str, Kind] = {
   )
   for kind in kinds.values()
 }
-TYPES = {
-  int: 'integer', str: 'string', dict: 'map', list: 'array', bool: 'boolean', float: 'float', object: 'any',
-}  # fmt: skip
-COUNTS = ('none', 'one', 'two', 'three', 'four', 'five', 'six')
 EXAMPLE = re.compile(
   r'^([A-Z]+) (\[[\s\S]*?\])\n((?:  (?:[0-9a-f]{2} *)+(?:# .*)?\n)+)', re.MULTILINE
 )
 
 
 def examples() -> Iterator[tuple[str, list[Any], bytes]]:
-  """Name, fields and bytes of each message that the page shows."""
-  for name, fields, shown in EXAMPLE.findall(PAGE):
+  """Name, fields and bytes of each message that the pages show."""
+  for name, fields, shown in EXAMPLE.findall(TABLES + PAGE):
     lines = (line.partition('#')[0] for line in shown.splitlines())
     yield name, json.loads(fields), bytes.fromhex(''.join(lines))
 
@@ -93,21 +73,37 @@ def example(name: str, nth: int = 0) -> bytes:
 # --- the kinds --------------------------------------------------------------------------------------
 
 
-def test_every_kind_is_on_the_page_and_none_else() -> None:
-  assert ROWS.keys() == DECLARED.keys() and len(ROWS) == 30
+def test_the_tables_are_fresh() -> None:
+  path = ROOT / 'tools' / 'protocol_messages.py'
+  module = importlib.util.spec_from_file_location(path.stem, path)
+  assert module and module.loader
+  tool = importlib.util.module_from_spec(module)
+  module.loader.exec_module(tool)
+  assert tool.text() == TABLES, 'run python tools/protocol_messages.py'
+
+
+def test_every_kind_is_in_the_tables_and_none_else() -> None:
+  rows = re.findall(r'^\| ([A-Z]+) \| (\d+) \| (client|listener) \|', TABLES, re.MULTILINE)
+  assert {name: int(number) for name, number, _ in rows} == {
+    kind.name: kind.number for kind in DECLARED.values()
+  }
+  assert len(rows) == 30 and all((int(n) < 64) == (by == 'client') for _, n, by in rows)
+  assert {k.layout.format for k in DECLARED.values() if k.layout is not None} == {'<II'}
   assert f'version {frame.VERSION}' in PAGE.splitlines()[0]
 
 
 @pytest.mark.parametrize('name', sorted(DECLARED))
-def test_a_kind_is_as_the_page_has_it(name: str) -> None:
+def test_a_kind_names_each_field_and_array(name: str) -> None:
   kind = DECLARED[name]
-  number, header, arrays = ROWS[name]
-  assert number == kind.number
-  assert arrays.partition(':')[0] == COUNTS[kind.arrays]
-  if kind.layout is not None:
-    assert (header, kind.layout.format) == ('u32, u32', '<II')
+  fields, _, arrays = kind.about.partition('; ')
+  count = len(kind.types) if kind.layout is None else 2
+  if name in ('PING', 'PONG'):
+    assert count == 1
   else:
-    assert header == f'`[{", ".join(TYPES[x] for x in kind.types)}]`'
+    assert len(re.findall(r'[^,]+', fields)) == count
+  assert bool(arrays) == bool(kind.arrays)
+  if kind.arrays > 1:
+    assert arrays.count(', ') + 1 == kind.arrays
 
 
 def test_numbers_mean_one_thing_in_each_direction() -> None:
@@ -118,7 +114,7 @@ def test_numbers_mean_one_thing_in_each_direction() -> None:
 
 
 def test_every_kind_has_an_example() -> None:
-  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 33
+  assert {name for name, _, _ in SHOWN} == DECLARED.keys() and len(SHOWN) == 34
 
 
 @pytest.mark.parametrize('at', range(len(SHOWN)), ids=lambda i: SHOWN[i][0])
@@ -164,13 +160,11 @@ def test_an_example_with_other_fields_is_none(at: int) -> None:
 
 
 def test_offsets_are_those_of_records_and_steps() -> None:
-  for name in environment_messages.RECORD.names:
-    dtype, offset = environment_messages.RECORD.fields[name][:2]
-    shown = '' if name == 'zero' else rf'`{name}`'
-    kind = {'f': 'f', 'u': 'u'}[dtype.kind] + str(8 * dtype.itemsize)
-    assert re.search(
-      rf'^\| {offset} \| {dtype.itemsize} \| {kind} \| {shown}', PAGE, re.MULTILINE
-    ), name
+  record = environment_messages.RECORD
+  shown = re.findall(r'^\| `(\w+)` \| ([uf])(\d+) \|', PAGE, re.MULTILINE)
+  assert [(name, kind + str(int(bits) // 8)) for name, kind, bits in shown] == [
+    (name, record[name].str[1:]) for name in record.names or ()
+  ]
   data = example('STEP')
   assert len(data) == 16 + 20 + 2 and PREFIX.unpack(data[:8])[0] == 8 + 1 * (20 + 2)
   data = example('ACTION')
@@ -228,12 +222,19 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
         hear(raw.socket, 'END')
         hear(late.socket, 'END')
       say(raw.socket, 'BYE')
-    shown = PAGE.partition('## The report of a learner')[2].partition('\n# ')[0]
-    assert {*report, *report['clients'][0]} == named(shown) - {'clients'} | {'clients'}
+    assert set(report) == entries('every service') | entries('learner')
+    clients = entries('client of every service') | entries('client of a learner')
+    assert set(report['clients'][0]) == clients
+
+
+def entries(of: str) -> set[str]:
+  """Entries of a map of a report, as the tables have them."""
+  (row,) = re.findall(rf'^\| {of} \| (.*) \|$', TABLES.partition('# Reports')[2], re.MULTILINE)
+  return set(re.findall(r'`(\w+)`', row))
 
 
 def named(text: str) -> set[str]:
-  """What the first column of tables names."""
+  """Names in the first column of tables."""
   cells = re.findall(r'^\| (`.*?) \|', text, re.MULTILINE)
   return {name for cell in cells for name in re.findall(r'`(\w+)`', cell)}
 
@@ -264,7 +265,7 @@ def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
     hear(one.socket, 'ANSWER')
     say(one.socket, 'CANCEL', 'INFO')
     (_, good, info), _ = one.expect(replay_messages.ANSWER)
-    shown = named(PAGE.partition('**INFO** is a map')[2].partition('\n## ')[0])
+    shown = entries('INFO')
     assert good and set(info) == shown
     assert shown - {'why_no_sample', 'why_no_insert'} == set(TableInfo.__dataclass_fields__)
     say(one.socket, 'ASK')
@@ -273,11 +274,10 @@ def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
     assert one.expect(replay_messages.ANSWER)[0] == [4, True, 1]
     assert one.expect(replay_messages.ANSWER)[0][:2] == [6, False]  # without --dir
     one.close()
-  shown_text = PAGE.partition('## The report of a replay service')[2].partition('\n# ')[0]
-  assert set(report) == named(shown_text)
-  assert set(report['clients'][0]) == set(
-    re.findall(r'`(\w+)`', shown_text.partition('A client has')[2])
-  )
+  assert set(report) == entries('every service') | entries('replay service')
+  assert set(report['tables'][0]) == entries('table of the replay service')
+  clients = entries('client of every service') | entries('client of the replay service')
+  assert set(report['clients'][0]) == clients
 
 
 def test_the_settings_of_the_page_make_a_table() -> None:
@@ -308,13 +308,12 @@ def test_parameters_are_published_as_the_page_has_it() -> None:
     assert report['clients'][-1]['metrics'] == {'steps_per_s': 1234.5, 'env_restarts': 0}
     one.close()
     other.close()
-  of_report, _, of_program = PAGE.rpartition('**REPORT**')[2].partition('\n\n')
-  shown = set(re.findall(r'`(\w+)`', of_report))
-  assert {*report, *report['clients'][0]} == shown
+  assert set(report) == entries('every service') | entries('parameters')
+  clients = entries('client of every service') | entries('client of parameters')
+  assert set(report['clients'][0]) == clients
   assert {x['first'] for x in report['clients']} == {0, 16}
   assert {x['environments'] for x in report['clients']} == {16}
-  mine = {'program', 'steps', 'replay', *replay_messages.OF_REPORT}
-  assert set(re.findall(r'`(\w+)`', of_program)) == mine
+  assert entries('`program` of parameters') == {'steps', 'replay'}
 
 
 def test_the_hello_of_the_page_is_one() -> None:
@@ -324,7 +323,7 @@ def test_the_hello_of_the_page_is_one() -> None:
   kind = spec((2,), 3, np.uint8)
   assert hello['schema'] == environment_messages.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
-  keys = named(PAGE.partition('**HELLO** asks')[2].partition('\n\n**WELCOME')[0])
+  keys = named(PAGE.partition('**HELLO** is')[2].partition('\n\nWhen a client')[0])
   assert keys == {*hello, 'role', 'environments', 'first'}
 
 
@@ -334,61 +333,18 @@ def test_the_hello_of_the_page_is_one() -> None:
 @pytest.mark.parametrize(
   'text',
   [
-    f'| `size`, to a listener, without a session | {session_messages.GUEST_BYTES:,} |',
-    f'| `size`, to the listener of parameters | {parameters.Publisher.largest:,} |',
-    f'| `head` | {frame.HEADER_BYTES:,} |',
-    f'| arrays and maps within each other, in a header | {frame.DEPTH} |',
-    f'at most {session_messages.STRING} characters. Other keys',
-    f'| after it was connected, for TLS and HELLO or ASK | {connections.SILENT_SECONDS:.0f} |',
-    f'to WAIT, or has asked | {connections.TALKING_SECONDS:.0f} |',
-    f'`silence`, {session_messages.SILENCE:.0f} by default',
-    f'| between WAIT and the next HELLO | {link.HELLO_SECONDS:.0f}; {connecting.UNIX_RETRY_SECONDS} over a Unix socket |',
-    f"| between METRICS, of podrace's own clients | {link.METRICS_SECONDS:.0f} |",
-    f'a map of at most {process_metrics.MAX_METRICS} numbers',
     f'{", ".join(f"`{name}`" for name in [*process_metrics.LOGGED][:-1])} and `{[*process_metrics.LOGGED][-1]}`',
-    f'if the client does not close it first | {connections.ENDING_SECONDS:.0f} |',
-    f'{connecting.BACKOFF[0]}, doubled each time, at most {connecting.BACKOFF[1]:.0f}, over a Unix socket {connecting.UNIX_RETRY_SECONDS};',
-    f'looks at its clock every {listener.TICK} s',
-    f'| sessions of a listener | {sessions.PEERS:,};',
-    f'| connections without a session | {descriptors.GUESTS:,};',
-    f'has not read, with a session | {sessions.BACKLOG}, and 2^24 bytes',
-    f'| {connections.MESSAGES}, or {connections.MESSAGE_SECONDS * 1000:.0f} ms; without a session {connections.GUEST_MESSAGES} |',
-    f'| the same, without a session | {connections.GUEST_BACKLOG} |',
+    f'cut after {connections.SILENT_SECONDS:.0f} s, or {connections.TALKING_SECONDS:.0f} s after a WAIT',
     f'group is 0 to {environment_messages.GROUPS - 1};',
-    f'| environments of a client | {remote_server.ENVIRONMENTS:,} |',
-    f'of all clients | {slots.WAITING:,};',
-    f'| array of maps | at most {listener.REPORTED:,} |',
-    f'at most {session_messages.STRING + 20} and {session_messages.STRING} characters, in ASCII',
-    f'| array of maps, integer | at most {listener.REPORTED:,},',
-    f'{replay_messages.MESSAGE_ITEMS} items, 2^20 new chunks and 2^20 references',
-    f'n is at most {replay_messages.MESSAGE_KEYS:,} |',
-    f"a stream's newest {insert_streams.REFUSED_ITEMS:,} refused items",
-    f'at most {sampling.REQUESTS:,} that are not answered',
-    f'`n` <= {replay_messages.MOST_ITEMS:,} items',
-    f'or {replay_messages.MOST_UNREAD} answers',
-    f'at most {inserting.DECLARATIONS:,} together in a session',
-    f'There are at most {served_tables.TABLES:,} tables',
-    f'of each, at most {MOST_LEAVES:,}.',
-    f'| {replay_messages.DEPTH} within each other;',
-    f'| 1 to {replay_messages.LEAVES:,}; a name has at most {replay_messages.NAME_CHARACTERS:,} characters |',
-    f'{replay_messages.NODES:,} of them together; `named NAME` and a key have at most {replay_messages.KEY_CHARACTERS} ',
+    f'If it is 1 to {groups.MAX_RESTARTS:,} larger',
   ],
 )
 def test_limits_are_those_of_the_page(text: str) -> None:
   assert text in WORDS
 
 
-def test_powers_of_two_are_those_of_the_page() -> None:
-  assert (
-    replay_messages.MESSAGE_CHUNKS == 2**20 == replay_messages.MESSAGE_BYTES == replay_messages.ROWS
-  )
-  assert replay_messages.MESSAGE_PARTS == 2**19 and sampling.UNREAD_BYTES == 2**32
-  assert stream.ANSWER_BYTES == 2**24 == inserting.DECLARED_BYTES
-  assert served_tables.SETTINGS_BYTES == 2**26
+def test_powers_are_those_of_the_page() -> None:
   assert types.LARGEST_OBSERVATION == 1e9 and types.LARGEST_REWARD == 1e12
-  assert MOST_BYTES == 2**32 - 2**21 and replay_messages.FRAME_BYTES == 2**30
-  assert replay_messages.UNPACKED_CHUNK_BYTES == 2**26 and replay_messages.MOST_BYTES == 2**28
-  assert KEPT == 4 and connecting.LARGEST == 2**32 - 1 and frame.NUMBER == 2**63
-  assert replay_messages.CHUNK.itemsize * replay_messages.MESSAGE_CHUNKS == 2**24
-  assert server.SLACK == 2**20 and table_settings.MOST_NUMBER == 10**15
-  assert answer_timer.START_SECONDS == 120 and PREFIX.size == 8
+  assert table_settings.MOST_NUMBER == 10**15 and item_schema.CHUNK_BYTES == 2**20
+  assert frame.NUMBER == 2**63 and END_OF_KEYS == 2**62 and replay_messages.KEY_BITS == 20
+  assert PREFIX.size == 8
