@@ -54,8 +54,8 @@ PROGRAMS = {
   'sweep': 'from podrace.experiments.sweep import proposals; import optuna; proposals.check_optuna(); optuna.create_study()',
   'onnx': 'from podrace.policy import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
   'video': 'from podrace.run.video import film; film.check_libraries()',
-  'tensorboard': 'from podrace.run import metrics; sinks.check_sinks(["tensorboard"])',
-  'wandb': 'from podrace.run import metrics; sinks.check_sinks(["wandb"])',
+  'tensorboard': 'from podrace.run import sinks; sinks.check_sinks(["tensorboard"])',
+  'wandb': 'from podrace.run import sinks; sinks.check_sinks(["wandb"])',
 } | {
   extra: 'from podrace.envs.host import base\n' + '\n'.join(f'base.make({name!r})' for name in names)
   for extra, names in ENVS.items()
@@ -182,3 +182,20 @@ def test_an_extra_is_enough_in_a_new_environment(
 ) -> None:
   commands = new_environment(tmp_path, f'podrace[{extra}] @ {distributions[1].as_uri()}')
   run([str(commands / 'python'), '-c', PROGRAMS[extra]], tmp_path)
+
+
+def test_the_dockerfile() -> None:
+  """It copies files that exist and that .dockerignore lets through, and its extra is declared."""
+  folder = ROOT / 'examples' / 'docker'
+  text = (folder / 'Dockerfile').read_text().replace('\\\n', ' ')
+  lines = [line.split(None, 1) for line in text.splitlines() if line and not line.startswith('#')]
+  words = {'FROM', 'ARG', 'WORKDIR', 'COPY', 'RUN', 'ENV', 'ENTRYPOINT', 'CMD'}
+  assert lines[0][0] == 'FROM' and {word for word, _ in lines} <= words
+  allowed = {
+    line[1:] for line in (ROOT / '.dockerignore').read_text().splitlines() if line[0] == '!'
+  }
+  copied = {name for word, rest in lines if word == 'COPY' for name in rest.split()[:-1]}
+  assert copied == allowed and all((ROOT / name).exists() for name in copied)
+  (extras,) = (rest.partition('=')[2] for word, rest in lines if word == 'ARG')
+  assert set(extras.split(',')) <= set(DECLARED)
+  assert json.loads(next(rest for word, rest in lines if word == 'ENTRYPOINT')) == ['podrace']

@@ -3,6 +3,8 @@
 NAMES is an agent (`ppo`), a group of the option table (`run`, `sebulba`, `discover`), options
 (`--lag --max-lag`), or options of an agent (`ppo --agent.clip --agent.epochs`). The tables read the option table, `podrace/commands/options.json`, and the
 defaults by kind of environment in `podrace/settings/defaults.py`. So no page repeats a default.
+
+`<!-- names: TABLE -->` becomes a table of `podrace/settings/foreign_names.toml`.
 """
 
 from __future__ import annotations
@@ -14,16 +16,18 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands.option_table import Row, show, table
-from podrace.settings import defaults
+from podrace.settings import defaults, foreign_names
 from podrace.settings.record import option
 
 MARKER = re.compile(r'^<!-- settings: (.+) -->$', re.MULTILINE)
+NAMES = re.compile(r'^<!-- names: (.+) -->$', re.MULTILINE)
 SIZES = ('--num-envs', '--unroll-length')  # settings of a run that depend on the agent
 KINDS = {'vector': 'vectors', 'grid': 'grids', 'pixels': 'pixels', 'continuous': 'continuous'}
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
   """Return the text of a page with its tables."""
+  markdown = NAMES.sub(lambda match: foreign_names.markdown(match.group(1)), markdown)
   return MARKER.sub(lambda match: expand(match.group(1)), markdown)
 
 

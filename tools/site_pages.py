@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ('benchmarks/*.md', 'benchmarks/results/*.json', 'examples/*')
+OUTSIDE = ('benchmarks/*.md', 'benchmarks/results/*.json', 'examples/*', 'podrace/settings/*.toml')
 LINK = re.compile(r'(\]\()([^)#\s]+)((?:#[^)\s]*)?\))')
 
 
