@@ -16,9 +16,6 @@ LONGER = {  # still to be split; this list only shrinks
   'agents.muesli.Muesli': 256,
   'agents.muzero': 421,
   'agents.muzero.MuZero': 297,
-  'replay.host.HostReplay': 296,  # docstrings in large part, likewise Windows
-  'replay.windows.Windows': 292,
-  'run.checkpoint.Checkpoints': 298,
 }
 
 
