@@ -14,7 +14,8 @@ from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, read_run_record
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import restore_newest_params
+from podrace.settings.resolved import resolve
 from podrace.types import MID, Array, TimeStep
 
 CHAIN = 100  # most generations of opponents, each trained against the one before
@@ -93,13 +94,14 @@ def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array
       'or go on with it'
     )
   check_chain(run_dir, config.env)
-  agent, _ = bind_agent_and_env(dataclasses.replace(config, env=_without_trained(config.env)))
+  resolved = resolve(dataclasses.replace(config, env=_without_trained(config.env)))
+  agent = resolved.agent
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)
   ids = jnp.zeros(1, jnp.int32)
   if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
     raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
-  params = jax.device_get(restore_newest_params(config, agent, run_dir)[1])
+  params = jax.device_get(restore_newest_params(resolved, run_dir)[1])
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[0], params)
 

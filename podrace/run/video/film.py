@@ -12,18 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace import envs
-from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import restore_newest_params
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
-from podrace.settings.agents import bind_run
-from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import make_folder, make_user_folder, write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import tell
@@ -191,13 +188,12 @@ def watch(
   """
   if show is None:
     check_libraries()
-  config = load_config(run_dir, allow_code)
-  agent, _ = bind_agent_and_env(config)
-  step, params, _ = restore_newest_params(config, agent, run_dir)
+  resolved = resolve(load_config(run_dir, allow_code))
+  step, params, _ = restore_newest_params(resolved, run_dir)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
-    return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
-  with _open_stage(config, params, sampled, tell) as (stage, act, begin):
+    return film(resolved, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
+  with _open_stage(resolved, params, sampled, tell) as (stage, act, begin):
     for i in range(episodes):
       play_episode(stage, act, begin(), seed + i, max_steps, show)
   return {'step': step, 'episodes': episodes}
@@ -205,7 +201,7 @@ def watch(
 
 @contextlib.contextmanager
 def _open_stage(
-  config: Config,
+  resolved: Resolved,
   params: Any,
   sampled: bool,
   say: Callable[[str], None] | None,
@@ -214,16 +210,15 @@ def _open_stage(
   """Return a drawn environment, a function that acts there, and one that returns the first state.
 
   Args:
-    config: configuration of the run.
+    resolved: configuration of the run.
     params: parameters of its agent.
     sampled: whether to act as in training instead of greedily.
     say: receives a note if the observation is drawn.
     other_env: environment to play in. Default: the run's own.
   """
-  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind_run(config, env)
+  config, agent, env = resolved.config, resolved.agent, resolved.env
   if other_env:
-    env = host.make(other_env) if config.architecture == 'sebulba' else envs.make(other_env)
+    env = resolved.make_env(other_env)
   if not sampled and can_be_greedy(agent):
     agent = greedily(agent)
   if config.seeds > 1:  # the first seed
@@ -244,7 +239,7 @@ def _open_stage(
 
 
 def film(
-  config: Config,
+  resolved: Resolved,
   params: Any,
   folder: Path,
   step: int,
@@ -259,7 +254,7 @@ def film(
   """Film episodes of parameters, and keep the best and the median one in `folder`.
 
   Args:
-    config: configuration of the run.
+    resolved: configuration of the run.
     params: parameters of its agent.
     folder: directory of the videos.
     step: step of the parameters, for the names of the files.
@@ -276,7 +271,7 @@ def film(
   """
   with (
     scratch_directory('.draft-', folder) as draft,
-    _open_stage(config, params, sampled, say, env) as (stage, act, begin),
+    _open_stage(resolved, params, sampled, say, env) as (stage, act, begin),
   ):
     films = [
       _film_episode(stage, act, begin(), draft, i, seed + i, max_steps, fps)
