@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
-from podrace.run import compile_cache
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
@@ -65,6 +62,5 @@ def run(args: list[str]) -> int:
     learner_client.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
   )
   with log_to_stderr('podrace reanalyse', '--quiet' in options):
-    if '--no-compile-cache' not in options:
-      compile_cache.enable(logging.getLogger('podrace').info)
+    shared.enable_compile_cache(options)
     return reanalyse.reanalyse(config, settings)

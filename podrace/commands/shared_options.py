@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
+
 from podrace.agents import AGENTS
 from podrace.distributed.net.announce import Announcement
+from podrace.run import compile_cache
+from podrace.settings import user_code
 from podrace.system.options import Option, Options
 
 AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
@@ -11,6 +15,10 @@ NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'do not read or write the cache of compiled programs'
 )
 ALLOW_CODE = Option('--allow-code', 'MODULE', 'a module that the run may import; may be repeated')
+OVERRIDE = Option('--override', '', 'resume although the configuration has changed')
+SINKS = Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
+  choices=('tensorboard', 'wandb'))  # fmt: skip
+QUIET_RUN = Option('--quiet', '', 'no progress, only warnings and the result')
 QUIET = Option('--quiet', '', 'only warnings and errors')
 SERVER_KEYS = Option('--keys', 'DIR', 'for --listen: directory with authority.pem, server.pem, '
   'server.key and allowed_clients, made by `podrace keys new`; needed beyond this '
@@ -35,6 +43,19 @@ MAX_STALENESS = Option(
 GIVE_UP_AFTER = Option(
   '--give-up-after', 'S', 'exit after S more seconds without a learner (default: wait)', 0
 )
+
+
+def enable_compile_cache(options: Options) -> None:
+  """Keep compiled programs, unless --no-compile-cache forbids it; a message goes to the log."""
+  if NO_COMPILE_CACHE.name not in options:
+    compile_cache.enable(logging.getLogger('podrace').info)
+
+
+def allowed_modules(options: Options) -> list[str]:
+  """Return the modules of --allow-code, and look for them in the working directory as well."""
+  allowed = options.every(ALLOW_CODE.name)
+  user_code.look_here(allowed)
+  return allowed
 
 
 def announcement(options: Options, name: str) -> Announcement | None:

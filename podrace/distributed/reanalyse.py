@@ -73,8 +73,7 @@ def check_agent(agent: Any) -> None:
   if not can_refresh(agent):
     raise UsageError(
       f'{agent_name(agent)} has no targets that can be refreshed; podrace reanalyse is for agents '
-      'with replay that '
-      'have a function `refresh`, such as muzero'
+      'with replay that have a function `refresh`, such as muzero'
     )
 
 

@@ -131,9 +131,8 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
   if schedule.ready >= config.total_updates:
     warn(
       f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it '
-      'begins to learn at '
-      f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
-      f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
+      f'begins to learn at step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at '
+      f'step {config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.directory import load_config, read_run_record
+from podrace.run.directory import load_config, read_record
 from podrace.run.evaluate import restore_newest_params
 from podrace.settings.resolved import resolve
 from podrace.types import MID, Array, TimeStep
@@ -40,7 +40,7 @@ def check_chain(run_dir: Path, env: str) -> None:
       raise UsageError(f'opponent {seen[0]} has more than {CHAIN} generations of opponents')
     seen.append(run_dir)
     try:
-      record = read_run_record(run_dir)
+      record = read_record(run_dir)
     except UnreadableFile as e:
       raise UsageError(
         f'opponent {seen[0]} was trained against one that cannot be read: {e}'

@@ -149,10 +149,11 @@ class Evaluations:
     self.lines.close()
 
   def _film(self, step: int, params: Any) -> None:
-    from podrace.run.video.film import film
+    from podrace.run.video.film import FilmSettings, film
 
     config, folder = self._config, make_folder(self._run_dir / 'videos')
-    film(self._resolved, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
+    settings = FilmSettings(episodes=1, seed=config.seed)
+    film(self._resolved, params, folder, step, settings, env=config.eval_env)
 
 
 def _read_leaves(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:

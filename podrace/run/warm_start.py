@@ -74,8 +74,7 @@ def _check_units(source: Path, other: Config, config: Config) -> None:
     if path.endswith('.scaling') and None not in (there, here):
       raise UsageError(
         f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are '
-        'other units of '
-        f'numbers: give {option(path)} {there}'
+        f'other units of numbers: give {option(path)} {there}'
       )
 
 

@@ -42,6 +42,25 @@ class Episode:
   gif: Path
 
 
+@dataclasses.dataclass(frozen=True)
+class FilmSettings:
+  """How episodes are played and filmed.
+
+  Attributes:
+    episodes: number of episodes.
+    seed: seed of the first episode. Each further one adds 1.
+    sampled: whether to act as in training instead of greedily.
+    max_steps: number of steps after which an episode is cut.
+    fps: frames per second.
+  """
+
+  episodes: int = 5
+  seed: int = 0
+  sampled: bool = False
+  max_steps: int = 5_000
+  fps: int = 30
+
+
 class Film:
   """An MP4 and a GIF that are being written."""
 
@@ -161,11 +180,7 @@ def play_episode(
 def watch(
   run_dir: Path,
   out: Path | None = None,
-  episodes: int = 5,
-  seed: int = 0,
-  sampled: bool = False,
-  max_steps: int = 5_000,
-  fps: int = 30,
+  settings: FilmSettings = FilmSettings(),
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
@@ -174,11 +189,7 @@ def watch(
   Args:
     run_dir: directory of the run.
     out: directory of the videos. Default: RUN/videos.
-    episodes: number of episodes.
-    seed: seed of the first episode. Each further one adds 1.
-    sampled: whether to act as in training instead of greedily.
-    max_steps: number of steps after which an episode is cut.
-    fps: frames per second.
+    settings: how to play and film.
     show: receives the frames, and no file is written. Default: write files.
     allow_code: modules of the user that the run may import.
 
@@ -192,11 +203,11 @@ def watch(
   step, params, _ = restore_newest_params(resolved, run_dir)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
-    return film(resolved, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
-  with _open_stage(resolved, params, sampled, tell) as (stage, act, begin):
-    for i in range(episodes):
-      play_episode(stage, act, begin(), seed + i, max_steps, show)
-  return {'step': step, 'episodes': episodes}
+    return film(resolved, params, folder, step, settings, tell)
+  with _open_stage(resolved, params, settings.sampled, tell) as (stage, act, begin):
+    for i in range(settings.episodes):
+      play_episode(stage, act, begin(), settings.seed + i, settings.max_steps, show)
+  return {'step': step, 'episodes': settings.episodes}
 
 
 @contextlib.contextmanager
@@ -209,12 +220,7 @@ def _open_stage(
 ) -> Iterator[tuple[Stage, Any, Any]]:
   """Return a drawn environment, a function that acts there, and one that returns the first state.
 
-  Args:
-    resolved: configuration of the run.
-    params: parameters of its agent.
-    sampled: whether to act as in training instead of greedily.
-    say: receives a note if the observation is drawn.
-    other_env: environment to play in. Default: the run's own.
+  The arguments are as of `film`.
   """
   config, agent, env = resolved.config, resolved.agent, resolved.env
   if other_env:
@@ -243,11 +249,7 @@ def film(
   params: Any,
   folder: Path,
   step: int,
-  episodes: int,
-  seed: int = 0,
-  sampled: bool = False,
-  max_steps: int = 5_000,
-  fps: int = 30,
+  settings: FilmSettings,
   say: Callable[[str], None] | None = None,
   env: str = '',
 ) -> dict[str, Any]:
@@ -258,11 +260,7 @@ def film(
     params: parameters of its agent.
     folder: directory of the videos.
     step: step of the parameters, for the names of the files.
-    episodes: number of episodes.
-    seed: seed of the first episode. Each further one adds 1.
-    sampled: whether to act as in training instead of greedily.
-    max_steps: number of steps after which an episode is cut.
-    fps: frames per second.
+    settings: how to play and film.
     say: receives a note if the observation is drawn.
     env: another environment with the same spaces. Default: the run's own.
 
@@ -271,22 +269,23 @@ def film(
   """
   with (
     scratch_directory('.draft-', folder) as draft,
-    _open_stage(resolved, params, sampled, say, env) as (stage, act, begin),
+    _open_stage(resolved, params, settings.sampled, say, env) as (stage, act, begin),
   ):
     films = [
-      _film_episode(stage, act, begin(), draft, i, seed + i, max_steps, fps)
-      for i in range(episodes)
+      _film_episode(stage, act, begin(), draft, number, settings)
+      for number in range(settings.episodes)
     ]
-    return {'step': step, 'episodes': episodes, **_keep_best_and_median(films, folder, step)}
+    kept = _keep_best_and_median(films, folder, step)
+    return {'step': step, 'episodes': settings.episodes, **kept}
 
 
 def _film_episode(
-  stage: Stage, act: Any, state: Any, folder: Path, number: int, seed: int, max_steps: int, fps: int
+  stage: Stage, act: Any, state: Any, folder: Path, number: int, settings: FilmSettings
 ) -> Episode:
   mp4, gif = (folder / f'{number}.{kind}' for kind in ('mp4', 'gif'))
-  film = Film(mp4, gif, fps)
+  film, seed = Film(mp4, gif, settings.fps), settings.seed + number
   try:
-    total, steps = play_episode(stage, act, state, seed, max_steps, film.add)
+    total, steps = play_episode(stage, act, state, seed, settings.max_steps, film.add)
   finally:
     film.close()
   return Episode(number, total, steps, mp4, gif)
