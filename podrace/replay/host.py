@@ -132,11 +132,9 @@ class HostReplay:
   # --- for the learner's thread
 
   def add(self, trajectories: Sequence[Trajectory], serial: np.ndarray) -> None:
-    """Request that the unroll of one actor thread is stored.
+    """Request that the unroll of one actor thread is stored, one part per learner device.
 
-    Args:
-      trajectories: the unroll, one part per learner device.
-      serial: unroll number of each environment, over all parts. See `Streams.add`.
+    `serial` has the unroll number of each environment, over all parts. See `Streams.add`.
     """
     each = np.split(serial, len(trajectories))
 
@@ -151,12 +149,6 @@ class HostReplay:
 
     The numbers are the ones of `Schedule.times`, but learning begins only when every process has
     a window. Call this after all unrolls of the update have been added.
-
-    Args:
-      update: index of the update.
-
-    Returns:
-      The number of samples, 0 before learning begins.
     """
     w = self._windows
     self._steps = (update + 1) * w.num_envs * w.unroll_length
@@ -170,15 +162,9 @@ class HostReplay:
     return int(w.schedule.due(update - self._begun))
 
   def samples(self, count: int) -> Iterator[Draw]:
-    """Iterate over the samples of the current update.
+    """Yield `count` samples of the current update, of which AHEAD may already be drawn.
 
     Call `update` with the priorities of each sample before the next sample is taken.
-
-    Args:
-      count: number of samples.
-
-    Yields:
-      One sample after the other. AHEAD samples, this one included, may already be drawn.
     """
     draw = functools.partial(self._draw, self._steps)
     requested = 0
@@ -199,13 +185,7 @@ class HostReplay:
       self._requests.add(lambda: self._update(key, own_rows(priority).astype(np.float64)))
 
   def metrics(self) -> dict[str, float]:
-    """Sum the counts of windows, inserts and samples over all processes, for the log.
-
-    Every process must call this.
-
-    Returns:
-      `replay_windows`, `replay_inserts` and `replay_samples`.
-    """
+    """Return the counts of windows, inserts and samples of all processes, which all call this."""
     self.wait()
     counts = self.table.contents.counts
     numbers = {

@@ -87,14 +87,7 @@ class Windows:
   # --- init, add, sample, update
 
   def init(self, example: Trajectory) -> Memory:
-    """Make an empty memory.
-
-    Args:
-      example: a trajectory of one device. Only its shapes and dtypes matter.
-
-    Returns:
-      A memory for one device.
-    """
+    """Make the empty memory of one device. Only the shapes and dtypes of `example` matter."""
     streams = example.env_id.shape[0]
 
     def ring(rows: int, x: Any, skip: int) -> Array:
@@ -122,16 +115,9 @@ class Windows:
     return agent_state if self.keep_state else ()
 
   def add(self, memory: Memory, trajectory: Trajectory) -> Memory:
-    """Store T rows of each stream.
+    """Store an unroll [T+1, B], T rows of each stream; returns the new memory.
 
     The newest timestep goes to the row after them, which the next call overwrites.
-
-    Args:
-      memory: the memory to change.
-      trajectory: an unroll [T+1, B].
-
-    Returns:
-      The new memory.
     """
     head, rows, length = memory.head[0], self.rows, self.unroll_length
     slot = head % rows
@@ -162,14 +148,9 @@ class Windows:
     return self._admit(memory) if self.prioritised else memory
 
   def sample(self, memory: Memory, key: Array) -> Sample:
-    """Sample windows of this device's streams.
+    """Sample windows [L+1, n, ...] with importance weights [n], and indices [n] for `update`.
 
-    Args:
-      memory: a memory with at least one window.
-      key: PRNG key.
-
-    Returns:
-      Windows [L+1, n, ...] with importance weights [n], and the indices [n] for `update`.
+    The memory must have at least one window.
     """
     streams = memory.env_id.shape[0]
     size = self.buffer.batch_per_device(streams, self.num_envs)
@@ -194,16 +175,7 @@ class Windows:
     return Sample(self._read(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
-    """Set new priorities of sampled windows.
-
-    Args:
-      memory: the memory to change.
-      index: [n] indices from `sample`.
-      priority: [n] the new priorities, at least 0.
-
-    Returns:
-      The new memory.
-    """
+    """Set priorities [n], at least 0, at indices [n] from `sample`; returns the new memory."""
     if not self.prioritised:
       return memory
     return memory._replace(
