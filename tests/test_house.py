@@ -76,3 +76,15 @@ def test_texts_that_name_modules_point_downwards_too() -> None:
 def test_the_contract_lists_every_part_of_the_root() -> None:
   parts = {name.split('.')[0] for name, _ in sources()} - {'__init__'}
   assert parts == set(layers())
+
+
+def test_a_configuration_is_validated_and_bound_in_one_place() -> None:
+  """`resolve` does both; the groups of a population (`discover`) are bound where it is built."""
+  places: dict[str, set[str]] = {'validate': set(), 'bind_run': set()}
+  for name, path in sources():
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+        called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        if called in places:
+          places[called].add(name)
+  assert places == dict.fromkeys(places, {'settings.resolved', 'run.build'})
