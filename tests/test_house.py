@@ -87,4 +87,4 @@ def test_a_configuration_is_validated_and_bound_in_one_place() -> None:
         called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
         if called in places:
           places[called].add(name)
-  assert places == dict.fromkeys(places, {'settings.resolved', 'run.build'})
+  assert places == {called: {'settings.resolved', 'run.build'} for called in places}

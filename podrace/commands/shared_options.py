@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from podrace.agents import AGENTS
 from podrace.distributed.net.announce import Announcement
 from podrace.run import compile_cache
 from podrace.settings import user_code
 from podrace.system.options import Option, Options
+
+if TYPE_CHECKING:
+  from podrace.distributed.learner_client import Patience
+  from podrace.distributed.run_identity import Addresses
 
 AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
 NO_COMPILE_CACHE = Option(
@@ -43,6 +48,21 @@ MAX_STALENESS = Option(
 GIVE_UP_AFTER = Option(
   '--give-up-after', 'S', 'exit after S more seconds without a learner (default: wait)', 0
 )
+
+OF_WORKERS = (  # processes that work for a learner: act, reanalyse
+  MAX_STALENESS, GIVE_UP_AFTER, CLIENT_KEYS, CLIENT_INSECURE, QUIET, NO_COMPILE_CACHE, AGENT,
+)  # fmt: skip
+
+
+def worker_settings(options: Options) -> tuple[Addresses, Patience]:
+  """Return the addresses of the run that a process works for, and its patience."""
+  from podrace.distributed.learner_client import Patience
+  from podrace.distributed.run_identity import Addresses
+
+  replay, params = (options.needed(option.name) for option in (CONNECT_REPLAY, PARAMS))
+  keys, insecure = options.path('--keys'), '--insecure' in options
+  limits = (options.number(option.name) for option in (MAX_STALENESS, GIVE_UP_AFTER))
+  return Addresses(tuple(replay.split(',')), params, keys, insecure), Patience(*limits)
 
 
 def enable_compile_cache(options: Options) -> None:
