@@ -22,11 +22,7 @@ CHAIN = 100  # most generations of opponents, each trained against the one befor
 
 
 def check_chain(run_dir: Path, env: str) -> None:
-  """Follow the records of a run's opponent, and of opponents before it, to the first generation.
-
-  Args:
-    run_dir: directory of the run.
-    env: environment in which the run was trained.
+  """Follow the records of opponents to the first generation, from a run that was trained in `env`.
 
   Raises:
     UsageError: if the chain is a circle, or longer than CHAIN.
@@ -75,10 +71,6 @@ def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array
   """Return the move function of a run's newest checkpoint in a pgx game, without a search.
 
   It acts as in training. Of a run of many seeds it is the first.
-
-  Args:
-    run_dir: directory of the run.
-    game: name of the pgx game.
 
   Raises:
     UsageError: if there is no such run or checkpoint, or the run is unfinished, has another game,
