@@ -32,7 +32,8 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, Policy, load_policy
 from podrace.policy import network as policy_network
 from podrace.policy.export import export
-from podrace.run.evaluate import eval_env, restore_newest_params
+from podrace.run.evaluate import eval_env
+from podrace.run.saved_params import restore_params
 from podrace.settings.resolved import resolve
 
 ENVS, STEPS = 250, 250  # of a chunk
@@ -78,7 +79,7 @@ def measured(name: str, folder: Path, total: int) -> dict[str, Any]:
   about = export(folder / 'run', folder / 'policy')
   resolved = resolve(config)
   agent, env = innermost(resolved.agent), eval_env(resolved)
-  _, params, _ = restore_newest_params(resolved, folder / 'run')
+  _, params, _ = restore_params(resolved, folder / 'run')
   policies = {runtime: load_policy(folder / 'policy', runtime) for runtime in RUNTIMES}
   compared = {runtime: Compared(policy) for runtime, policy in policies.items()}
   logits = Logits(about, folder / 'policy')

@@ -60,25 +60,37 @@ class Result:
       raise UsageError(why_not('frame, unlike metrics,', 'pandas', e)) from e
     return pd.DataFrame(self.metrics)
 
-  def evaluate(self, episodes: int = 100, seed: int = 0) -> dict[str, Any]:
-    """Return the returns of the newest checkpoint, greedy and sampled, as `podrace eval` does."""
+  def evaluate(
+    self, episodes: int = 100, seed: int = 0, checkpoint: str = 'newest'
+  ) -> dict[str, Any]:
+    """Return the returns of a checkpoint, greedy and sampled, as `podrace eval` does.
+
+    Args:
+      episodes: number of episodes, for each seed and way of acting.
+      seed: seed of the evaluation.
+      checkpoint: newest, best or a step.
+    """
     from podrace.hooks import can_be_greedy
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
     acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
     allowed = user_code.named_modules(to_json(self.config))
-    return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed)
+    return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed, checkpoint=checkpoint)
 
-  def export(self, folder: Path | str, member: int = 0) -> dict[str, Any]:
+  def export(
+    self, folder: Path | str, member: int = 0, checkpoint: str = 'newest'
+  ) -> dict[str, Any]:
     """Write the policy to a new directory for `podrace.load_policy`; return its policy.json.
 
     Args:
       folder: the new directory.
       member: index of the seed, in a run with several seeds.
+      checkpoint: newest, best or a step.
     """
     from podrace.policy.export import export
 
-    return export(self.run_dir, Path(folder), member, user_code.named_modules(to_json(self.config)))
+    allowed = user_code.named_modules(to_json(self.config))
+    return export(self.run_dir, Path(folder), member, allowed, checkpoint)
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:

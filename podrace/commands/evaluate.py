@@ -6,7 +6,12 @@ import sys
 from pathlib import Path
 
 from podrace.commands.configure import agent_settings, parse
-from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE, allowed_modules
+from podrace.commands.shared_options import (
+  ALLOW_CODE,
+  CHECKPOINT,
+  NO_COMPILE_CACHE,
+  allowed_modules,
+)
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.options import Command, Option, Options
@@ -15,7 +20,7 @@ from podrace.system.output import print_json, print_text, results_alone, tell
 COMMAND = Command(
   'eval',
   'DIR [OPTIONS]',
-  'play episodes with the newest checkpoint of the run in DIR, twice: greedy, with the best '
+  'play episodes with a checkpoint of the run in DIR, twice: greedy, with the best '
   'action, and sampled, as in training',
   (
     Option('--episodes', 'N', 'number of episodes, for each seed and way of acting', 100),
@@ -26,6 +31,8 @@ COMMAND = Command(
     Option('--sample', '', 'only sampled episodes; if each environment has its own exploration '
       "rate, the episodes spread over the run's rates"),
     Option('--max-steps', 'N', 'give up on longer episodes', 1_000_000),
+    CHECKPOINT,
+    Option('--member', 'I', 'only this seed of a run with several, from 0'),
     NO_COMPILE_CACHE,
     ALLOW_CODE,
   ),
@@ -63,6 +70,8 @@ def run(args: list[str]) -> int:
     change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
     env=options.text('--env'),
     say=tell,
+    checkpoint=options.text('--checkpoint'),
+    member=options.whole('--member') if '--member' in options else None,
   )  # fmt: skip
   tell(evaluate.format_result(result, acting))
   print_json(result)

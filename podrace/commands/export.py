@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import ALLOW_CODE, allowed_modules
+from podrace.commands.shared_options import ALLOW_CODE, CHECKPOINT, allowed_modules
 from podrace.errors import UsageError
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
@@ -12,9 +12,10 @@ from podrace.system.output import print_json, results_alone, tell
 COMMAND = Command(
   'export',
   'RUN DIR [OPTIONS]',
-  "write the policy of a run's newest checkpoint to a new directory, for use without training code",
+  "write the policy of a run to a new directory, for use without training code",
   (
     Option('--member', 'I', 'index of the seed, from 0, in a run with --seeds', 0),
+    CHECKPOINT,
     ALLOW_CODE,
   ),
   """
@@ -43,7 +44,8 @@ def run(args: list[str]) -> int:
   from podrace.policy.export import export
   from podrace.policy.load import GRAPH
 
-  about = export(run_dir, folder, options.whole('--member'), allowed)
+  checkpoint = options.text('--checkpoint')
+  about = export(run_dir, folder, options.whole('--member'), allowed, checkpoint)
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')

@@ -20,6 +20,7 @@ NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'do not read or write the cache of compiled programs'
 )
 ALLOW_CODE = Option('--allow-code', 'MODULE', 'a module that the run may import; may be repeated')
+CHECKPOINT = Option('--checkpoint', 'WHICH', 'newest, best (by --eval-every) or a step', 'newest')
 OVERRIDE = Option('--override', '', 'resume although the configuration has changed')
 SINKS = Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
   choices=('tensorboard', 'wandb'))  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import ALLOW_CODE, allowed_modules
+from podrace.commands.shared_options import ALLOW_CODE, CHECKPOINT, allowed_modules
 from podrace.errors import UsageError
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
@@ -15,7 +15,7 @@ from podrace.system.output import print_json, results_alone, tell
 COMMAND = Command(
   'watch',
   'RUN [OPTIONS]',
-  'play episodes with the newest checkpoint of a run, and write the best and the median episode as '
+  'play episodes with a checkpoint of a run, and write the best and the median episode as '
   'MP4 and GIF',
   (
     Option('--episodes', 'N', 'number of episodes', 5),
@@ -25,6 +25,7 @@ COMMAND = Command(
     Option('--max-steps', 'N', 'cut longer episodes', 5000),
     Option('--fps', 'N', 'frames per second; a frame is a step', 30),
     Option('--live', '', 'show the episodes in a window, and write nothing'),
+    CHECKPOINT,
     ALLOW_CODE,
   ),
   """
@@ -50,7 +51,8 @@ def run(args: list[str]) -> int:
 
   seed, sampled = options.whole('--seed'), '--sample' in options
   settings = film.FilmSettings(episodes, seed, sampled, max_steps, fps)
-  result = film.watch(run_dir, options.path('--out'), settings, show, allowed)
+  out, checkpoint = options.path('--out'), options.text('--checkpoint')
+  result = film.watch(run_dir, out, settings, show, allowed, checkpoint)
   if show is None:
     best = result['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')

@@ -248,4 +248,4 @@ HOST_LIBRARIES: Mapping[str, Library] = {
 
 # Loads a trained opponent: (directory of its run, game) -> its move.
 # Set by podrace/run/__init__.py, because runs are above environments in the order of imports.
-OPPONENT_LOADERS: list[Callable[[Path, str], Any]] = []
+OPPONENT_LOADERS: list[Callable[[Path, str, str], Any]] = []

@@ -34,7 +34,8 @@ from podrace.policy.load import (
   make_numpy_step,
 )
 from podrace.run.directory import load_config
-from podrace.run.evaluate import eval_env, restore_newest_params
+from podrace.run.evaluate import eval_env
+from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -51,22 +52,25 @@ PLATFORMS = ('cpu', 'cuda', 'tpu')
 
 
 def export(
-  run_dir: Path, folder: Path, member: int = 0, allow_code: Iterable[str] = ()
+  run_dir: Path,
+  folder: Path,
+  member: int = 0,
+  allow_code: Iterable[str] = (),
+  checkpoint: str = NEWEST,
 ) -> dict[str, Any]:
-  """Write the policy of a run's newest checkpoint to a new directory, and return its description.
+  """Write the policy of a run to a new directory, and return its description.
 
   Args:
     run_dir: directory of the run.
     folder: directory to create.
     member: index of the run's seed.
     allow_code: modules of the user that the run may import.
+    checkpoint: newest, best or a step.
 
   Raises:
     UsageError: if there is no run or no checkpoint, or the directory exists.
   """
   config = load_config(run_dir, allow_code)
-  if not 0 <= member < config.seeds:
-    raise UsageError(f'--member {member}: the run has {config.seeds} seed(s), counted from 0')
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
   resolved = resolve(config)
@@ -78,9 +82,7 @@ def export(
     )
   if can_be_greedy(agent):
     agent = greedily(agent)
-  step, params, _ = restore_newest_params(resolved, run_dir)
-  if config.seeds > 1:
-    params = jax.tree.map(lambda x: x[member], params)
+  step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   remove = functools.partial(remove_files, draft_path(folder))
   with undone_by_signals(remove):
     return write_policy(folder, config, agent, env, params, step)

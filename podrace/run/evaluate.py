@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,11 +18,11 @@ from podrace.envs.base import batch
 from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
 from podrace.envs.spaces import STATE
-from podrace.errors import CheckpointError, RunError, UsageError
+from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
-from podrace.run.checkpoint import Checkpoints
 from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
+from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.config import Config
 from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import number
@@ -125,8 +126,10 @@ def evaluate(
   change: Callable[[Config], Config] = lambda config: config,
   env: str = '',
   say: Callable[[str], None] = lambda text: None,
+  checkpoint: str = NEWEST,
+  member: int | None = None,
 ) -> dict[str, Any]:
-  """Evaluate the newest intact checkpoint of a run.
+  """Evaluate a checkpoint of a run.
 
   Args:
     run_dir: directory of the run.
@@ -138,6 +141,8 @@ def evaluate(
     change: function that changes the recorded configuration.
     env: another environment with the same spaces. Default: the run's own.
     say: receives progress messages, because compilation may take minutes.
+    checkpoint: newest, best or a step, as in `restore_params`.
+    member: index of a seed of the run. Default: all seeds.
 
   Returns:
     Statistics of the returns, the step, and damaged checkpoints that were skipped.
@@ -151,7 +156,9 @@ def evaluate(
   config, agent, stage = resolved.config, resolved.agent, eval_env(resolved, env)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
-  step, params, skipped = restore_newest_params(resolved, run_dir)
+  step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
+  if member is not None:
+    config = dataclasses.replace(config, seeds=1)
   plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
   say(f'step {step:,}, {env or config.env}: {plan}')
   result: dict[str, Any] = {}
@@ -263,39 +270,3 @@ def make_returns(
     ]
 
   return by_seed
-
-
-def restore_newest_params(resolved: Resolved, run_dir: Path) -> tuple[int, Any, list[int]]:
-  """Restore the newest intact parameters of a run.
-
-  Returns:
-    The step, the parameters, and the steps of damaged checkpoints that were skipped.
-
-  Raises:
-    UsageError: if there is no checkpoint.
-    RunError: if all checkpoints are damaged.
-  """
-  agent, seeds = resolved.agent, resolved.config.seeds
-  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds))
-
-  def params(keys: Array) -> Any:
-    return jax.vmap(agent.init)(keys).params if seeds > 1 else agent.init(keys[0]).params
-
-  one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-  shapes = jax.tree.map(
-    lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), jax.eval_shape(params, keys)
-  )
-  if not (run_dir / 'checkpoints').is_dir():
-    raise UsageError(f'{run_dir} has no checkpoints yet')
-  checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
-  skipped: list[int] = []
-  reason = ''
-  for step in checkpoints.steps():
-    try:
-      return step, checkpoints.restore(step, shapes).params, skipped
-    except CheckpointError as e:
-      skipped.append(step)
-      reason = reason or str(e)  # the reason of the newest checkpoint
-  if not skipped:
-    raise UsageError(f'{run_dir} has no checkpoint yet')
-  raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read: {reason}')

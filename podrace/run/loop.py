@@ -286,11 +286,14 @@ class Run:
       self.log.open(stack, saved)
     if self.evaluates:
       args = self.evaluates, self.run_dir, saved, self.warn
-      self.evaluations = Evaluations(*args, lambda: self.log.wall_s)
+      self.evaluations = Evaluations(*args, lambda: self.log.wall_s, self._oldest_checkpoint)
       stack.callback(self.evaluations.close)
       self.log.check_lines('eval.jsonl', self.evaluations.lines)
       self.evaluations.resume(state.train.params)
     self.program.start(state, keys)
+
+  def _oldest_checkpoint(self) -> int:
+    return min(saved_steps(self.run_dir), default=-1)
 
   def _loop_and_wait(self, state: Any) -> Any:
     """Make all updates, and wait until the last checkpoint is on disk."""

@@ -14,7 +14,7 @@ from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, read_record
-from podrace.run.evaluate import restore_newest_params
+from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.resolved import resolve
 from podrace.types import MID, Array, TimeStep
 
@@ -67,8 +67,10 @@ def _is_same(a: Path, b: Path) -> bool:
     return a.absolute() == b.absolute()
 
 
-def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array]:
-  """Return the move function of a run's newest checkpoint in a pgx game, without a search.
+def load_opponent(
+  run_dir: Path, game: str, checkpoint: str = NEWEST
+) -> Callable[[Any, Any, Array], Array]:
+  """Return the move function of a run's checkpoint in a pgx game, without a search.
 
   It acts as in training. Of a run of many seeds it is the first.
 
@@ -93,9 +95,7 @@ def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array
   ids = jnp.zeros(1, jnp.int32)
   if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
     raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
-  params = jax.device_get(restore_newest_params(resolved, run_dir)[1])
-  if config.seeds > 1:
-    params = jax.tree.map(lambda x: x[0], params)
+  params = jax.device_get(restore_params(resolved, run_dir, checkpoint, 0).params)
 
   def move(state: Any, observation: Any, key: Array) -> Array:
     batched = jax.tree.map(lambda x: x[None], observation)

@@ -1,34 +1,30 @@
 """Evaluations during a run, made by a thread of their own and written to eval.jsonl.
 
-The run writes parameters to a file and continues. The thread evaluates one file after another, and
-removes each after its line is written. A killed run therefore loses no evaluation: the resumed run
-begins with the remaining files.
+The run writes parameters to a file and continues. The thread evaluates one file after another.
+After its line is written, a file is removed, or kept as the best so far. A killed run therefore
+loses no evaluation: the resumed run begins with the remaining files.
 """
 
 from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from podrace.architectures.sebulba.actors import CLOSE_SECONDS
-from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.evaluate import eval_env, make_returns, summarize_returns
 from podrace.run.metrics import JsonLines, read
+from podrace.run.saved_params import SUFFIX, BestParams, read_params, write_params
 from podrace.settings.resolved import Resolved
-from podrace.system.files import make_folder, write_whole
-from podrace.system.files.reading import read_bytes
+from podrace.system.files import make_folder
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
-from podrace.topology import on_host
 
-FILE_BYTES = 2**34  # largest file of parameters
 MANY = 4  # number of waiting evaluations that causes a warning
 
 
@@ -45,6 +41,7 @@ class Evaluations:
     resumed_at: step that the run resumes from. Later evaluations are made again.
     warn: receives a warning if evaluations take longer than their interval.
     seconds: returns the run's wall time, for the lines.
+    oldest: returns the step of the oldest checkpoint on disk, -1 without any.
   """
 
   def __init__(
@@ -54,28 +51,31 @@ class Evaluations:
     resumed_at: int,
     warn: Callable[[str], None],
     seconds: Callable[[], float],
+    oldest: Callable[[], int],
   ) -> None:
     self._resolved, self._config = resolved, resolved.config
     self._run_dir, self._warn, self._seconds = run_dir, warn, seconds
     self._folder = make_folder(run_dir / 'to-evaluate')
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
-    done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
+    lines = read(run_dir / 'eval.jsonl')
+    done = {line['step']: line.get('episode_return_mean') for line in lines}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
-    self._kind: Any = None  # tree structure of the parameters
-    self._shapes: list[Any] = []  # shape and dtype of each leaf
+    self._shapes: Any = None  # of the parameters
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
-    for step in set(self._steps()) - set(self._left):
-      self._path(step).unlink()
+    self._best = BestParams(run_dir, resumed_at, oldest)
+    for step in sorted(set(self._steps()) - set(self._left)):
+      mean = done[step] if step <= resumed_at else None
+      self._best.offer(step, mean, self._path(step))
     self.updates_between = resolved.config.updates(resolved.config.eval_every)
     self._warned = self._stopped = False
     self._begun = max(self._steps(), default=max(done, default=-1))
     self._worker = Worker('evaluations', self._work)
 
   def _steps(self) -> list[int]:
-    return sorted(int(p.stem) for p in self._folder.glob('*.safetensors') if is_step(p.stem))
+    return sorted(int(p.stem) for p in self._folder.glob(f'*{SUFFIX}') if is_step(p.stem))
 
   def _path(self, step: int) -> Path:
-    return self._folder / f'{step}.safetensors'
+    return self._folder / f'{step}{SUFFIX}'
 
   def resume(self, params: Any) -> None:
     """Queue the files of an earlier process. `params` are the run's, for their structure."""
@@ -84,8 +84,7 @@ class Evaluations:
       self._waiting.put((step, self._seconds()))
 
   def _take_structure(self, params: Any) -> None:
-    self._kind = jax.tree.structure(params)
-    self._shapes = [(x.shape, x.dtype) for x in jax.tree.leaves(params)]
+    self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
 
   def begin(self, step: int, params: Any) -> None:
     """Queue an evaluation of `params`, which are copied before this returns.
@@ -94,13 +93,8 @@ class Evaluations:
       Exception: the failure of an earlier evaluation.
     """
     self._worker.check()
-    from safetensors.numpy import save
-
     self._take_structure(params)
-    leaves = [on_host(x) for x in jax.tree.leaves(params)]
-    write_whole(
-      self._path(step), save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)})
-    )
+    write_params(self._path(step), params)
     self._waiting.put((step, self._seconds()))
     self._begun = step
     if self._waiting.qsize() > MANY and not self._warned:
@@ -136,16 +130,14 @@ class Evaluations:
       while (item := self._waiting.get()) is not None and not self._stopped:
         evaluate = evaluate or _make_evaluator(self._resolved)
         step, wall_s = item
-        params = jax.device_put(
-          jax.tree.unflatten(self._kind, _read_leaves(self._path(step), self._shapes)), device
-        )
+        params = jax.device_put(read_params(self._path(step), self._shapes), device)
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
         self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
         if self._config.eval_video:
           self._film(step, params)
         self.lines.sync()
-        self._path(step).unlink(missing_ok=True)
+        self._best.offer(step, line['episode_return_mean'], self._path(step))
     self.lines.close()
 
   def _film(self, step: int, params: Any) -> None:
@@ -154,24 +146,6 @@ class Evaluations:
     config, folder = self._config, make_folder(self._run_dir / 'videos')
     settings = FilmSettings(episodes=1, seed=config.seed)
     film(self._resolved, params, folder, step, settings, env=config.eval_env)
-
-
-def _read_leaves(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
-  """Read leaves that `begin` wrote, perhaps in an earlier process.
-
-  Raises:
-    UsageError: if the file is damaged, or has other shapes.
-  """
-  from safetensors.numpy import load
-
-  try:
-    arrays = load(read_bytes(path, FILE_BYTES))
-    leaves = [arrays[str(i)] for i in range(len(shapes))]
-  except Exception as e:  # SafetensorError derives from Exception only
-    raise UsageError(f'{path} holds no parameters to evaluate: {e}; remove it to go on') from e
-  if [(x.shape, x.dtype) for x in leaves] != list(shapes):
-    raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
-  return leaves
 
 
 def _make_evaluator(resolved: Resolved) -> Callable[[Any], dict[str, Any]]:

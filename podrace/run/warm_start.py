@@ -12,7 +12,7 @@ from podrace import hooks
 from podrace.errors import UsageError
 from podrace.run.build import agreement
 from podrace.run.directory import load_config
-from podrace.run.evaluate import restore_newest_params
+from podrace.run.saved_params import restore_params
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import changes, option, to_json
@@ -20,7 +20,7 @@ from podrace.settings.resolved import Resolved, resolve
 
 
 class WarmStart:
-  """The parameters that a run begins with, of the newest checkpoint of `config.init_from`."""
+  """The parameters that a run begins with, of a checkpoint of `config.init_from`."""
 
   def __init__(self, resolved: Resolved) -> None:
     self._config, self._agent = resolved.config, resolved.agent
@@ -34,14 +34,15 @@ class WarmStart:
     """
     config, source = self._config, Path(self._config.init_from)
     other = load_config(source, user_code.named_modules(to_json(config)))
-    if other.seeds not in (1, config.seeds):
+    member = config.init_member
+    if member is None and other.seeds not in (1, config.seeds):
       raise UsageError(
         f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '
-        'seed, or of as many'
+        'seed, or of as many; --init-member I names one of them'
       )
     _check_units(source, other, config)
-    params = restore_newest_params(resolve(other), source)[1]
-    if other.seeds == 1:
+    params = restore_params(resolve(other), source, config.init_checkpoint, member).params
+    if other.seeds == 1 or member is not None:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params
     _check_shapes(source, jax.tree.map(lambda x: x[0], params), expected)

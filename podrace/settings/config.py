@@ -54,7 +54,9 @@ class Common(Basics):
   # ^ environment of evaluations, such as another opponent or unseen levels; '': that of training
   eval_video: bool = False  # film one episode of each evaluation, into videos/
   init_from: FilePath = ''
-  # ^ a run directory: start with the parameters of its newest checkpoint
+  # ^ a run directory: start with its parameters
+  init_checkpoint: str = 'newest'  # checkpoint of --init-from: newest, best or a step
+  init_member: int | None = None  # seed of --init-from, from 0; None: all its seeds
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
   # ^ gossip (anakin): average parameters with a neighbour instead of gradients with all devices
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'

@@ -32,9 +32,9 @@ from podrace.run.evaluate import (
   format_result,
   make_evaluator,
   make_returns,
-  restore_newest_params,
 )
 from podrace.run.evaluate_host import make_host_evaluator, spread_env_ids
+from podrace.run.saved_params import restore_params
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -149,10 +149,10 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
   config = Config(agent=Recorded(QNetwork(hidden=(4,))), num_envs=8)
   files.write_json(tmp_path / 'config.json', to_json(config))
 
-  def params(resolved: Resolved, run_dir: Path) -> Any:
+  def params(resolved: Resolved, *_: Any) -> Any:
     return 0, resolved.agent.init(jax.random.key(0)).params, []
 
-  monkeypatch.setattr('podrace.run.evaluate.restore_newest_params', params)
+  monkeypatch.setattr('podrace.run.evaluate.restore_params', params)
   EPSILONS.clear()
   evaluate(tmp_path, 4, acting=('sampled',), allow_code=['test_evaluate'])
   jax.effects_barrier()
@@ -236,7 +236,7 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
 def test_statistics_of_training_are_used(trained: Path) -> None:
   resolved = resolve(directory.load_config(trained))
   config, agent = resolved.config, resolved.agent
-  _, params, _ = restore_newest_params(resolved, trained)
+  _, params, _ = restore_params(resolved, trained)
   assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:

@@ -48,8 +48,10 @@ Move = Callable[[Any, Any, Array], Array]  # (state, its player's observation, k
 
 @allow_rank_promotion
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """Make a game by its pgx id; options are the opponent, and the rollouts of `mcts` per move."""
-  values = read_options(f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100})
+  """Make a game by its pgx id; options: opponent, its checkpoint, rollouts of `mcts` per move."""
+  values = read_options(
+    f'pgx:{name}', options, {'opponent': 'random', 'rollouts': 100, 'checkpoint': 'newest'}
+  )
   at_least(f'pgx:{name}', values, rollouts=1)
   env = pgx.make(name)
   shape = tuple(env.observation_shape)
@@ -57,14 +59,15 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   observation_space = gymnasium.spaces.Dict(
     action_mask=box(False, True, (env.num_actions,), bool), board=box(0, 1, shape, dtype)
   )
-  opponent = _opponent(name, env, values['opponent'], values['rollouts'])
+  opponent = _opponent(name, env, values)
   return NextStepReset(Game(env, observation_space, discrete(env.num_actions), opponent))
 
 
-def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
+def _opponent(name: str, env: Env, values: Mapping[str, Any]) -> Move | None:
   """Return the move function of an opponent, or None for self-play."""
+  opponent = values['opponent']
   if opponent in OPPONENTS:
-    return {'random': random_move, 'mcts': mcts(env, rollouts), 'self': None}[opponent]
+    return {'random': random_move, 'mcts': mcts(env, values['rollouts']), 'self': None}[opponent]
   if not Path(opponent).is_dir():
     raise UnknownName(
       f'pgx:{name} has no opponent {opponent!r}{nearest(opponent, OPPONENTS)}; there is '
@@ -73,7 +76,7 @@ def _opponent(name: str, env: Env, opponent: str, rollouts: int) -> Move | None:
   if not OPPONENT_LOADERS:
     raise UsageError(f'opponent {opponent} is the directory of a run: `import podrace.run` first')
   (load,) = OPPONENT_LOADERS
-  move: Move = load(Path(opponent), name)
+  move: Move = load(Path(opponent), name, values['checkpoint'])
   return move
 
 

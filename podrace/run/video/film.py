@@ -15,8 +15,8 @@ import numpy as np
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import restore_newest_params
 from podrace.run.evaluate_host import spread_env_ids
+from podrace.run.saved_params import NEWEST, restore_params
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
@@ -183,8 +183,9 @@ def watch(
   settings: FilmSettings = FilmSettings(),
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
+  checkpoint: str = NEWEST,
 ) -> dict[str, Any]:
-  """Film episodes of a run's newest checkpoint, and keep the best and the median one.
+  """Film episodes of a run's policy, and keep the best and the median one.
 
   Args:
     run_dir: directory of the run.
@@ -192,6 +193,7 @@ def watch(
     settings: how to play and film.
     show: receives the frames, and no file is written. Default: write files.
     allow_code: modules of the user that the run may import.
+    checkpoint: newest, best or a step.
 
   Raises:
     UsageError: if there is no run or no checkpoint, the environment cannot be drawn, or a library
@@ -200,7 +202,7 @@ def watch(
   if show is None:
     check_libraries()
   resolved = resolve(load_config(run_dir, allow_code))
-  step, params, _ = restore_newest_params(resolved, run_dir)
+  step, params, _ = restore_params(resolved, run_dir, checkpoint)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
     return film(resolved, params, folder, step, settings, tell)
