@@ -493,7 +493,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
 
   def act() -> None:
     try:
-      acting_process._act(config, options)
+      acting_process._act(resolve(config), options)
     except BaseException as e:
       ended.append(e)
 
