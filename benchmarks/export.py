@@ -32,7 +32,8 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, Policy, load_policy
 from podrace.policy import network as policy_network
 from podrace.policy.export import export
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import eval_env, restore_newest_params
+from podrace.settings.resolved import resolve
 
 ENVS, STEPS = 250, 250  # of a chunk
 OBSERVATIONS = 1_000_000
@@ -75,9 +76,9 @@ def measured(name: str, folder: Path, total: int) -> dict[str, Any]:
   config = podrace.configure(preset, **settings, devices=1)
   result = podrace.train(config, folder / 'run', quiet=True)
   about = export(folder / 'run', folder / 'policy')
-  agent, env = bind_agent_and_env(config)
-  agent = innermost(agent)
-  _, params, _ = restore_newest_params(config, agent, folder / 'run')
+  resolved = resolve(config)
+  agent, env = innermost(resolved.agent), eval_env(resolved)
+  _, params, _ = restore_newest_params(resolved, folder / 'run')
   policies = {runtime: load_policy(folder / 'policy', runtime) for runtime in RUNTIMES}
   compared = {runtime: Compared(policy) for runtime, policy in policies.items()}
   logits = Logits(about, folder / 'policy')

@@ -86,7 +86,7 @@ def described(numbers: dict[str, Any], bound: float) -> dict[str, Any]:
     share=converged / len(returns),
     share_interval=wilson(converged, len(returns)),
     return_mean=float(returns.mean()),
-    return_interval=curves.bootstrap_interval([returns], curves.mean),
+    return_interval=curves.bootstrap_interval([returns], np.mean),
     returns=returns.round(4).tolist(),
     curve=[
       dict(step=p['step'], mean=float(np.mean(r)), lowest=float(np.min(r)))
@@ -94,7 +94,7 @@ def described(numbers: dict[str, Any], bound: float) -> dict[str, Any]:
     ],
     # The area under the curve: early learning counts as well.
     return_over_run=float(every.mean()),
-    return_over_run_interval=curves.bootstrap_interval([every.mean(0)], curves.mean),
+    return_over_run_interval=curves.bootstrap_interval([every.mean(0)], np.mean),
     consensus_distance=[float(np.mean(d)) for d in distance],
     seconds=round(numbers['seconds'], 1),
     compile_s=round(numbers['compile_s'], 1),

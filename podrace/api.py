@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podrace.errors import UsageError, unknown
-from podrace.run import loop, metrics, new_directory
+from podrace.run import loop, metrics
 from podrace.run.callbacks import Callback
+from podrace.run.new_directory import name_run, run_directory
 from podrace.settings import user_code
 from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
@@ -163,8 +164,8 @@ def train(
   Example:
     result = podrace.train('cartpole', run_dir='runs/cartpole')
   """
-  name = config if isinstance(config, str) else config.env.partition(',')[0]
+  preset = config if isinstance(config, str) else None
   settings = configure(config) if isinstance(config, str) else config
-  with new_directory.run_directory(run_dir, name) as path:
+  with run_directory(run_dir, name_run(preset, settings.env)) as path:
     summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, settings, summary)

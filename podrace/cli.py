@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
+import pkgutil
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from podrace.commands import (
-  act,
-  bench,
-  completion,
-  devices,
-  discover,
-  envs,
-  evaluate,
-  export,
-  follow,
-  init,
-  keys,
-  launch,
-  names,
-  plan,
-  plot,
-  reanalyse,
-  replay,
-  report,
-  rm,
-  runs,
-  sweep,
-  top,
-  train,
-  watch,
-)
+from podrace import commands
+from podrace.commands import completion
 from podrace.errors import RunError, Stopped, unknown
 from podrace.settings import user_code
 from podrace.system.jax_settings import check_jax
@@ -74,33 +52,15 @@ podrace: reinforcement learning at scale in JAX
 `podrace COMMAND --help` has the details.
 """
 
-MODULES = (
-  train,
-  discover,
-  sweep,
-  evaluate,
-  watch,
-  export,
-  runs,
-  follow,
-  plot,
-  report,
-  rm,
-  envs,
-  replay,
-  act,
-  reanalyse,
-  launch,
-  keys,
-  top,
-  names,
-  init,
-  devices,
-  bench,
-  plan,
-  completion,
-)
-COMMANDS: dict[str, Any] = {module.COMMAND.name: module for module in MODULES}
+
+def _commands() -> dict[str, Any]:
+  """Return the modules of podrace.commands that declare a command, by its name."""
+  names = (f'{commands.__name__}.{m.name}' for m in pkgutil.iter_modules(commands.__path__))
+  modules = [importlib.import_module(name) for name in names]
+  return {m.COMMAND.name: m for m in modules if hasattr(m, 'COMMAND')}
+
+
+COMMANDS = _commands()
 HELP = {'-h', '--help', '--help-all'}
 # Commands that continue if nothing reads their output.
 LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')

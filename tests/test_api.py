@@ -179,10 +179,10 @@ def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
 
   config = podrace.configure('catch', **SMALL)
   podrace.train(config, tmp_path / 'run', [Zero()], quiet=True)
-  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+  from podrace.run.evaluate import restore_newest_params
+  from podrace.settings.resolved import resolve
 
-  agent, _ = bind_agent_and_env(config)
-  _, params, _ = restore_newest_params(config, agent, tmp_path / 'run')
+  _, params, _ = restore_newest_params(resolve(config), tmp_path / 'run')
 
   # The checkpoint at the end has what the callback made of the last line.
   assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(params))

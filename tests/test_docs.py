@@ -79,7 +79,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'launch': 'podrace.commands.launch.LaunchRequest',
   'plan': 'podrace.commands.plan.read',
   'envs': 'podrace.distributed.environments.client.run',
-  'replay': 'podrace.distributed.replay.server.run',
+  'replay': 'podrace.commands.replay.serve',
   'top': 'podrace.distributed.net.dashboard.run',
   'keys': 'podrace.distributed.net.keys.new_keys',
   'eval': 'podrace.run.evaluate.evaluate',

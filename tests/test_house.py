@@ -16,9 +16,6 @@ LONGER = {  # still to be split; this list only shrinks
   'agents.muesli.Muesli': 256,
   'agents.muzero': 421,
   'agents.muzero.MuZero': 297,
-  'replay.host.HostReplay': 296,  # docstrings in large part, likewise Windows
-  'replay.windows.Windows': 292,
-  'run.checkpoint.Checkpoints': 298,
 }
 
 
@@ -79,3 +76,15 @@ def test_texts_that_name_modules_point_downwards_too() -> None:
 def test_the_contract_lists_every_part_of_the_root() -> None:
   parts = {name.split('.')[0] for name, _ in sources()} - {'__init__'}
   assert parts == set(layers())
+
+
+def test_a_configuration_is_validated_and_bound_in_one_place() -> None:
+  """`resolve` does both; the groups of a population (`discover`) are bound where it is built."""
+  places: dict[str, set[str]] = {'validate': set(), 'bind_run': set()}
+  for name, path in sources():
+    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
+      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name | ast.Attribute):
+        called = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+        if called in places:
+          places[called].add(name)
+  assert places == {called: {'settings.resolved', 'run.build'} for called in places}

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
-from podrace.run import compile_cache
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
@@ -22,13 +19,7 @@ COMMAND = Command(
     shared.PARAMS,
     Option('--local-envs', 'N', 'environments of this process, out of --num-envs; the learner '
       'assigns it free ones (default: all)'),
-    shared.MAX_STALENESS,
-    shared.GIVE_UP_AFTER,
-    shared.CLIENT_KEYS,
-    shared.CLIENT_INSECURE,
-    shared.QUIET,
-    shared.NO_COMPILE_CACHE,
-    shared.AGENT,
+    *shared.OF_WORKERS,
   ),
   """
 It also takes these options of train: --actor-devices, --actor-threads, --env-batch-size,
@@ -48,7 +39,8 @@ def run(args: list[str]) -> int:
   """Act until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
+  for name in ('--connect-replay', '--params'):
+    options.needed(name)
   local = options.whole('--local-envs')
   if local == 0:
     raise UsageError('--local-envs must be at least 1, not 0')
@@ -56,17 +48,10 @@ def run(args: list[str]) -> int:
 
   net.require()
   config = configure.parse_config(preset, options, 'podrace act')
-  from podrace.distributed import acting, learner_client, run_identity
+  from podrace.distributed import acting
 
   acting.check_options(config, options.arguments)
-  settings = acting.Options(
-    run_identity.Addresses(
-      tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
-    ),
-    local or 0,
-    learner_client.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
-  )
+  addresses, patience = shared.worker_settings(options)
   with log_to_stderr('podrace act', '--quiet' in options):
-    if '--no-compile-cache' not in options:
-      compile_cache.enable(logging.getLogger('podrace').info)
-    return acting.act(config, settings)
+    shared.enable_compile_cache(options)
+    return acting.act(config, acting.Options(addresses, local or 0, patience))

@@ -27,11 +27,13 @@ C = typing.TypeVar('C', bound=Basics)
 NO_OPTIONS = Options((), Command('train', '', '', (AGENT,), others_pass=True))
 
 
-def take_preset(args: list[str]) -> str | None:
+def take_preset(
+  args: list[str], presets: Iterable[str] = PRESETS, kind: str = 'preset'
+) -> str | None:
   """Remove the preset from the arguments and return it; it stands before all options."""
   preset = args.pop(0) if args and not args[0].startswith('-') else None
-  if preset is not None and preset not in PRESETS:
-    raise unknown('preset', preset, PRESETS)
+  if preset is not None and preset not in presets:
+    raise unknown(kind, preset, presets)
   if preset is not None and args and not args[0].startswith('-'):
     raise UsageError(f'there is one preset, and then options: not {args[0]!r} after {preset}')
   return preset

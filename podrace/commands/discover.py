@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import shlex
 from pathlib import Path
 from typing import Any
 
-from podrace.commands import configure, help
+from podrace.commands import configure, help, train
 from podrace.commands import shared_options as shared
-from podrace.errors import UsageError, unknown
-from podrace.run import compile_cache
+from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.run.new_directory import run_directory
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.discovery_presets import PRESETS
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import Lasting, print_text, results, results_alone
+from podrace.system.output import print_text, results_alone
 
 
 class Discover(Command):
@@ -27,7 +25,7 @@ class Discover(Command):
 
   def help(self, args: list[str]) -> str:
     """Return the help for a preset and an agent among `args`."""
-    preset = take_preset(args)
+    preset = configure.take_preset(args, PRESETS, 'preset of discover')
     agent = configure.requested_agent(Options(args, self, lenient=True))
     return help.discover_help(self.options, preset, agent)
 
@@ -43,10 +41,9 @@ COMMAND = Discover(
       'the preset)'),
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
-    Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
-      choices=('tensorboard', 'wandb')),
-    Option('--quiet', '', 'no progress, only warnings and the result'),
+    shared.OVERRIDE,
+    shared.SINKS,
+    shared.QUIET_RUN,
   ),
   others_pass=True,
   jax=True,
@@ -56,7 +53,7 @@ COMMAND = Discover(
 @results_alone()
 def run(args: list[str]) -> int:
   """Train a rule."""
-  preset = take_preset(args)
+  preset = configure.take_preset(args, PRESETS, 'preset of discover')
   options = Options(args, COMMAND)
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
@@ -71,20 +68,11 @@ def run(args: list[str]) -> int:
   with contextlib.ExitStack() as stack:
     run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace discover', quiet))
-    if '--no-compile-cache' not in options:
-      compile_cache.enable(logging.getLogger('podrace').info)
+    shared.enable_compile_cache(options)
     override = '--override' in options
     summary = runs.discover(config, run_dir, override=override, sinks=sinks, quiet=quiet)
   _report(run_dir, summary, config)
   return 0
-
-
-def take_preset(args: list[str]) -> str | None:
-  """Remove the preset from the arguments and return it; it stands before all options."""
-  preset = args.pop(0) if args and not args[0].startswith('-') else None
-  if preset is not None and preset not in PRESETS:
-    raise unknown('preset of discover', preset, PRESETS)
-  return preset
 
 
 def base_config(
@@ -107,12 +95,7 @@ def base_config(
 
 
 def _report(run_dir: Path, summary: dict[str, Any], config: Any) -> None:
-  value = summary['episode_return']
-  returned = 'no episode ended' if value is None else f'return {value:.2f} of its agents'
-  out = Lasting(results())
-  speed = f'{summary["steps_per_s"]:,.0f} steps/s'
-  print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
-  print_text(f'run directory: {run_dir}', file=out)
+  out = train.print_summary(run_dir, summary, ' of its agents')
   print_text(f'next: {next_command(config, run_dir / "rule.npz")}', file=out)
 
 

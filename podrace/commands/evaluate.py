@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 
 from podrace.commands.configure import agent_settings, parse
-from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE
+from podrace.commands.shared_options import ALLOW_CODE, NO_COMPILE_CACHE, allowed_modules
 from podrace.errors import UsageError
 from podrace.run import compile_cache
-from podrace.settings import user_code
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text, results_alone, tell
 
@@ -50,8 +49,7 @@ def run(args: list[str]) -> int:
   run_dir = Path(options.one_argument('run directory'))
   if '--greedy' in options and '--sample' in options:
     raise UsageError('--greedy and --sample: leave out both options for both kinds')
-  allowed = options.every('--allow-code')
-  user_code.look_here(allowed)
+  allowed = allowed_modules(options)
   from podrace.run import evaluate
 
   if '--no-compile-cache' not in options:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from podrace.commands.shared_options import ALLOW_CODE
+from podrace.commands.shared_options import ALLOW_CODE, allowed_modules
 from podrace.errors import UsageError
-from podrace.settings import user_code
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
@@ -39,8 +38,7 @@ def run(args: list[str]) -> int:
   if len(options.arguments) != 2:
     raise UsageError('export takes a run and a new directory: podrace export RUN DIR')
   run_dir, folder = map(Path, options.arguments)
-  allowed = options.every('--allow-code')
-  user_code.look_here(allowed)
+  allowed = allowed_modules(options)
   from podrace.policy import onnx
   from podrace.policy.export import export
   from podrace.policy.load import GRAPH

@@ -17,7 +17,7 @@ from podrace.launch.engines import kubernetes, ray, skypilot, slurm
 from podrace.launch.program import Program
 from podrace.launch.supervisor import local
 from podrace.launch.supervisor.addresses import Addresses
-from podrace.run.directory import check_directory, read_run_record
+from podrace.run.directory import check_directory, read_record
 from podrace.run.new_directory import name_run, run_directory
 from podrace.settings.record import unrecorded_options
 from podrace.system.options import Command, Option, Options
@@ -134,7 +134,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
 
   def make(run_dir: Path) -> Program:
     # The learner resumes with the run's old defaults; acting processes do not read its record.
-    record = read_run_record(run_dir)
+    record = read_record(run_dir)
     old_defaults = [] if record is None else unrecorded_options(config, record)
     request = LaunchRequest(
       config, preset, (*agent, *options.arguments, *old_defaults, *flags), str(run_dir),

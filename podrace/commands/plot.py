@@ -51,7 +51,7 @@ def run(args: list[str]) -> int:
   from podrace.experiments.labels import make_labels
 
   plot.check_out(out)
-  paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
+  paths = find(*options.arguments)
   groups, wrong = curves.read(paths, options.text('--metric'), x)  # type: ignore[arg-type]
   for text in wrong:
     tell(f'podrace plot: left out: {text}')

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import logging
-
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
-from podrace.run import compile_cache
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
@@ -21,13 +18,7 @@ COMMAND = Command(
     shared.CONNECT_REPLAY,
     shared.PARAMS,
     Option('--batch-size', 'N', 'windows of a batch (default: buffer.batch_size of the agent)'),
-    shared.MAX_STALENESS,
-    shared.GIVE_UP_AFTER,
-    shared.CLIENT_KEYS,
-    shared.CLIENT_INSECURE,
-    shared.QUIET,
-    shared.NO_COMPILE_CACHE,
-    shared.AGENT,
+    *shared.OF_WORKERS,
   ),
   """
 It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and
@@ -47,24 +38,19 @@ def run(args: list[str]) -> int:
   """Reanalyse until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  replay_at, params = (options.needed(name) for name in ('--connect-replay', '--params'))
+  for name in ('--connect-replay', '--params'):
+    options.needed(name)
   if '--batch-size' in options and not options.whole('--batch-size'):
     raise UsageError('--batch-size must be at least 1, not 0')
   from podrace.distributed import net
 
   net.require()
   config = configure.parse_config(preset, options, 'podrace reanalyse')
-  from podrace.distributed import learner_client, reanalyse, run_identity
+  from podrace.distributed import reanalyse
 
   reanalyse.check_options(config, options.arguments)
-  settings = reanalyse.Options(
-    run_identity.Addresses(
-      tuple(replay_at.split(',')), params, options.path('--keys'), '--insecure' in options
-    ),
-    options.whole('--batch-size') or 0,
-    learner_client.Patience(options.number('--max-staleness'), options.number('--give-up-after')),
-  )
+  addresses, patience = shared.worker_settings(options)
+  settings = reanalyse.Options(addresses, options.whole('--batch-size') or 0, patience)
   with log_to_stderr('podrace reanalyse', '--quiet' in options):
-    if '--no-compile-cache' not in options:
-      compile_cache.enable(logging.getLogger('podrace').info)
+    shared.enable_compile_cache(options)
     return reanalyse.reanalyse(config, settings)

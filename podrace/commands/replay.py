@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 from podrace.commands import shared_options as shared
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
+from podrace.system.process import on_signals
+
+if TYPE_CHECKING:
+  from podrace.tables import RateLimiter
 
 COMMAND = Command(
   'replay',
@@ -45,17 +52,92 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
-  from podrace.distributed.replay import server
-
   with log_to_stderr('podrace replay', '--quiet' in options):
-    return server.run(
+    return serve(
       listen,
       dir=options.path('--dir'),
       keys=options.path('--keys'),
       insecure='--insecure' in options,
-      tables=server.parse_tables(options.every('--table')),
+      tables=parse_tables(options.every('--table')),
       checkpoint_every=options.number('--checkpoint-every'),
       most_bytes=options.whole('--client-bytes'),
       peer_timeout=options.number('--peer-timeout'),
       announce=shared.announcement(options, 'replay'),
     )
+
+
+def serve(address: str, **options: Any) -> int:
+  """Serve until a signal, and return the exit code. Takes the arguments of `ReplayServer`."""
+  from podrace import tables
+  from podrace.distributed.replay.server import ReplayServer, log
+
+  received = 0
+
+  def on_signal(signum: int, frame: Any) -> None:
+    nonlocal received
+    received = signum
+    server.ask_to_stop()
+
+  try:
+    server = ReplayServer(address, **options)
+  except tables.CheckpointError as e:
+    log.error('%s', e)
+    return 2
+  with on_signals(on_signal), server:
+    log.info('listening at %s', server.address)
+    server.ended.wait()
+  return 1 if server.failure else 128 + received
+
+
+def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
+  """Return settings by name from the values of `--table`. Raise ValueError."""
+  parsed: dict[str, dict[str, Any]] = {}
+  for text in texts:
+    try:
+      name, settings = _parse_table(text)
+      if name in parsed:
+        raise ValueError(f'there is a table {name!r} already')
+    except ValueError as e:
+      raise ValueError(f'--table {text}: {e}') from None
+    parsed[name] = settings
+  return parsed
+
+
+def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
+  from podrace.distributed.replay.table_settings import pack_settings, parse_selector
+
+  needed, sizes = ['name', 'sampler', 'remover', 'rate', 'max_size'], dict[str, Any]()
+  known = [*needed, 'max_bytes', 'max_times_sampled']
+  values: dict[str, str] = {}
+  for part in text.split(','):
+    key, _, value = part.partition('=')
+    if key not in known or not value or key in values:
+      raise ValueError(f'{part!r}, expected {", ".join(known)}, each =VALUE')
+    if key.startswith('max_'):
+      if not value.isdigit():
+        raise ValueError(f'{key} takes a whole number, not {value!r}')
+      sizes[key] = int(value)
+    values[key] = value
+  if missing := [k for k in needed if k not in values]:
+    raise ValueError(f'needs {", ".join(missing)}')
+  settings = pack_settings(
+    sampler=parse_selector(values['sampler']),
+    remover=parse_selector(values['remover']),
+    rate_limiter=_parse_limiter(values['rate']),
+    **sizes,
+  )
+  return values['name'], settings
+
+
+def _parse_limiter(text: str) -> RateLimiter:
+  from podrace import tables
+
+  name, *numbers = text.split(':')
+  if name in ('min_size', 'queue', 'stack') and len(numbers) == 1:
+    return getattr(tables, name)(int(numbers[0]))
+  if name == 'sample_to_insert' and len(numbers) == 3:
+    ratio, least, error = numbers
+    return tables.sample_to_insert_ratio(float(ratio), int(least), float(error))
+  raise ValueError(
+    f'rate={text}, expected min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N'
+  )

@@ -31,7 +31,7 @@ def run(args: list[str]) -> int:
     raise UsageError(f'--out {out}: its name must end with .html')
   from podrace.experiments import report
 
-  paths = list(dict.fromkeys(p for a in options.arguments for p in find(Path(a))))
+  paths = find(*options.arguments)
   result = report.write_report(paths, out)
   for text in result['left_out']:
     tell(f'podrace report: left out: {text}')

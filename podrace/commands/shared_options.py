@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import logging
+from typing import TYPE_CHECKING
+
 from podrace.agents import AGENTS
 from podrace.distributed.net.announce import Announcement
+from podrace.run import compile_cache
+from podrace.settings import user_code
 from podrace.system.options import Option, Options
+
+if TYPE_CHECKING:
+  from podrace.distributed.learner_client import Patience
+  from podrace.distributed.run_identity import Addresses
 
 AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
 NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'do not read or write the cache of compiled programs'
 )
 ALLOW_CODE = Option('--allow-code', 'MODULE', 'a module that the run may import; may be repeated')
+OVERRIDE = Option('--override', '', 'resume although the configuration has changed')
+SINKS = Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
+  choices=('tensorboard', 'wandb'))  # fmt: skip
+QUIET_RUN = Option('--quiet', '', 'no progress, only warnings and the result')
 QUIET = Option('--quiet', '', 'only warnings and errors')
 SERVER_KEYS = Option('--keys', 'DIR', 'for --listen: directory with authority.pem, server.pem, '
   'server.key and allowed_clients, made by `podrace keys new`; needed beyond this '
@@ -35,6 +48,34 @@ MAX_STALENESS = Option(
 GIVE_UP_AFTER = Option(
   '--give-up-after', 'S', 'exit after S more seconds without a learner (default: wait)', 0
 )
+
+OF_WORKERS = (  # processes that work for a learner: act, reanalyse
+  MAX_STALENESS, GIVE_UP_AFTER, CLIENT_KEYS, CLIENT_INSECURE, QUIET, NO_COMPILE_CACHE, AGENT,
+)  # fmt: skip
+
+
+def worker_settings(options: Options) -> tuple[Addresses, Patience]:
+  """Return the addresses of the run that a process works for, and its patience."""
+  from podrace.distributed.learner_client import Patience
+  from podrace.distributed.run_identity import Addresses
+
+  replay, params = (options.needed(option.name) for option in (CONNECT_REPLAY, PARAMS))
+  keys, insecure = options.path('--keys'), '--insecure' in options
+  limits = (options.number(option.name) for option in (MAX_STALENESS, GIVE_UP_AFTER))
+  return Addresses(tuple(replay.split(',')), params, keys, insecure), Patience(*limits)
+
+
+def enable_compile_cache(options: Options) -> None:
+  """Keep compiled programs, unless --no-compile-cache forbids it; a message goes to the log."""
+  if NO_COMPILE_CACHE.name not in options:
+    compile_cache.enable(logging.getLogger('podrace').info)
+
+
+def allowed_modules(options: Options) -> list[str]:
+  """Return the modules of --allow-code, and look for them in the working directory as well."""
+  allowed = options.every(ALLOW_CODE.name)
+  user_code.look_here(allowed)
+  return allowed
 
 
 def announcement(options: Options, name: str) -> Announcement | None:

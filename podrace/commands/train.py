@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 from podrace.commands import configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
-from podrace.run import compile_cache
 from podrace.run.directory import check_directory
 from podrace.run.new_directory import choose_run_dir, name_run, run_directory
 from podrace.settings import user_code
@@ -50,12 +49,11 @@ COMMAND = Train(
     shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
-    Option('--override', '', 'resume although the configuration has changed'),
-    Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
-      choices=('tensorboard', 'wandb')),
+    shared.OVERRIDE,
+    shared.SINKS,
     Option('--metrics-listen', 'HOST:PORT', 'serve the newest metrics to Prometheus, at /metrics'),
     Option('--metrics-insecure', '', 'for --metrics-listen beyond this machine: no keys'),
-    Option('--quiet', '', 'no progress, only warnings and the result'),
+    shared.QUIET_RUN,
     Option('--listen', 'ADDRESS', 'for --envs remote: tcp://HOST:PORT or unix:PATH, see '
       'docs/distributed.md'),
     Option('--connect-replay', 'ADDRESSES', 'for --replay service: addresses of `podrace replay`, '
@@ -106,8 +104,7 @@ def run(args: list[str]) -> int:
       run_dir = choose_run_dir(name)
     run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
-    if '--no-compile-cache' not in options:
-      compile_cache.enable(logging.getLogger('podrace').info)
+    shared.enable_compile_cache(options)
     if metrics_at is not None and jax.process_index() == 0:  # it writes the metrics
       sinks += (_endpoint(metrics_at, stack),)
     summary = runs.train(
@@ -228,14 +225,20 @@ def _join(options: Options, place: Place) -> None:
   join_processes(place)
 
 
-def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
+def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> Lasting:
+  """Print the results of a run; returns the output, for more lines."""
   value = summary['episode_return']
-  returned = 'no episode ended' if value is None else f'return {value:.2f}'
+  returned = 'no episode ended' if value is None else f'return {value:.2f}{suffix}'
   out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
   print_text(f'run directory: {run_dir}', file=out)
-  if value is None:
+  return out
+
+
+def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
+  out = print_summary(run_dir, summary)
+  if summary['episode_return'] is None:
     steps = summary['step'] // config.num_envs
     print_text(
       f'No episode ended in the {steps:,} steps of each environment. Train for longer than an '

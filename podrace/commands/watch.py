@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.shared_options import ALLOW_CODE
+from podrace.commands.shared_options import ALLOW_CODE, allowed_modules
 from podrace.errors import UsageError
-from podrace.settings import user_code
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
@@ -41,23 +40,17 @@ def run(args: list[str]) -> int:
   """Write videos, or open the window."""
   options = Options(args, COMMAND)
   run_dir = Path(options.one_argument('run directory'))
-  episodes, fps = options.whole('--episodes'), options.whole('--fps')
-  for name, value in (
-    ('--episodes', episodes),
-    ('--fps', fps),
-    ('--max-steps', options.whole('--max-steps')),
-  ):
+  episodes, fps, max_steps = map(options.whole, ('--episodes', '--fps', '--max-steps'))
+  for name, value in (('--episodes', episodes), ('--fps', fps), ('--max-steps', max_steps)):
     if value < 1:
       raise UsageError(f'{name} must be at least 1, not {value}')
   show = window(fps) if '--live' in options else None
-  allowed = options.every('--allow-code')
-  user_code.look_here(allowed)
+  allowed = allowed_modules(options)
   from podrace.run.video import film
 
-  result = film.watch(
-    run_dir, options.path('--out'), episodes, options.whole('--seed'), '--sample' in options,
-    options.whole('--max-steps'), fps, show, allowed,
-  )  # fmt: skip
+  seed, sampled = options.whole('--seed'), '--sample' in options
+  settings = film.FilmSettings(episodes, seed, sampled, max_steps, fps)
+  result = film.watch(run_dir, options.path('--out'), settings, show, allowed)
   if show is None:
     best = result['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')

@@ -29,16 +29,14 @@ from podrace.distributed.net.process_metrics import Measures, Meter
 from podrace.distributed.parameters import ACTING
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import episodes_table, replay_table, timed, unrolls_table
-from podrace.envs.host import base as host
-from podrace.envs.host.base import HostSpec
 from podrace.envs.host.episodes import Totals
 from podrace.errors import RunError, UsageError
-from podrace.hooks import learns_from_replay, memory
+from podrace.hooks import learns_from_replay
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
-from podrace.settings.agents import agent_name, bind_run
+from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
-from podrace.settings.validation import validate
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.threads import Worker
 from podrace.topology import split_devices
 
@@ -88,38 +86,36 @@ def act(config: Config, options: Options) -> int:
       sides.
     RunError: if a thread or its environments fail.
   """
-  config = learner_client.with_fixed(config)
-  validate(config)
+  resolved = resolve(learner_client.with_fixed(config))
   learner_client.check_addresses(options.addresses)
   if options.environments > config.num_envs:
     raise UsageError(
       f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
     )
   try:
-    return learner_client.run_to_end(lambda: _act(config, options))
+    return learner_client.run_to_end(lambda: _act(resolved, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
 
 
-def _act(config: Config, options: Options) -> None:
+def _act(resolved: Resolved, options: Options) -> None:
   """Act in the environments that the learner has lent, anew each time that it lends other ones."""
   first = 0
   while True:
     try:
-      _Acting(config, options, first).run()
+      _Acting(resolved, options, first).run()
     except errors.EnvironmentsMoved as e:
       first = e.first
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
 
 
-def acting_program(
-  config: Config, agent: Any, spec: HostSpec, num_envs: int, max_lag: int
-) -> ActingProgram:
+def acting_program(resolved: Resolved, num_envs: int, max_lag: int) -> ActingProgram:
   """Return the program of an acting process with `num_envs` environments, numbered from 0."""
+  config = resolved.config
   devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
   return ActingProgram(
-    agent=agent,
-    spec=spec,
+    agent=resolved.agent,
+    spec=resolved.env,
     devices=devices,
     destinations=devices[:1],  # from which unrolls are written
     num_envs=num_envs,
@@ -137,17 +133,16 @@ def acting_program(
 class _Acting:
   """An acting process."""
 
-  def __init__(self, config: Config, options: Options, first: int = 0) -> None:
+  def __init__(self, resolved: Resolved, options: Options, first: int = 0) -> None:
+    config, agent, spec = resolved.config, resolved.agent, resolved.env
     num_envs = options.environments or config.num_envs
-    spec = host.make(config.env)
-    agent = bind_run(config, spec)
     if spec.try_out is not None:
       spec.try_out(config.env_deadline)
-    windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
+    windows = resolved.replay.windows
     try:
       # The lag counts versions. With replay it is bounded in seconds instead.
       max_lag = 2**30 if windows else config.max_lag
-      self._program = acting_program(config, agent, spec, num_envs, max_lag)
+      self._program = acting_program(resolved, num_envs, max_lag)
     except ValueError as e:
       if options.environments:
         raise UsageError(f'--local-envs {num_envs}: {e}') from e

@@ -29,13 +29,12 @@ from podrace.distributed.parameters import REANALYSING
 from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import COMMON, Addresses
 from podrace.distributed.run_tables import replay_table
-from podrace.envs.host import base as host
 from podrace.errors import UsageError
-from podrace.hooks import can_refresh, memory, searches
+from podrace.hooks import can_refresh, searches
 from podrace.replay.layout import Columns, Layout, named
-from podrace.settings.agents import agent_name, bind_run
+from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
-from podrace.settings.validation import validate
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.scheduling import give_way
 from podrace.system.threads import Worker
 from podrace.types import Array
@@ -74,8 +73,7 @@ def check_agent(agent: Any) -> None:
   if not can_refresh(agent):
     raise UsageError(
       f'{agent_name(agent)} has no targets that can be refreshed; podrace reanalyse is for agents '
-      'with replay that '
-      'have a function `refresh`, such as muzero'
+      'with replay that have a function `refresh`, such as muzero'
     )
 
 
@@ -88,19 +86,17 @@ def reanalyse(config: Config, options: Options) -> int:
   """
   give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   check_agent(config.agent)
-  config = learner_client.with_fixed(config)
-  validate(config)
+  resolved = resolve(learner_client.with_fixed(config))
   learner_client.check_addresses(options.addresses)
-  return learner_client.run_to_end(lambda: Reanalysing(config, options).run())
+  return learner_client.run_to_end(lambda: Reanalysing(resolved, options).run())
 
 
 class Reanalysing:
   """A reanalysing process."""
 
-  def __init__(self, config: Config, options: Options) -> None:
-    spec = host.make(config.env)
-    agent = bind_run(config, spec)
-    windows = memory(agent, spec, config.num_envs, config.unroll_length).windows
+  def __init__(self, resolved: Resolved, options: Options) -> None:
+    config, agent, spec = resolved.config, resolved.agent, resolved.env
+    windows = resolved.replay.windows
     assert windows is not None  # as `check_agent` has accepted it
     example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
     self._layout, self._space = Layout(windows, example), spec.action_space

@@ -21,7 +21,6 @@ from podrace.errors import RunError, UsageError
 from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
-from podrace.settings.validation import validate
 from podrace.system.output import print_text
 from podrace.system.scheduling import cores
 from podrace.system.threads import Worker
@@ -45,7 +44,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   Raises:
     RunError: if the environments do not answer.
   """
-  validate(config)
+  resolved = resolve(config)
   if config.replay != 'device':
     raise UsageError(
       f'bench measures a learner with all it needs on its devices: no --replay {config.replay}'
@@ -54,7 +53,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   def say(text: str) -> None:
     print_text(text, file=sys.stderr, flush=True)
 
-  driver = build_sebulba(resolve(config))
+  driver = build_sebulba(resolved)
   acting = acting_program(driver)
   say('compiling')
   driver.compile()

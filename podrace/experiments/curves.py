@@ -16,7 +16,7 @@ import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run import metrics, sinks
-from podrace.run.directory import read_run_record
+from podrace.run.directory import read_record
 from podrace.system.files.schema import is_number
 
 Floats = np.ndarray
@@ -81,7 +81,7 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], li
 
 def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]]:
   try:
-    record = read_run_record(path)
+    record = read_record(path)
   except UnreadableFile as e:
     raise UsageError(f'{path}: config.json cannot be read: it {e.reason}') from e
   if record is None:
@@ -134,16 +134,6 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
 # --- statistics ---------------------------------------------------------------------------------
 
 
-def mean(x: Floats, axis: int = -1) -> Floats:
-  """Return the mean over an axis."""
-  return np.mean(x, axis)
-
-
-def median(x: Floats, axis: int = -1) -> Floats:
-  """Return the median over an axis."""
-  return np.median(x, axis)
-
-
 def iqm(x: Floats, axis: int = -1) -> Floats:
   """Return the interquartile mean: the mean without the lowest and the highest quarter.
 
@@ -154,7 +144,7 @@ def iqm(x: Floats, axis: int = -1) -> Floats:
   return np.mean(kept, axis)
 
 
-CENTERS: dict[str, Callable[..., Floats]] = {'mean': mean, 'median': median, 'iqm': iqm}
+CENTERS: dict[str, Callable[..., Floats]] = {'mean': np.mean, 'median': np.median, 'iqm': iqm}
 
 
 def bootstrap_interval(

@@ -96,7 +96,7 @@ def collect_run(run: runs.Run) -> dict[str, Any]:
   name = atari_game(run.env)
   videos, left_out = _read_videos(path / 'videos')
   try:
-    settings = sinks.flatten_config(directory.read_run_record(path) or {})
+    settings = sinks.flatten_config(directory.read_record(path) or {})
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
   return {

@@ -13,7 +13,7 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.directory import is_running, last_line, read_run_record, saved_steps
+from podrace.run.directory import is_running, last_line, read_record, saved_steps
 from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
 from podrace.system.files.reading import read_object, size_of
@@ -47,15 +47,16 @@ class Run:
     return dataclasses.asdict(self) | {'path': str(self.path)}
 
 
-def find(root: Path) -> list[Path]:
-  """Return all run directories in a directory, or the directory itself, by name.
+def find(*roots: Path | str) -> list[Path]:
+  """Return all run directories in directories, or the directories themselves, each once, by name.
 
   Raises:
-    UsageError: if it is not a directory.
+    UsageError: if one is not a directory.
   """
-  if not os.path.isdir(root):  # Path.is_dir fails for a long name
-    raise UsageError(f'{root} is no directory')
-  return sorted(_walk(str(root)))
+  for root in roots:
+    if not os.path.isdir(root):  # Path.is_dir fails for a long name
+      raise UsageError(f'{root} is no directory')
+  return list(dict.fromkeys(path for root in roots for path in sorted(_walk(str(root)))))
 
 
 def _walk(root: str) -> Iterator[Path]:
@@ -78,7 +79,7 @@ def inspect_run(path: Path) -> Run:
   try:
     line, written = last_line(path / 'metrics.jsonl')
     age = max(0.0, time.time() - written) if written else age
-    record = read_run_record(path)
+    record = read_record(path)
     if record is None:
       raise UnreadableFile(path / 'config.json', 'is not there')  # deleted meanwhile
     running = is_running(path)

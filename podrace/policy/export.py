@@ -34,10 +34,11 @@ from podrace.policy.load import (
   make_numpy_step,
 )
 from podrace.run.directory import load_config
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import eval_env, restore_newest_params
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
+from podrace.settings.resolved import resolve
 from podrace.system.files import make_user_folder, move, new_folder, write_whole
 from podrace.system.files import remove as remove_files
 from podrace.system.process import undone_by_signals
@@ -68,8 +69,8 @@ def export(
     raise UsageError(f'--member {member}: the run has {config.seeds} seed(s), counted from 0')
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
-  agent, env = bind_agent_and_env(config)
-  agent = innermost(agent)
+  resolved = resolve(config)
+  agent, env = innermost(resolved.agent), eval_env(resolved)
   if hasattr(getattr(agent, 'network', None), 'dynamics'):
     raise UsageError(
       f'{agent_name(agent)} acts by a search in a model, and export writes policies of one '
@@ -77,7 +78,7 @@ def export(
     )
   if can_be_greedy(agent):
     agent = greedily(agent)
-  step, params, _ = restore_newest_params(config, agent, run_dir)
+  step, params, _ = restore_newest_params(resolved, run_dir)
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[member], params)
   remove = functools.partial(remove_files, draft_path(folder))

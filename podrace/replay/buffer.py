@@ -30,14 +30,7 @@ class Buffer:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
 
   def batch_per_device(self, streams: int, num_envs: int) -> int:
-    """Return the number of windows per gradient on one device.
-
-    Args:
-      streams: environments of this device.
-      num_envs: environments of all devices.
-
-    Returns:
-      The device's part of `batch_size`.
+    """Return a device's part of `batch_size`, if it has `streams` of all `num_envs` environments.
 
     Raises:
       ValueError: `batch_size` does not divide over the learner devices.
@@ -64,16 +57,10 @@ class Buffer:
     return weight / weight.max()
 
   def importance(self, steps: Any) -> Any:
-    """Compute the importance exponent after `steps` environment steps.
+    """Return the importance exponent after `steps` environment steps, f32.
 
     Schaul et al. 2016, section 3.4: the correction matters most at the end of training, so the
     exponent is annealed to 1 until then.
-
-    Args:
-      steps: environment steps so far, f32.
-
-    Returns:
-      The exponent, between `importance_exponent` and 1.
     """
     first, until = self.importance_exponent, self.importance_steps
     return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
@@ -118,14 +105,7 @@ class Schedule:
     return max(-(-self.buffer.min_size // steps), -(-self.length // self.unroll_length)) - 1
 
   def due(self, updates: Any) -> Any:
-    """Return the number of samples to learn from in an update, counted from the first.
-
-    Args:
-      updates: updates since learning began, 0 for the first.
-
-    Returns:
-      The number of samples, of the same type as `updates`.
-    """
+    """Return the number of samples of an update, with `updates` since learning began before it."""
     p, q = self.rate.numerator, self.rate.denominator
     phase = updates % q
     return (p // q) + ((phase + 1) * (p % q)) // q - (phase * (p % q)) // q

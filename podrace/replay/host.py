@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import queue
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,20 +22,17 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
-from podrace.errors import ReplayFailed
 from podrace.replay.host_checkpoint import checksum, write_snapshot
 from podrace.replay.layout import Columns, Layout
+from podrace.replay.requests import POLL, Requests
 from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
 from podrace.system.files.reading import open_regular, read_npz
-from podrace.system.threads import Worker
 from podrace.topology import AXIS, data_size, everyones, own_rows, share
 from podrace.types import Array, Trajectory
 
 AHEAD = 2  # samples drawn before the priorities of the current sample are known
-POLL = 0.1  # seconds between checks of a wait for failure or close
 CACHE_BYTES = 2**26  # of the cache of unpacked chunks
-CLOSE_SECONDS = 5.0
 TABLE = 'windows'
 
 
@@ -53,22 +49,22 @@ class Draw(NamedTuple):
   data: Columns
 
 
-def weighted(found: tables.Samples, w: Windows, steps: int) -> Columns:
+def weighted(samples: tables.Samples, w: Windows, steps: int) -> Columns:
   """Add importance weights to sampled windows.
 
   Args:
-    found: n windows and their probabilities, from the table.
+    samples: n windows and their probabilities, from the table.
     w: the settings of the windows.
     steps: environment steps so far.
 
   Returns:
     The columns of the windows, and `weight` [n] f32. Without priorities, all weights are 1.
   """
-  weight = np.ones(len(found.key), np.float32)
+  weight = np.ones(len(samples.key), np.float32)
   if w.prioritised:
-    weights = w.buffer.weights(found.table_size, found.probability, np.float64(steps))
+    weights = w.buffer.weights(samples.table_size, samples.probability, np.float64(steps))
     weight = weights.astype(np.float32)
-  return {**found.data, 'weight': weight}
+  return {**samples.data, 'weight': weight}
 
 
 def selector(w: Windows) -> tables.selectors.Selector:
@@ -98,7 +94,7 @@ class HostReplay:
 
   Raises:
     ValueError: the batch size does not divide over the learner devices.
-    ReplayFailed: from a later call, after the thread has failed.
+    ReplayFailed: from each method, after the thread has failed.
   """
 
   def __init__(self, layout: Layout, mesh: Mesh, seed: int) -> None:
@@ -112,43 +108,33 @@ class HostReplay:
     self._sharding = NamedSharding(mesh, P(AXIS))
     self._begun: int | None = None  # index of the update in which learning began
     self._steps = 0  # environment steps up to the end of the current update
-    self._orders: queue.Queue[Callable[[], Any]] = queue.Queue(maxsize=8)
+    self._requests = Requests('replay')
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
-    self._closed = False
-    self._worker: Worker | None = None
-    self._make_table()
+    self.table, self._streams = self._make_table()
 
-  def _make_table(self) -> None:
-    w = self._windows
-    self.store = tables.ChunkStore(CACHE_BYTES)
-    self.table = tables.Table(
+  def _make_table(self) -> tuple[tables.Table, Streams]:
+    w, store = self._windows, tables.ChunkStore(CACHE_BYTES)
+    table = tables.Table(
       TABLE,
-      self.store,
+      store,
       sampler=selector(w),
       remover=tables.fifo(),
       rate_limiter=tables.min_size(1),  # `times` sets the rate of sampling
       max_size=-(-share(w.buffer.capacity) // w.period),
       seed=(self._seed, jax.process_index()),
     )
-    self._streams = Streams(
-      self._layout, self.table, lambda history: tables.Writer(self.store, history)
-    )
+    return table, Streams(self._layout, table, lambda history: tables.Writer(store, history))
 
   def start(self) -> None:
     """Start the thread, which then serves the requests."""
-    self._worker = Worker('replay', self._main)
+    self._requests.start()
 
   # --- for the learner's thread
 
   def add(self, trajectories: Sequence[Trajectory], serial: np.ndarray) -> None:
-    """Request that the unroll of one actor thread is stored.
+    """Request that the unroll of one actor thread is stored, one part per learner device.
 
-    Args:
-      trajectories: the unroll, one part per learner device.
-      serial: unroll number of each environment, over all parts. See `Streams.add`.
-
-    Raises:
-      ReplayFailed: the thread has failed.
+    `serial` has the unroll number of each environment, over all parts. See `Streams.add`.
     """
     each = np.split(serial, len(trajectories))
 
@@ -156,54 +142,36 @@ class HostReplay:
       for trajectory, of_part in zip(trajectories, each, strict=True):
         self._streams.add(trajectory, of_part)
 
-    self._order(work)
+    self._requests.add(work)
 
   def times(self, update: int) -> int:
     """Return the number of samples to learn from in an update.
 
     The numbers are the ones of `Schedule.times`, but learning begins only when every process has
     a window. Call this after all unrolls of the update have been added.
-
-    Args:
-      update: index of the update.
-
-    Returns:
-      The number of samples, 0 before learning begins.
-
-    Raises:
-      ReplayFailed: the thread has failed.
     """
     w = self._windows
     self._steps = (update + 1) * w.num_envs * w.unroll_length
     if self._begun is None:
       if self._steps < w.buffer.min_size:
         return 0
-      self._wait()
+      self.wait()
       if not everyones([len(self.table)]).all():
         return 0
       self._begun = update
     return int(w.schedule.due(update - self._begun))
 
   def samples(self, count: int) -> Iterator[Draw]:
-    """Iterate over the samples of the current update.
+    """Yield `count` samples of the current update, of which AHEAD may already be drawn.
 
     Call `update` with the priorities of each sample before the next sample is taken.
-
-    Args:
-      count: number of samples.
-
-    Yields:
-      One sample after the other. AHEAD samples, this one included, may already be drawn.
-
-    Raises:
-      ReplayFailed: the thread has failed.
     """
     draw = functools.partial(self._draw, self._steps)
-    asked = 0
+    requested = 0
     for i in range(count):
-      while asked < min(count, i + AHEAD):
-        self._order(draw)
-        asked += 1
+      while requested < min(count, i + AHEAD):
+        self._requests.add(draw)
+        requested += 1
       yield self._next()
 
   def update(self, key: np.ndarray, priority: Array) -> None:
@@ -212,25 +180,13 @@ class HostReplay:
     Args:
       key: table keys of the windows that this process drew.
       priority: priorities of the whole batch. The device may still be computing them.
-
-    Raises:
-      ReplayFailed: the thread has failed.
     """
     if self._windows.prioritised:
-      self._order(lambda: self._update(key, own_rows(priority).astype(np.float64)))
+      self._requests.add(lambda: self._update(key, own_rows(priority).astype(np.float64)))
 
   def metrics(self) -> dict[str, float]:
-    """Sum the counts of windows, inserts and samples over all processes, for the log.
-
-    Every process must call this.
-
-    Returns:
-      `replay_windows`, `replay_inserts` and `replay_samples`.
-
-    Raises:
-      ReplayFailed: the thread has failed.
-    """
-    self._wait()
+    """Return the counts of windows, inserts and samples of all processes, which all call this."""
+    self.wait()
     counts = self.table.contents.counts
     numbers = {
       'replay_windows': len(self.table),
@@ -241,19 +197,9 @@ class HostReplay:
     return dict(zip(numbers, sums, strict=True))
 
   def close(self) -> None:
-    """End the thread, and wait for it for at most CLOSE_SECONDS."""
-    self._closed = True
+    """End the thread, and wait for it a few seconds at most."""
     self.table.close()
-    if self._worker is not None:
-      self._worker.wait(CLOSE_SECONDS)
-
-  def _order(self, work: Callable[[], None]) -> None:
-    while True:
-      self.check()
-      try:
-        return self._orders.put(work, timeout=POLL)
-      except queue.Full:
-        pass
+    self._requests.close()
 
   def _next(self) -> Draw:
     while True:
@@ -262,35 +208,20 @@ class HostReplay:
       except queue.Empty:
         self.check()
 
-  def _wait(self) -> None:
-    """Wait until the thread has served all requests."""
-    if self._worker is None:
-      return
-    done = threading.Event()
-    self._order(done.set)
-    while not done.wait(POLL):
-      self.check()
-
   def check(self) -> None:
     """Raise ReplayFailed if the thread has failed."""
-    if self._worker is not None and self._worker.failed:
-      raise ReplayFailed(self._worker.failure)
+    self._requests.check()
+
+  def wait(self) -> None:
+    """Wait until the thread has served all requests."""
+    self._requests.wait()
 
   # --- for the replay thread
 
-  def _main(self) -> None:
-    while not self._closed:
-      try:
-        self._orders.get(timeout=POLL)()
-      except queue.Empty:
-        pass
-      except tables.Closed:
-        return
-
   def _draw(self, steps: int) -> None:
-    found = self.table.sample(self._batch_size)
-    rows = weighted(found, self._windows, steps)
-    self._drawn.put(Draw(found.key, jax.make_array_from_process_local_data(self._sharding, rows)))
+    samples = self.table.sample(self._batch_size)
+    rows = weighted(samples, self._windows, steps)
+    self._drawn.put(Draw(samples.key, jax.make_array_from_process_local_data(self._sharding, rows)))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # otherwise the loss is not finite either, and the run ends
@@ -311,13 +242,10 @@ class HostReplay:
     Returns:
       A function for any thread. It writes the whole directory or nothing, and returns the
       `record` for `restore`. It raises tables.CheckpointError or OSError if writing fails.
-
-    Raises:
-      ReplayFailed: the thread has failed.
     """
-    self._wait()
-    taken = tables.snapshot(self.store)
-    history = self._history() if streams else dict
+    self.wait()
+    taken = tables.snapshot(self.table.store)
+    history = self._streams.snapshot() if streams else dict
     record = dict(begun=self._begun, highest=self._streams.highest)
 
     def write() -> dict[str, Any]:
@@ -334,41 +262,19 @@ class HostReplay:
       record: the result of the function that wrote the snapshot.
 
     Raises:
-      tables.CheckpointError: the directory is missing or damaged, or its settings differ. If it is
-        missing or its checksum is wrong, replay is unchanged.
+      tables.CheckpointError: the directory is missing or damaged, or its settings differ. Replay
+        is unchanged.
     """
     if not path.is_dir():
       raise tables.CheckpointError(f'{path} is not there')
-    if (found := checksum(path)) != record['sha256']:
-      raise tables.CheckpointError(f'{path}: its checksum is {found}, expected {record["sha256"]}')
-    self._make_table()
-    tables.restore(self.store, path / 'tables')
+    if (sha256 := checksum(path)) != record['sha256']:
+      raise tables.CheckpointError(f'{path}: its checksum is {sha256}, expected {record["sha256"]}')
+    table, streams = self._make_table()
+    tables.restore(table.store, path / 'tables')
     try:
       with open_regular(path / 'streams.npz') as file:
-        self._relive(read_npz(file))
+        streams.restore(read_npz(file))
     except (ValueError, TypeError) as e:
       raise tables.CheckpointError(f'{path} is damaged: {e}') from e
-    self._begun, self._streams.highest = record['begun'], record['highest']
-
-  def _history(self) -> Callable[[], dict[str, np.ndarray]]:
-    """Return a function that reads the rows of all streams that new windows may still include."""
-    found, readers = {}, {}
-    for env, stream in self._streams.by_env.items():
-      found[f'{env}'] = np.array([stream.serial, stream.timesteps])
-      columns = stream.writer.history.items()
-      readers[env] = stream.writer.reader({k: c[:] for k, c in columns})
-
-    def rows() -> dict[str, np.ndarray]:
-      return found | {f'{env}/{k}': x for env, read in readers.items() for k, x in read().items()}
-
-    return rows
-
-  def _relive(self, history: dict[str, np.ndarray]) -> None:
-    for name, numbers in history.items():
-      if '/' in name:
-        continue
-      stream = self._streams.stream(int(name))
-      stream.serial, stream.timesteps = numbers.tolist()
-      prefix = f'{name}/'
-      rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}
-      stream.writer.extend(rows)
+    streams.highest = record['highest']
+    self.table, self._streams, self._begun = table, streams, record['begun']

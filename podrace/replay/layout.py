@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from podrace.replay.frame_stacks import newest_frames, unstacked, what_is_before
-from podrace.replay.windows import Windows, end_what_is_cut
+from podrace.replay.rings import end_what_is_cut
+from podrace.replay.windows import Windows
 from podrace.types import Sample, Trajectory
 
 Columns = dict[str, Any]  # name -> array

@@ -49,6 +49,30 @@ class Streams:
       self.by_env[env] = Stream(self._make_writer())
     return self.by_env[env]
 
+  def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
+    """Return a function for any thread that reads the rows that new windows may still include."""
+    numbers, readers = {}, {}
+    for env, stream in self.by_env.items():
+      numbers[f'{env}'] = np.array([stream.serial, stream.timesteps])
+      columns = stream.writer.history.items()
+      readers[env] = stream.writer.reader({k: c[:] for k, c in columns})
+
+    def rows() -> dict[str, np.ndarray]:
+      return numbers | {f'{env}/{k}': x for env, read in readers.items() for k, x in read().items()}
+
+    return rows
+
+  def restore(self, saved: dict[str, np.ndarray]) -> None:
+    """Continue the streams of a snapshot. There are none yet."""
+    for name, numbers in saved.items():
+      if '/' in name:
+        continue
+      stream = self.stream(int(name))
+      stream.serial, stream.timesteps = numbers.tolist()
+      prefix = f'{name}/'
+      rows = {k.removeprefix(prefix): x for k, x in saved.items() if k.startswith(prefix)}
+      stream.writer.extend(rows)
+
   def add(self, trajectory: Trajectory, serial: np.ndarray) -> None:
     """Store an unroll, and make items of the windows that it completes.
 

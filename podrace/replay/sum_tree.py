@@ -72,15 +72,7 @@ def sample(tree: Tree, key: Array, n: int) -> Array:
   """Sample indices in proportion to their priorities.
 
   Sampling is stratified: one index from each of n equal parts of the sum of priorities. Schaul et
-  al. 2016 (arXiv 1511.05952, appendix B.2.1).
-
-  Args:
-    tree: the priorities.
-    key: PRNG key.
-    n: number of indices.
-
-  Returns:
-    The indices, [n] i32.
+  al. 2016 (arXiv 1511.05952, appendix B.2.1). Returns [n] i32.
   """
   key, finer_key = jax.random.split(key)
   u = (jnp.arange(n) + jax.random.uniform(key, [n])) / n

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,21 +21,9 @@ from jax import lax
 
 from podrace.replay import sum_tree
 from podrace.replay.buffer import Buffer, Schedule
-from podrace.replay.frame_stacks import newest_frames, unstacked, what_is_before
-from podrace.types import FIRST, LAST, ActorOutput, Array, Replay, Sample, TimeStep, Trajectory
-
-
-class Memory(NamedTuple):
-  """B streams in rings of C rows. Each device has its own memory."""
-
-  timesteps: TimeStep  # [B, C, ...]; only the newest frame of a stack
-  outputs: ActorOutput  # [B, C, ...]
-  stacks: Any  # [B, C] i8 from `what_is_before`; () without stacks
-  agent_state: Any  # [B, C / period, ...] before each possible start of a window
-  env_id: Array  # [B] i32
-  head: Array  # [1] i32 row of the newest timestep, counted from the beginning
-  tree: Any  # priority**exponent of each window; () if sampling is uniform
-  highest: Array  # [1] f32 the highest priority so far
+from podrace.replay.frame_stacks import newest_frames, what_is_before
+from podrace.replay.rings import Memory, read_windows
+from podrace.types import Array, Replay, Sample, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,14 +87,7 @@ class Windows:
   # --- init, add, sample, update
 
   def init(self, example: Trajectory) -> Memory:
-    """Make an empty memory.
-
-    Args:
-      example: a trajectory of one device. Only its shapes and dtypes matter.
-
-    Returns:
-      A memory for one device.
-    """
+    """Make the empty memory of one device. Only the shapes and dtypes of `example` matter."""
     streams = example.env_id.shape[0]
 
     def ring(rows: int, x: Any, skip: int) -> Array:
@@ -134,16 +115,9 @@ class Windows:
     return agent_state if self.keep_state else ()
 
   def add(self, memory: Memory, trajectory: Trajectory) -> Memory:
-    """Store T rows of each stream.
+    """Store an unroll [T+1, B], T rows of each stream; returns the new memory.
 
     The newest timestep goes to the row after them, which the next call overwrites.
-
-    Args:
-      memory: the memory to change.
-      trajectory: an unroll [T+1, B].
-
-    Returns:
-      The new memory.
     """
     head, rows, length = memory.head[0], self.rows, self.unroll_length
     slot = head % rows
@@ -174,14 +148,9 @@ class Windows:
     return self._admit(memory) if self.prioritised else memory
 
   def sample(self, memory: Memory, key: Array) -> Sample:
-    """Sample windows of this device's streams.
+    """Sample windows [L+1, n, ...] with importance weights [n], and indices [n] for `update`.
 
-    Args:
-      memory: a memory with at least one window.
-      key: PRNG key.
-
-    Returns:
-      Windows [L+1, n, ...] with importance weights [n], and the indices [n] for `update`.
+    The memory must have at least one window.
     """
     streams = memory.env_id.shape[0]
     size = self.buffer.batch_per_device(streams, self.num_envs)
@@ -203,19 +172,10 @@ class Windows:
       # Always true. The comparison makes XLA read the tree before `update` writes to it.
       # Without the comparison, XLA copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
-    return Sample(self._window(memory, stream, start), weight, index)
+    return Sample(self._read(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
-    """Set new priorities of sampled windows.
-
-    Args:
-      memory: the memory to change.
-      index: [n] indices from `sample`.
-      priority: [n] the new priorities, at least 0.
-
-    Returns:
-      The new memory.
-    """
+    """Set priorities [n], at least 0, at indices [n] from `sample`; returns the new memory."""
     if not self.prioritised:
       return memory
     return memory._replace(
@@ -257,7 +217,7 @@ class Windows:
         jnp.broadcast_to(x, new_index.shape).reshape(-1) for x in (streams, new[None])
       )
       timesteps = memory.timesteps._replace(observation=())
-      window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
+      window = self._read(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
     priority = priority**self.buffer.priority_exponent
     # at least one index of each node
@@ -272,81 +232,8 @@ class Windows:
     )
     return memory._replace(tree=tree)
 
-  # --- the contents of windows
-
-  def _window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
-    """Return the windows [L+1, n, ...] of `stream` [n] from the rows `start` [n]."""
-    read = functools.partial(self._read, stream=stream, start=start)
-    timesteps = jax.tree.map(lambda x: read(x, length=self.length + 1), memory.timesteps)
-    stream = stream[None]
-    timesteps = timesteps._replace(step_type=end_what_is_cut(timesteps.step_type))
-    if self.stack and jax.tree.leaves(timesteps.observation):
-      observation = jax.tree.map(
-        lambda x: self._restack(x, memory, stream, start), memory.timesteps.observation
-      )
-      timesteps = timesteps._replace(observation=observation)
-    return Trajectory(
-      timesteps,
-      jax.tree.map(lambda x: read(x, length=self.length), memory.outputs),
-      jax.tree.map(lambda x: x[stream[0], start % self.rows // self.period], memory.agent_state),
-      memory.env_id[stream[0]],
-    )
-
-  def _read(self, ring: Array, stream: Array, start: Array, length: int) -> Array:
-    """Read consecutive rows of a ring.
-
-    If windows start only at each period-th row, the gather reads whole periods. C is a multiple of
-    the period, so no period crosses the seam. On CPU each row of a gather costs a call.
-
-    Args:
-      ring: [B, C, ...].
-      stream: [n] streams to read.
-      start: [n] first row to read.
-      length: number of rows to read.
-
-    Returns:
-      The rows, [length, n, ...].
-    """
-    if self.period == 1:
-      steps = jnp.arange(length, dtype=jnp.int32)[:, None]
-      return ring[stream[None], (start[None] + steps) % self.rows]
-    blocks = ring.reshape(ring.shape[0], self.starts, self.period, *ring.shape[2:])
-    whole, rest = divmod(length, self.period)
-    first = start // self.period
-    steps = jnp.arange(whole, dtype=jnp.int32)[:, None]
-    found = blocks[stream[None], (first[None] + steps) % self.starts]  # [whole, n, period, ...]
-    found = jnp.moveaxis(found, 2, 1).reshape(
-      whole * self.period, *found.shape[1:2], *ring.shape[2:]
-    )
-    if not rest:
-      return found
-    rows = (first + whole) % self.starts * self.period
-    return jnp.concatenate([found, ring[stream[None], rows[None] + jnp.arange(rest)[:, None]]])
-
-  def _restack(self, frames: Array, memory: Memory, stream: Array, start: Array) -> Array:
-    """Restore the environment's stacks [L+1, n, stack, ...] from single frames [B, C, ...]."""
-    back = self.lookback
-    steps = jnp.arange(-back, self.length + 1, dtype=jnp.int32)[:, None]
-    at, empty = unstacked(memory.stacks[stream, (start[None] + steps) % self.rows], self.stack)
-    at = (start[None, :, None] - back + at) % self.rows
-    found = frames[stream[..., None], at]
-    return jnp.where(empty.reshape(empty.shape + (1,) * (found.ndim - 3)), 0, found)
-
-
-def end_what_is_cut(step_type: Array) -> Array:
-  """Mark the end of an interrupted episode as a truncation.
-
-  The rest of an episode is lost if, for example, its environment was restarted. Then the step
-  before FIRST is not LAST. Its discount is 1, so its value is bootstrapped from.
-
-  Args:
-    step_type: [T, n].
-
-  Returns:
-    The step types [T, n], with LAST before each FIRST.
-  """
-  cut = (step_type[:-1] != LAST) & (step_type[1:] == FIRST)
-  return step_type.at[:-1].set(jnp.where(cut, LAST, step_type[:-1]).astype(step_type.dtype))
+  def _read(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
+    return read_windows(memory, stream, start, self.length, self.period, self.stack)
 
 
 def windows(

@@ -29,7 +29,6 @@ from podrace.run.check_agent import check_run
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
 from podrace.settings.resolved import Resolved, resolve
-from podrace.settings.validation import validate
 from podrace.topology import Topology, learner_mesh, share, split_devices
 from podrace.types import Replay
 
@@ -48,7 +47,6 @@ def build(config: Config) -> Architecture:
   Raises:
     UsageError, ValueError: if settings are wrong or do not fit each other.
   """
-  validate(config)
   return assemble(resolve(config))
 
 

@@ -59,7 +59,8 @@ def check_run(
   _check_buffer(agent)
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
-    _AgentCheck(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
+    with on_mesh(mesh):
+      _AgentCheck(agent, env, mesh, num_envs // data_size(mesh), unroll_length).check(replay)
 
 
 def _check_buffer(agent: Any) -> None:
@@ -91,11 +92,7 @@ class _AgentCheck:
   length: int  # length of an unroll
 
   def check(self, replay: Replay) -> None:
-    """Trace `init`, `initial_state`, `act` and `learn`."""
-    with on_mesh(self.mesh):
-      self._check(replay)
-
-  def _check(self, replay: Replay) -> None:
+    """Trace `init`, `initial_state`, `act` and `learn`, within the run's mesh."""
     train = jax.eval_shape(self._init, key_type())
     ids = self._one_each(jnp.int32)
     state = jax.eval_shape(self._initial_state, ids)

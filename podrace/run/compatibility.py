@@ -40,9 +40,8 @@ class Fit:
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an '
-        'update, '
-        f"this run has {self._config.steps_per_update}: --num-envs and --unroll-length can't "
-        'change in a run; start afresh in another --run-dir'
+        f'update, this run has {self._config.steps_per_update}: --num-envs and --unroll-length '
+        "can't change in a run; start afresh in another --run-dir"
       )
     was, now = meta.get('replay'), self.replay()  # an older podrace saved none
     if was and now and was != now:
@@ -70,10 +69,9 @@ class Fit:
     if (was > 1) != (model > 1):
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} was made with --model-devices {was}, this run '
-        f'has {model}: the '
-        "optimiser's state is one vector with 1, and split as the parameters are with more, which "
-        "can't change in a "
-        f'run; give --model-devices {was}, or begin another run with --init-from'
+        f"has {model}: the optimiser's state is one vector with 1, and split as the parameters are "
+        f"with more, which can't change in a run; give --model-devices {was}, or begin another run "
+        'with --init-from'
       )
     if meta['mesh'] != data:
       groups = f' groups of --model-devices {was}' if was > 1 else ' device(s)'

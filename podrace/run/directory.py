@@ -100,15 +100,6 @@ def changes_of(config: Basics, run_dir: Path) -> list[str]:
   return changed
 
 
-def read_record(run_dir: Path) -> dict[str, Any] | None:
-  """Return the content of config.json, None if there is none.
-
-  Raises:
-    UnreadableFile: if it is not the record of a run.
-  """
-  return read_run_record(run_dir)
-
-
 def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | None:
   """Return the content of summary.json; None if it is missing, or damaged and to be rewritten."""
   try:
@@ -178,7 +169,7 @@ def saved_steps(path: Path) -> list[int]:
   return []
 
 
-def read_run_record(path: Path) -> dict[str, Any] | None:
+def read_record(path: Path) -> dict[str, Any] | None:
   """Return the record in config.json with today's class paths, None if there is none.
 
   Raises:

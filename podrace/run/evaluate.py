@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -14,10 +13,8 @@ import numpy as np
 from gymnasium import spaces
 from jax import lax
 
-from podrace import envs
 from podrace.envs.base import batch
 from podrace.envs.check import check_environment
-from podrace.envs.host import base as host
 from podrace.envs.host.base import HostSpec
 from podrace.envs.spaces import STATE
 from podrace.errors import CheckpointError, RunError, UsageError
@@ -25,8 +22,8 @@ from podrace.hooks import can_be_greedy, greedily
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
-from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import number
 from podrace.types import Agent, Array, Environment
 
@@ -150,19 +147,17 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  config = change(load_config(run_dir, allow_code))
-  agent, run_env = bind_agent_and_env(config)
-  if env:
-    run_env = make_matching_env(config, run_env, env)
+  resolved = resolve(change(load_config(run_dir, allow_code)))
+  config, agent, stage = resolved.config, resolved.agent, eval_env(resolved, env)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
-  step, params, skipped = restore_newest_params(config, agent, run_dir)
+  step, params, skipped = restore_newest_params(resolved, run_dir)
   plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
   say(f'step {step:,}, {env or config.env}: {plan}')
   result: dict[str, Any] = {}
   for way in acting:
     actor = greedily(agent) if way == GREEDY else agent
-    by_seed = make_returns(config, actor, run_env, episodes, max_steps)(params, seed)
+    by_seed = make_returns(config, actor, stage, episodes, max_steps)(params, seed)
     prefix = '' if way == acting[0] else f'{way}_'
     result |= {f'{prefix}{name}': x for name, x in summarize_returns(by_seed).items()}
   result['step'] = step
@@ -181,51 +176,36 @@ def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
       raise UsageError(f'{name} must be {bound}, not {value}')
 
 
-def bind_agent_and_env(config: Config) -> tuple[Any, Any]:
-  """Return a run's bound agent and its environment, in JAX or a HostSpec, both checked."""
-  env = _make_env(config)
-  agent = bind_run(config, env)
-  return agent, _check_env(env)
+def eval_env(resolved: Resolved, name: str = '', option: str = '--env') -> Any:
+  """Return the checked environment to play in, in JAX if possible, else a HostSpec.
 
-
-def bind_eval_env(config: Config) -> tuple[Any, Any]:
-  """Return a run's bound agent and the environment of its evaluations (`--eval-env`).
-
-  Raises:
-    UsageError: if the environment has other spaces than the run's own.
-  """
-  agent, run_env = bind_agent_and_env(config)
-  if not config.eval_env:
-    return agent, run_env
-  return agent, make_matching_env(config, run_env, config.eval_env, '--eval-env')
-
-
-def make_matching_env(config: Config, bound_env: Any, env: str, option: str = '--env') -> Any:
-  """Return environment `env` for an agent that was bound to `bound_env`.
+  Args:
+    resolved: the configuration of the run.
+    name: another environment with the same spaces. Default: the run's own.
+    option: the option that names it, for messages.
 
   Raises:
     UsageError: if it has other spaces.
   """
-  other = _check_env(_make_env(dataclasses.replace(config, env=env)))
+  trained = _check_env(resolved.env)
+  if not name:
+    return trained
+  env = _check_env(resolved.make_env(name))
   for kind in ('observation', 'action'):
-    own_space, other_space = (getattr(x, f'{kind}_space') for x in (bound_env, other))
-    if own_space == other_space:
+    trained_space, space = (getattr(x, f'{kind}_space') for x in (trained, env))
+    if trained_space == space:
       continue
-    has_state = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (own_space, other_space)]
+    has_state = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (trained_space, space)]
     advice = (
-      f'; give {option} {env},state=true'
+      f'; give {option} {name},state=true'
       if has_state == [True, False]
-      else f': {other_space}, not {own_space}'
+      else f': {space}, not {trained_space}'
     )
     raise UsageError(
-      f'{option} {env} has another {kind} space than {config.env}, where the agent has learned'
-      f'{advice}'
+      f'{option} {name} has another {kind} space than {resolved.config.env}, where the agent has '
+      f'learned{advice}'
     )
-  return other
-
-
-def _make_env(config: Config) -> Any:
-  return host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
+  return env
 
 
 def _check_env(env: Any) -> Any:
@@ -285,9 +265,7 @@ def make_returns(
   return by_seed
 
 
-def restore_newest_params(
-  config: Config, agent: Agent, run_dir: Path
-) -> tuple[int, Any, list[int]]:
+def restore_newest_params(resolved: Resolved, run_dir: Path) -> tuple[int, Any, list[int]]:
   """Restore the newest intact parameters of a run.
 
   Returns:
@@ -297,13 +275,13 @@ def restore_newest_params(
     UsageError: if there is no checkpoint.
     RunError: if all checkpoints are damaged.
   """
-  device = jax.local_devices()[0]
-  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), config.seeds))
+  agent, seeds = resolved.agent, resolved.config.seeds
+  keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds))
 
   def params(keys: Array) -> Any:
-    return jax.vmap(agent.init)(keys).params if config.seeds > 1 else agent.init(keys[0]).params
+    return jax.vmap(agent.init)(keys).params if seeds > 1 else agent.init(keys[0]).params
 
-  one = jax.sharding.SingleDeviceSharding(device)
+  one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
   shapes = jax.tree.map(
     lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=one), jax.eval_shape(params, keys)
   )

@@ -44,15 +44,8 @@ def make_host_evaluator(
   """Return a function that evaluates parameters in host environments.
 
   The function takes parameters and a seed, and returns the returns [episodes] of whole games, with
-  unclipped rewards. It raises RunError if an episode is too long, or an environment fails.
-
-  Args:
-    agent: bound agent.
-    spec: environment to play in.
-    episodes: number of episodes.
-    max_steps: longest episode.
-    num_envs: number of environments of the run, over which ids are spread. Default: `episodes`.
-    deadline: seconds within which environments must answer.
+  unclipped rewards. It raises RunError if an episode is too long, or an environment fails or does
+  not answer within `deadline` seconds. The other arguments are as of `evaluate.make_evaluator`.
   """
 
   @functools.partial(jax.jit, donate_argnums=1)

@@ -93,8 +93,8 @@ class Log:
     """State that a checkpoint keeps, by its key in the meta."""
     return {
       'wall_s': Part(lambda: self.wall_s, self._setter('wall_before')),
-      'clock': Part(lambda: dataclasses.asdict(self.clock), self._restore_clock),
-      'since_line': Part(lambda: dataclasses.asdict(self.since_line), self._restore_since_line),
+      'clock': self._clock_part('clock'),
+      'since_line': self._clock_part('since_line'),
       'lines': Part(self._count_lines, self._setter('known')),
       'missing_lines': Part(lambda: self.missing, self._setter('missing')),
       'callbacks': Part(self.callbacks.state, self.callbacks.restore),
@@ -103,11 +103,11 @@ class Log:
   def _setter(self, name: str) -> Callable[[Any], None]:
     return functools.partial(setattr, self, name)
 
-  def _restore_clock(self, saved: dict[str, Any]) -> None:
-    self.clock = Clock(**saved)
-
-  def _restore_since_line(self, saved: dict[str, Any]) -> None:
-    self.since_line = Clock(**saved)
+  def _clock_part(self, name: str) -> Part:
+    return Part(
+      lambda: dataclasses.asdict(getattr(self, name)),
+      lambda saved: setattr(self, name, Clock(**saved)),
+    )
 
   def _count_lines(self) -> dict[str, Any]:
     """Count the lines of each file. Lines of metrics are on disk before the checkpoint is."""

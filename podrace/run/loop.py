@@ -22,7 +22,7 @@ from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.checkpointing import Saves
 from podrace.run.directory import continued, last_line, read_record, saved_steps
-from podrace.run.evaluate import bind_eval_env
+from podrace.run.evaluate import eval_env
 from podrace.run.log import Log
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
 from podrace.run.periodic_evaluation import Evaluations
@@ -32,8 +32,7 @@ from podrace.run.updates import UpdateLoop, count_updates
 from podrace.run.warm_start import WarmStart
 from podrace.settings.config import Basics, Config
 from podrace.settings.record import to_json
-from podrace.settings.resolved import resolve
-from podrace.settings.validation import validate
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import write_json
 from podrace.system.signals import GRACE_SECONDS, Stop
 from podrace.topology import everyones
@@ -75,24 +74,23 @@ def train(
     Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
   """
   config = continued(config, Path(run_dir))
-  validate(config)
+  resolved = resolve(config)
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
   _check_callbacks(config, options)
   with open_run(config, options, config.seeds) as console:
     server = make_server(config, listen)
-    resolved = resolve(config)
     warm_start = WarmStart(resolved) if config.init_from else None
     if warm_start and not saved_steps(options.run_dir):
       warm_start.params  # noqa: B018, refuses parameters that do not fit
     program = assemble(resolved, server, addresses, options.run_dir)
     if config.eval_env and jax.process_index() == 0:
-      bind_eval_env(config)
+      eval_env(resolved, config.eval_env, '--eval-env')
     warn_if_too_short(config, program, console.warn)
     run = Run(config, program, options, console, config.seeds, server)
     if addresses is not None:
       run.announcement = _addresses_text(addresses)
     if config.eval_every and run.leader:
-      run.evaluates = config
+      run.evaluates = resolved
     if warm_start:
       run.after_init = warm_start.apply
     return run.carry_out()
@@ -133,9 +131,8 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
   if schedule.ready >= config.total_updates:
     warn(
       f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it '
-      'begins to learn at '
-      f'step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
-      f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
+      f'begins to learn at step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at '
+      f'step {config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
 
 
@@ -155,7 +152,7 @@ class Run:
     after_init: changes the first state of a new run.
     after_save: called with the run directory and the state after each checkpoint is begun.
     announcement: a message for the beginning, of addresses for example.
-    evaluates: the config to evaluate periodically, None if it is not evaluated in this process.
+    evaluates: the run to evaluate periodically; None if this process evaluates nothing.
   """
 
   def __init__(
@@ -176,7 +173,7 @@ class Run:
     self.after_init: Callable[[Any], Any] = lambda state: state
     self.after_save: Callable[[Path, Any], None] = lambda run_dir, state: None
     self.announcement = ''
-    self.evaluates: Config | None = None
+    self.evaluates: Resolved | None = None
     self.evaluations: Evaluations | None = None
     self.compile_s = 0.0
 

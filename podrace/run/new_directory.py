@@ -54,14 +54,9 @@ def reserve_run_dir(name: str) -> Iterator[Path]:
       raise
 
 
-@contextlib.contextmanager
-def run_directory(given: Path | str | None, name: str) -> Iterator[Path]:
-  """Yield the directory `given`, or a new one that is named after a preset or an environment."""
-  if given is not None:
-    yield Path(given)
-    return
-  with reserve_run_dir(name.replace(':', '-').replace('/', '-')) as path:
-    yield path
+def run_directory(run_dir: Path | str | None, name: str) -> contextlib.AbstractContextManager[Path]:
+  """Yield the directory `run_dir`, or a new one with a name from `name_run`."""
+  return reserve_run_dir(name) if run_dir is None else contextlib.nullcontext(Path(run_dir))
 
 
 def _remove_unbegun(path: Path) -> bool:

@@ -13,19 +13,16 @@ import jax.numpy as jnp
 from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.directory import load_config, read_run_record
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.directory import load_config, read_record
+from podrace.run.evaluate import restore_newest_params
+from podrace.settings.resolved import resolve
 from podrace.types import MID, Array, TimeStep
 
 CHAIN = 100  # most generations of opponents, each trained against the one before
 
 
 def check_chain(run_dir: Path, env: str) -> None:
-  """Follow the records of a run's opponent, and of opponents before it, to the first generation.
-
-  Args:
-    run_dir: directory of the run.
-    env: environment in which the run was trained.
+  """Follow the records of opponents to the first generation, from a run that was trained in `env`.
 
   Raises:
     UsageError: if the chain is a circle, or longer than CHAIN.
@@ -39,7 +36,7 @@ def check_chain(run_dir: Path, env: str) -> None:
       raise UsageError(f'opponent {seen[0]} has more than {CHAIN} generations of opponents')
     seen.append(run_dir)
     try:
-      record = read_run_record(run_dir)
+      record = read_record(run_dir)
     except UnreadableFile as e:
       raise UsageError(
         f'opponent {seen[0]} was trained against one that cannot be read: {e}'
@@ -75,10 +72,6 @@ def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array
 
   It acts as in training. Of a run of many seeds it is the first.
 
-  Args:
-    run_dir: directory of the run.
-    game: name of the pgx game.
-
   Raises:
     UsageError: if there is no such run or checkpoint, or the run is unfinished, has another game,
       is recurrent, or is its own opponent.
@@ -93,13 +86,14 @@ def load_opponent(run_dir: Path, game: str) -> Callable[[Any, Any, Array], Array
       'or go on with it'
     )
   check_chain(run_dir, config.env)
-  agent, _ = bind_agent_and_env(dataclasses.replace(config, env=_without_trained(config.env)))
+  resolved = resolve(dataclasses.replace(config, env=_without_trained(config.env)))
+  agent = resolved.agent
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)
   ids = jnp.zeros(1, jnp.int32)
   if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
     raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
-  params = jax.device_get(restore_newest_params(config, agent, run_dir)[1])
+  params = jax.device_get(restore_newest_params(resolved, run_dir)[1])
   if config.seeds > 1:
     params = jax.tree.map(lambda x: x[0], params)
 

@@ -19,9 +19,9 @@ import numpy as np
 from podrace.architectures.sebulba.actors import CLOSE_SECONDS
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
-from podrace.run.evaluate import bind_eval_env, make_returns, summarize_returns
+from podrace.run.evaluate import eval_env, make_returns, summarize_returns
 from podrace.run.metrics import JsonLines, read
-from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved
 from podrace.system.files import make_folder, write_whole
 from podrace.system.files.reading import read_bytes
 from podrace.system.files.schema import is_step
@@ -40,7 +40,7 @@ class Evaluations:
   `close`.
 
   Args:
-    config: configuration of the run.
+    resolved: configuration of the run.
     run_dir: directory of the run.
     resumed_at: step that the run resumes from. Later evaluations are made again.
     warn: receives a warning if evaluations take longer than their interval.
@@ -49,13 +49,14 @@ class Evaluations:
 
   def __init__(
     self,
-    config: Config,
+    resolved: Resolved,
     run_dir: Path,
     resumed_at: int,
     warn: Callable[[str], None],
     seconds: Callable[[], float],
   ) -> None:
-    self._config, self._run_dir, self._warn, self._seconds = config, run_dir, warn, seconds
+    self._resolved, self._config = resolved, resolved.config
+    self._run_dir, self._warn, self._seconds = run_dir, warn, seconds
     self._folder = make_folder(run_dir / 'to-evaluate')
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     done = {line['step'] for line in read(run_dir / 'eval.jsonl')}
@@ -65,7 +66,7 @@ class Evaluations:
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
     for step in set(self._steps()) - set(self._left):
       self._path(step).unlink()
-    self.updates_between = config.updates(config.eval_every)
+    self.updates_between = resolved.config.updates(resolved.config.eval_every)
     self._warned = self._stopped = False
     self._begun = max(self._steps(), default=max(done, default=-1))
     self._worker = Worker('evaluations', self._work)
@@ -133,7 +134,7 @@ class Evaluations:
     device = jax.local_devices(backend='cpu')[0]  # leaves the run's accelerators alone
     with jax.default_device(device):
       while (item := self._waiting.get()) is not None and not self._stopped:
-        evaluate = evaluate or _make_evaluator(self._config)
+        evaluate = evaluate or _make_evaluator(self._resolved)
         step, wall_s = item
         params = jax.device_put(
           jax.tree.unflatten(self._kind, _read_leaves(self._path(step), self._shapes)), device
@@ -148,10 +149,11 @@ class Evaluations:
     self.lines.close()
 
   def _film(self, step: int, params: Any) -> None:
-    from podrace.run.video.film import film
+    from podrace.run.video.film import FilmSettings, film
 
     config, folder = self._config, make_folder(self._run_dir / 'videos')
-    film(config, params, folder, step, episodes=1, seed=config.seed, env=config.eval_env)
+    settings = FilmSettings(episodes=1, seed=config.seed)
+    film(self._resolved, params, folder, step, settings, env=config.eval_env)
 
 
 def _read_leaves(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarray]:
@@ -172,9 +174,10 @@ def _read_leaves(path: Path, shapes: Sequence[tuple[Any, Any]]) -> list[np.ndarr
   return leaves
 
 
-def _make_evaluator(config: Config) -> Callable[[Any], dict[str, Any]]:
+def _make_evaluator(resolved: Resolved) -> Callable[[Any], dict[str, Any]]:
   """Return a function from parameters to the metrics that `podrace eval` gives."""
-  agent, env = bind_eval_env(config)
+  config, agent = resolved.config, resolved.agent
+  env = eval_env(resolved, config.eval_env, '--eval-env')
   if can_be_greedy(agent):
     agent = greedily(agent)
   returns = make_returns(config, agent, env, config.eval_episodes)

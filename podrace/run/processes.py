@@ -82,12 +82,8 @@ class Place(NamedTuple):
         at = f'{host}:{free.getsockname()[1]}'
     except OSError as e:
       raise ValueError(f'--coordinator {self.coordinator}: {e.strerror or e}') from e
-    return self._replace(coordinator=reachable_address(at), bind=at)
-
-
-def reachable_address(at: str) -> str:
-  """Return HOST:PORT as other machines can use it."""
-  return addresses.reachable(f'tcp://{at}').removeprefix('tcp://')
+    reachable = addresses.reachable(f'tcp://{at}').removeprefix('tcp://')
+    return self._replace(coordinator=reachable, bind=at)
 
 
 def detect_place() -> Place:

@@ -13,11 +13,11 @@ import re
 import socket as sockets
 import threading
 import time
-from collections.abc import Iterable
-from typing import Any
+import types
+from typing import Any, cast
 
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from podrace.distributed.net import address as addresses
@@ -77,18 +77,8 @@ def render_metrics(line: Line, at: float) -> bytes:
         family.add_metric([str(i)] if is_list else [], x)
     if family.samples:
       families.setdefault(metric, family)
-  return generate_latest(_Families(families.values()))
-
-
-class _Families(Collector):
-  """The metric families of one line."""
-
-  def __init__(self, families: Iterable[Metric]) -> None:
-    self._families = families
-
-  def collect(self) -> Iterable[Metric]:
-    """Return the families."""
-    return self._families
+  collector = types.SimpleNamespace(collect=families.values)
+  return generate_latest(cast(Collector, collector))
 
 
 class _Response(http.server.BaseHTTPRequestHandler):

@@ -167,8 +167,7 @@ class UpdateLoop:
     raise RunError(
       f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n'
       f'What is learned is made by {learn}. A lower learning rate often helps; else look for a '
-      'logarithm, a root '
-      'or a division at 0 there: jax.debug.print shows values from within it.'
+      'logarithm, a root or a division at 0 there: jax.debug.print shows values from within it.'
     )
 
 

@@ -12,11 +12,11 @@ from podrace import hooks
 from podrace.errors import UsageError
 from podrace.run.build import agreement
 from podrace.run.directory import load_config
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import restore_newest_params
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import changes, option, to_json
-from podrace.settings.resolved import Resolved
+from podrace.settings.resolved import Resolved, resolve
 
 
 class WarmStart:
@@ -40,7 +40,7 @@ class WarmStart:
         'seed, or of as many'
       )
     _check_units(source, other, config)
-    params = restore_newest_params(other, bind_agent_and_env(other)[0], source)[1]
+    params = restore_newest_params(resolve(other), source)[1]
     if other.seeds == 1:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params
@@ -74,8 +74,7 @@ def _check_units(source: Path, other: Config, config: Config) -> None:
     if path.endswith('.scaling') and None not in (there, here):
       raise UsageError(
         f'--init-from {source}: its network has {option(path)} {there}, this one {here}, which are '
-        'other units of '
-        f'numbers: give {option(path)} {there}'
+        f'other units of numbers: give {option(path)} {there}'
       )
 
 

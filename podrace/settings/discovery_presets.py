@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from podrace.fields import of_part, replace_paths
-from podrace.settings.agents import default_agent
+from podrace.settings.presets import Preset
 
 if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 
-@dataclasses.dataclass(frozen=True)
-class DiscoveryPreset:
-  """A configuration of meta-training as data. Calling it makes the `Discovery`."""
+class DiscoveryPreset(Preset):
+  """A configuration of meta-training as data: `settings` are of `Discovery`, by path."""
 
-  about: str
-  agent: str  # disco or lpg, which also selects the kind of rule
-  agent_settings: Mapping[str, Any]  # by path, such as network.hidden
-  settings: Mapping[str, Any]  # of Discovery, by path, such as rule.predictions
-
-  def __call__(self) -> Discovery:
+  def __call__(self) -> Discovery:  # type: ignore[override]
     """Return the configuration."""
     from podrace.settings.discovery import Discovery, rules_of
 
-    agent = replace_paths(default_agent(self.agent), self.agent_settings)
+    agent = self.make_agent()
     config = Discovery(agent=agent, rule=rules_of(agent).Sizes())
     return replace_paths(config, self.settings)
-
-  @property
-  def paths(self) -> dict[str, Any]:
-    """All settings by path, the agent's under `agent.`."""
-    return {**of_part('agent', self.agent_settings), **self.settings}
 
 
 _network, _rule, _value_network = (

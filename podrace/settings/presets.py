@@ -27,12 +27,15 @@ class Preset:
   about: str  # one line for `podrace list`
   agent: str  # a key of AGENTS
   agent_settings: Mapping[str, Any]  # by path, such as network.hidden
-  settings: Mapping[str, Any]  # fields of Config
+  settings: Mapping[str, Any]  # of the run
 
   def __call__(self) -> Config:
     """Return the configuration."""
-    agent = replace_paths(default_agent(self.agent), self.agent_settings)
-    return Config(agent=agent, **self.settings)
+    return Config(agent=self.make_agent(), **self.settings)
+
+  def make_agent(self) -> Any:
+    """Return the agent."""
+    return replace_paths(default_agent(self.agent), self.agent_settings)
 
   @property
   def paths(self) -> dict[str, Any]:

@@ -11,21 +11,38 @@ from podrace.envs.host import base as host
 from podrace.hooks import memory
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.validation import validate
 from podrace.types import Replay
 
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """A valid configuration, resolved once for everything that the run builds.
-
-  Attributes:
-    agent: bound to the spaces of `env` and the sizes of the run.
-    env: an `Environment` under Anakin, a `HostSpec` under Sebulba.
-  """
+  """A valid configuration, and its parts. Each part is made once, when it is first used."""
 
   config: Config
-  agent: Any
-  env: Any
+
+  @functools.cached_property
+  def env(self) -> Any:
+    """The environment: an `Environment` under Anakin, a `HostSpec` under Sebulba.
+
+    Raises:
+      UsageError: if there is no such environment.
+    """
+    return self.make_env(self.config.env)
+
+  def make_env(self, name: str) -> Any:
+    """Make an environment as the run's architecture needs it."""
+    return host.make(name) if self.config.architecture == 'sebulba' else envs.make(name)
+
+  @functools.cached_property
+  def agent(self) -> Any:
+    """The agent, bound to the spaces of `env` and the sizes of the run.
+
+    Raises:
+      UsageError: if the agent cannot act in the environment.
+      ValueError: if a network cannot be built for its spaces.
+    """
+    return bind_run(self.config, self.env)
 
   @functools.cached_property
   def replay(self) -> Replay:
@@ -34,11 +51,10 @@ class Resolved:
 
 
 def resolve(config: Config) -> Resolved:
-  """Make the environment of a valid configuration, and bind its agent.
+  """Validate a configuration, once for everything that is made of it.
 
   Raises:
-    UsageError: if there is no such environment, or if the agent cannot act there.
-    ValueError: if a network cannot be built for these spaces.
+    UsageError: if settings are invalid, or contradict each other.
   """
-  env = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  return Resolved(config, bind_run(config, env), env)
+  validate(config)
+  return Resolved(config)

@@ -359,15 +359,15 @@ def test_it_never_loses(tmp_path: Path) -> None:
   Random play loses 93% of its games against perfect play, and 29% against itself.
   """
   from podrace.run.directory import load_config
-  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+  from podrace.run.evaluate import restore_newest_params
+  from podrace.settings.resolved import resolve
 
   run_dir = tmp_path / 'run'
   with pytest.raises(SystemExit, match='0'):
     cli.main(['train', 'muzero-tictactoe', '--devices', '1', '--run-dir', str(run_dir)])
-  config = load_config(run_dir)
-  agent, _ = bind_agent_and_env(config)
-  _, params, _ = restore_newest_params(config, agent, run_dir)
-  agent = greedily(dataclasses.replace(agent, simulations=64))
+  resolved = resolve(load_config(run_dir))
+  _, params, _ = restore_newest_params(resolved, run_dir)
+  agent = greedily(dataclasses.replace(resolved.agent, simulations=64))
   for opponent in (perfect, random_move):
     env = with_state('game', against(opponent))
     with jax.debug_key_reuse(False):

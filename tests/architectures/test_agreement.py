@@ -387,10 +387,11 @@ def test_another_number_of_devices_is_refused(whole: Path) -> None:
 def test_the_mean_is_what_is_evaluated(whole: Path) -> None:
   from podrace.run.checkpointing import _split
   from podrace.run.directory import load_config
-  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+  from podrace.run.evaluate import restore_newest_params
+  from podrace.settings.resolved import resolve
 
   config = load_config(whole)
-  params = restore_newest_params(config, bind_agent_and_env(config)[0], whole)[1]
+  params = restore_newest_params(resolve(config), whole)[1]
   from podrace.run.build import build
 
   of_params, rest = _split(build(config).shapes)

@@ -60,7 +60,6 @@ from podrace.networks import ActorCritic
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
 from podrace.run import build, loop
-from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import with_unrecorded
@@ -218,7 +217,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
 
   def act() -> None:
     try:
-      acting_process._Acting(config, acting_process.Options(addresses, 8)).run()
+      acting_process._Acting(resolve(config), acting_process.Options(addresses, 8)).run()
     except BaseException as e:
       ended.append(e)
 
@@ -272,7 +271,7 @@ def test_what_was_learned_before_the_service_failed_is_saved(
       yield draw
 
   monkeypatch.setattr(feed.Queued, 'batches', failing)
-  acting = acting_process._Acting(config, acting_process.Options(addresses))
+  acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
 
   def act() -> None:
     with contextlib.suppress(tables.Closed):  # at the end
@@ -445,7 +444,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     service.connect(addresses.replay) as client,
     parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
-    acting = acting_process._Acting(config, acting_process.Options(addresses))
+    acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
     program = acting._program
     example, space = acting._example, program.spec.action_space
     run_tables.unrolls_table(client, 4, example, space, 'one-1')
@@ -460,7 +459,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     with pytest.raises(service.Refused, match="is of run 'one-1', run 'two-2' asks for it"):
       acting.run()
     publish(2, 'one-1')
-    acting = acting_process._Acting(config, acting_process.Options(addresses))
+    acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
     ended: list[BaseException] = []
 
     def act() -> None:
@@ -486,7 +485,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
   config = tiny()
   addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
   options = acting_process.Options(addresses, 2)
-  agent = bind_run(config, host.make(config.env))
+  agent = resolve(config).agent
   told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
   leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
             (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
@@ -494,7 +493,7 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
 
   def act() -> None:
     try:
-      acting_process._act(config, options)
+      acting_process._act(resolve(config), options)
     except BaseException as e:
       ended.append(e)
 

@@ -26,7 +26,7 @@ from podrace.distributed.replay.remote_table import RemoteTable
 from podrace.distributed.replay.server import ReplayServer
 from podrace.envs.host import base as host
 from podrace.errors import RunError, UsageError
-from podrace.settings.agents import bind_run
+from podrace.settings.resolved import resolve
 from podrace.types import LARGEST_OBSERVATION, LARGEST_OUTPUT, LARGEST_REWARD
 
 ENV = 'gymnasium:CartPole-v1'
@@ -36,7 +36,7 @@ ENV = 'gymnasium:CartPole-v1'
 def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> None:
   spec = host.make(ENV)
   config = configure(env=ENV, agent=agent, architecture='sebulba')
-  example = example_trajectory(bind_run(config, spec), spec, 4, 8)
+  example = example_trajectory(resolve(config).agent, spec, 4, 8)
   columns = run_tables.unroll_contents(example, spec.action_space)
   floats = [c for c in columns if np.dtype(c[1]).kind == 'f']
   assert {'timesteps/observation', 'timesteps/reward'} <= {c[0] for c in floats}

@@ -36,8 +36,8 @@ from podrace.hooks import memory
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.replay import Buffer
 from podrace.replay.layout import Layout
-from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.resolved import resolve
 from podrace.types import Trajectory
 
 TINY = [
@@ -66,7 +66,7 @@ def tiny(**changes: Any) -> Config:
 
 
 def bound(config: Config) -> Any:
-  return bind_run(config, host.make(config.env))
+  return resolve(config).agent
 
 
 # --- what an agent refreshes ------------------------------------------------------------------------
@@ -211,10 +211,12 @@ class Learner:
     self.threads[-1].start()
 
   def act(self) -> None:
-    self.start(acting_process._Acting(self.config, acting_process.Options(self.addresses)))
+    self.start(acting_process._Acting(resolve(self.config), acting_process.Options(self.addresses)))
 
   def reanalyse(self, **options: Any) -> None:
-    self.start(reanalyse.Reanalysing(self.config, reanalyse.Options(self.addresses, **options)))
+    self.start(
+      reanalyse.Reanalysing(resolve(self.config), reanalyse.Options(self.addresses, **options))
+    )
 
   def end(self, version: int, count: int) -> None:
     """The run is complete, which ends that many processes."""
@@ -323,7 +325,7 @@ def test_it_is_of_the_learners_run(tmp_path: Path) -> None:
     learner.threads[0].join(120)
     assert "has run 'two-2' now, this process works for run 'one-1'" in str(learner.ended)
     config = dataclasses.replace(learner.config, num_envs=16)
-    other = reanalyse.Reanalysing(config, reanalyse.Options(learner.addresses))
+    other = reanalyse.Reanalysing(resolve(config), reanalyse.Options(learner.addresses))
     with pytest.raises(ValueError, match='--num-envs: the learner has 8, this process 16'):
       other.run()
 

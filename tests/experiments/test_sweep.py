@@ -147,10 +147,10 @@ def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -
 
 
 def _params(run_dir: Path, config: Any) -> Any:
-  from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+  from podrace.run.evaluate import restore_newest_params
+  from podrace.settings.resolved import resolve
 
-  agent, _ = bind_agent_and_env(config)
-  return restore_newest_params(config, agent, run_dir)[1]
+  return restore_newest_params(resolve(config), run_dir)[1]
 
 
 def test_the_record_of_settings_makes_them_again() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -19,6 +20,7 @@ from podrace.errors import ReplayFailed
 from podrace.replay import host, windows
 from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
+from podrace.replay.rings import read_windows
 from podrace.types import Trajectory
 
 
@@ -39,7 +41,9 @@ class Both:
     example = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, world_like(world).unroll()))
     self.layout = Layout(self.w, example)
     self.memory = self.replay.init(example)
-    self._add, self.window = jax.jit(self.replay.add), jax.jit(self.w._window)
+    self._add = jax.jit(self.replay.add)
+    sizes = dict(length=length, period=self.w.period, stack=self.w.stack)
+    self.window = jax.jit(functools.partial(read_windows, **sizes))
     self._decode = jax.jit(self.layout.sample)
     self.hosted = HostReplay(self.layout, topology.learner_mesh(1), seed=1)
     self.hosted.start()
@@ -57,7 +61,7 @@ class Both:
         rest = jax.tree.map(lambda x, part=part: x[part], tuple(trajectory[2:]))
         self.hosted.add([jax.tree.map(jnp.asarray, Trajectory(*timed, *rest))], serial[part])
       self.unrolls += 1
-    self.hosted._wait()
+    self.hosted.wait()
 
   def sample(self) -> tuple[np.ndarray, Any]:
     (found,) = self.hosted.samples(1)
@@ -176,7 +180,7 @@ def test_new_windows_have_the_highest_priority_so_far() -> None:
     key, _ = both.sample()
     both.hosted.update(key, jnp.full(8, 50.0))
     both.add()
-    both.hosted._wait()
+    both.hosted.wait()
     snapshot = both.hosted.table.snapshot()
     newest = [
       i for i, item in enumerate(snapshot['items']) if item.key > snapshot['items'][0].key + 20
@@ -219,7 +223,7 @@ def test_memory_is_bounded() -> None:
       world.rows = [rows[-1:] for rows in world.rows]
       both.add(times=1)
       assert len(both.hosted.table) <= 96
-      sizes.append(both.hosted.store.total.bytes)
+      sizes.append(both.hosted.table.store.total.bytes)
     assert max(sizes[80:]) <= 1.2 * max(sizes[40:80])
   finally:
     both.close()
@@ -242,7 +246,7 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
         learned += 1
       expected += int(both.replay.times(jnp.int32(update)))
       assert learned == expected
-    both.hosted._wait()
+    both.hosted.wait()
     assert both.hosted.table.contents.counts.samples == 8 * learned
     ready = -(-max(min_size, 1) // (B * T)) - 1
     assert learned == int(Fraction(ratio).limit_denominator(10_000) * (40 - ready) * B * T / 8)
@@ -307,7 +311,7 @@ def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_pat
   other = Both(world, buffer=buffer, **given)
   other.unrolls = 12
   try:
-    other.hosted._wait()
+    other.hosted.wait()
     other.hosted.restore(tmp_path / '12', told)
     found = drawn(other, range(12, 20))
   finally:
@@ -354,10 +358,29 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
     told = both.hosted.save(tmp_path / '3', streams=False)()
     path = tmp_path / '3' / 'tables' / 'chunks.bin'
     path.write_bytes(path.read_bytes()[:-1])
+    count = len(both.hosted.table)
     with pytest.raises(tables.CheckpointError, match=r'chunks\.bin has'):
       both.hosted.restore(tmp_path / '3', told)
+    assert len(both.hosted.table) == count > 0  # as before
   finally:
     both.close()
+
+
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
+  one, other = (Both(World(4), 2, settings(capacity=n)) for n in (10_000, 5_000))
+  try:
+    one.add(times=3)
+    other.add(times=2)
+    record = one.hosted.save(tmp_path / '3', streams=True)()
+    count = len(other.hosted.table)
+    with pytest.raises(tables.CheckpointError, match='max_size'):
+      other.hosted.restore(tmp_path / '3', record)
+    assert len(other.hosted.table) == count > 0
+    other.add()
+    assert len(other.hosted.table) > count
+  finally:
+    one.close()
+    other.close()
 
 
 def test_a_failing_thread_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import json
 import random
 import shutil
 import threading
@@ -23,7 +24,9 @@ from processes import every_file
 
 from podrace.errors import CheckpointError, UsageError
 from podrace.run import checkpoint
-from podrace.run.checkpoint import Checkpoints, fingerprint
+from podrace.run.checkpoint import Checkpoints
+from podrace.run.checkpoint.arrays import fingerprint
+from podrace.run.checkpoint.stored import signed
 from podrace.system.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.
@@ -119,22 +122,16 @@ def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_p
   assert noticed >= 5  # the arrays of params and of rest, and meta, at least
 
 
-def test_a_checkpoint_of_before_is_told_from_a_damaged_one(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  def older(meta: dict[str, Any]) -> dict[str, Any]:
-    return signed({k: v for k, v in meta.items() if k != 'fingerprints'})
-
-  signed = checkpoint._signed
-  monkeypatch.setattr(checkpoint, '_signed', older)
-  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+def test_a_checkpoint_of_before_is_told_from_a_damaged_one(saved: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'checkpoints'
+  shutil.copytree(saved, folder)
+  file = folder / '10' / 'meta' / 'metadata'
+  meta = json.loads(file.read_text())
+  del meta['fingerprints']
+  file.write_text(json.dumps(signed(meta)))
   params, rest = state()
-  checkpoints.save(10, params, rest, {})
-  checkpoints.wait()
-  monkeypatch.setattr(checkpoint, '_signed', signed)
   with pytest.raises(UsageError, match='made by an older podrace'):
-    checkpoints.restore(10, shapes(params), shapes(rest))
-  checkpoints.close()
+    Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
 
 
 @pytest.mark.parametrize('item', ['params', 'rest', 'meta'])

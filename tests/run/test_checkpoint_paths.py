@@ -29,8 +29,10 @@ from processes import (  # noqa: F401 (two fixtures)
 from podrace.agents.impala import Impala
 from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.networks import ActorCritic
-from podrace.run import checkpoint, loop
-from podrace.run.checkpoint import Checkpoints, arrays, fingerprint, library
+from podrace.run import loop
+from podrace.run.checkpoint import Checkpoints, arrays, library
+from podrace.run.checkpoint.arrays import fingerprint
+from podrace.run.checkpoint.stored import signed
 from podrace.settings.config import Config
 
 NAMES = [
@@ -143,7 +145,7 @@ def write_as_before(folder: Path, step: int) -> None:
   """Write a checkpoint as podrace did when it gave orbax the path of the directory itself."""
   params, rest = trees(step)
   prints = {'params': fingerprint(params), 'rest': fingerprint(rest)}
-  meta = checkpoint._signed({'step': step, 'fingerprints': prints, 'extra': None})
+  meta = signed({'step': step, 'fingerprints': prints, 'extra': None})
   with ocp.CheckpointManager(folder, item_names=('params', 'rest', 'meta')) as manager:
     items = {'params': ocp.args.StandardSave((params,)), 'rest': ocp.args.StandardSave((rest,))}
     manager.save(step, args=ocp.args.Composite(**items, meta=ocp.args.JsonSave(meta)))
@@ -194,7 +196,7 @@ def flip(file: Path) -> None:
 def other_checksum(file: Path) -> None:
   meta = json.loads(file.read_bytes())
   prints = {name: x ^ 1 for name, x in meta['fingerprints'].items()}
-  file.write_text(json.dumps(checkpoint._signed({**meta, 'fingerprints': prints})))
+  file.write_text(json.dumps(signed({**meta, 'fingerprints': prints})))
 
 
 def empty(file: Path) -> None:
@@ -265,10 +267,10 @@ def test_a_large_array_without_one_of_its_chunks_is_an_error(
   monkeypatch.setattr(arrays, 'LARGE', 1)
   write(tmp_path / 'checkpoints', 1)
   folder, expected = tmp_path / 'checkpoints' / '1' / 'params', arrays.described(trees(1)[0])
-  assert arrays.Stored(folder).check(expected) is None  # none of them is read whole
+  assert arrays.StoredArrays(folder).check(expected) is None  # none of them is read whole
   arrays.open_store(folder, ts.Context()).write(f'{name}/0', None).result()
   with pytest.raises(ValueError, match=f'array {name} has 0 chunks, expected 1'):
-    arrays.Stored(folder).check(expected)
+    arrays.StoredArrays(folder).check(expected)
 
 
 def test_a_run_ends_when_its_checkpoint_cannot_be_read_back_and_goes_on_from_the_one_before(

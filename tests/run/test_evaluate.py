@@ -38,6 +38,7 @@ from podrace.run.evaluate_host import make_host_evaluator, spread_env_ids
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system import files
 from podrace.types import ActorOutput
 
@@ -148,8 +149,8 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
   config = Config(agent=Recorded(QNetwork(hidden=(4,))), num_envs=8)
   files.write_json(tmp_path / 'config.json', to_json(config))
 
-  def params(config: Config, agent: Any, run_dir: Path) -> Any:
-    return 0, agent.init(jax.random.key(0)).params, []
+  def params(resolved: Resolved, run_dir: Path) -> Any:
+    return 0, resolved.agent.init(jax.random.key(0)).params, []
 
   monkeypatch.setattr('podrace.run.evaluate.restore_newest_params', params)
   EPSILONS.clear()
@@ -233,9 +234,9 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
 
 @pytest.mark.slow
 def test_statistics_of_training_are_used(trained: Path) -> None:
-  config = directory.load_config(trained)
-  agent = bind(config.agent, make(config.env))
-  _, params, _ = restore_newest_params(config, agent, trained)
+  resolved = resolve(directory.load_config(trained))
+  config, agent = resolved.config, resolved.agent
+  _, params, _ = restore_newest_params(resolved, trained)
   assert (params.observation.seen > 1000).all()
 
   def returns(params: Any) -> np.ndarray:

@@ -225,7 +225,7 @@ def test_videos_replace_files(plant: Plant, theirs: Path, outside: Path) -> None
   plant_all(plant, theirs / 'videos', outside, '64-best.mp4', '64-best.gif', '64-best.mp4.new')
   from podrace.run.video import film
 
-  found = film.watch(theirs, episodes=1)
+  found = film.watch(theirs, settings=film.FilmSettings(episodes=1))
   assert Path(found['best']['mp4']).read_bytes()[4:8] == b'ftyp'
   assert not any(p.is_symlink() for p in (theirs / 'videos').iterdir())
   check_untouched(outside)

@@ -1,4 +1,4 @@
-"""`podrace replay`: podrace.tables behind a socket. Imports no JAX.
+"""The service of `podrace replay`: podrace.tables behind a socket. Imports no JAX.
 
 One thread serves the network and the tables. Items come with the chunks that no earlier item
 needed. Their writer has packed the chunks, and the service keeps and sends them as they came.
@@ -17,20 +17,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podrace import tables
 from podrace.distributed.net.announce import Announcement
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.listener import Listen, Listener, Peer, ServiceHandler, Serving
 from podrace.distributed.net.safe_text import Say, plain_lines
 from podrace.distributed.net.session_messages import SILENCE
-from podrace.distributed.replay import replay_messages, table_settings
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.checkpoints import ReplayCheckpoints
 from podrace.distributed.replay.insert_streams import InsertStream
 from podrace.distributed.replay.inserting import Inserting
 from podrace.distributed.replay.sample_requests import SampleWindow
 from podrace.distributed.replay.sampling import Sampling
 from podrace.distributed.replay.served_tables import ServedTables
-from podrace.system.process import on_signals
 from podrace.tables import checkpoint
 from podrace.tables.chunks import ChunkStore
 
@@ -55,7 +53,7 @@ class ReplayServer(ServiceHandler):
   *Raises*: nothing while it serves; `failure` has the traceback of the thread.
 
   Example:
-    with ReplayServer('tcp://127.0.0.1:5560', tables=parse_tables([...])) as server:
+    with ReplayServer('tcp://127.0.0.1:5560') as server:
       server.ended.wait()
 
   Args:
@@ -283,76 +281,3 @@ def _client_report(peer: Peer) -> dict[str, Any]:
     kept_bytes=client.stream.kept_bytes,
     unread_bytes=client.window.bytes,
   )
-
-
-# --- the command
-
-
-def parse_tables(texts: Sequence[str]) -> dict[str, dict[str, Any]]:
-  """Return settings by name from the values of `--table`. Raise ValueError."""
-  parsed: dict[str, dict[str, Any]] = {}
-  for text in texts:
-    try:
-      name, settings = _parse_table(text)
-      if name in parsed:
-        raise ValueError(f'there is a table {name!r} already')
-    except ValueError as e:
-      raise ValueError(f'--table {text}: {e}') from None
-    parsed[name] = settings
-  return parsed
-
-
-def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
-  needed, sizes = ['name', 'sampler', 'remover', 'rate', 'max_size'], dict[str, Any]()
-  known = [*needed, 'max_bytes', 'max_times_sampled']
-  values: dict[str, str] = {}
-  for part in text.split(','):
-    key, _, value = part.partition('=')
-    if key not in known or not value or key in values:
-      raise ValueError(f'{part!r}, expected {", ".join(known)}, each =VALUE')
-    if key.startswith('max_'):
-      if not value.isdigit():
-        raise ValueError(f'{key} takes a whole number, not {value!r}')
-      sizes[key] = int(value)
-    values[key] = value
-  if missing := [k for k in needed if k not in values]:
-    raise ValueError(f'needs {", ".join(missing)}')
-  settings = table_settings.pack_settings(
-    sampler=table_settings.parse_selector(values['sampler']),
-    remover=table_settings.parse_selector(values['remover']),
-    rate_limiter=_parse_limiter(values['rate']),
-    **sizes,
-  )
-  return values['name'], settings
-
-
-def _parse_limiter(text: str) -> tables.RateLimiter:
-  name, *numbers = text.split(':')
-  if name in ('min_size', 'queue', 'stack') and len(numbers) == 1:
-    return getattr(tables, name)(int(numbers[0]))
-  if name == 'sample_to_insert' and len(numbers) == 3:
-    ratio, least, error = numbers
-    return tables.sample_to_insert_ratio(float(ratio), int(least), float(error))
-  raise ValueError(
-    f'rate={text}, expected min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N'
-  )
-
-
-def run(address: str, **options: Any) -> int:
-  """Serve until a signal, and return the exit code of `podrace replay`."""
-  received = 0
-
-  def on_signal(signum: int, frame: Any) -> None:
-    nonlocal received
-    received = signum
-    server.ask_to_stop()
-
-  try:
-    server = ReplayServer(address, **options)
-  except tables.CheckpointError as e:
-    log.error('%s', e)
-    return 2
-  with on_signals(on_signal), server:
-    log.info('listening at %s', server.address)
-    server.ended.wait()
-  return 1 if server.failure else 128 + received

@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import envs
 from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
@@ -17,8 +16,8 @@ from podrace.experiments.sweep.settings import RangeSpace, Setting, Spaces
 from podrace.run import loop
 from podrace.run.build import build
 from podrace.run.metrics import Line
-from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
+from podrace.settings.resolved import resolve
 from podrace.types import TrainState
 
 SHARE = 0.25  # share of a population that is replaced, and that replaces
@@ -68,8 +67,8 @@ def _act_without(config: Config, paths: list[str]) -> None:
   Raises:
     _FieldRead: if it reads one.
   """
-  env = envs.make(config.env)
-  agent = bind_run(config, env)
+  resolved = resolve(config)
+  agent, env = resolved.agent, resolved.env
   unread = with_values(agent, dict.fromkeys(paths, _Guard()))
 
   def act(key: Any) -> Any:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import json
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,17 +13,11 @@ import jax
 import orbax.checkpoint as ocp
 
 from podrace.architectures.protocol import WriteExtra
-from podrace.errors import CheckpointError, UsageError
-from podrace.run.checkpoint.arrays import (
-  PART,
-  Arrays,
-  Stored,
-  described,
-  fingerprint,
-  snapshot,
-)
+from podrace.errors import CheckpointError
+from podrace.run.checkpoint.arrays import described, snapshot
 from podrace.run.checkpoint.library import PlainPath, pass_warnings_on
-from podrace.run.checkpoint.merging import DRAFT, merged
+from podrace.run.checkpoint.merging import DRAFT
+from podrace.run.checkpoint.stored import StoredCheckpoint, signed
 from podrace.system import files
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
@@ -35,16 +26,11 @@ FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for the folder that belongs to a checkpoint
 ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
 
-log = logging.getLogger('podrace.run.checkpoint')
-
-Trees = dict[str, Any]  # by item
-
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
   """A checkpoint that was read."""
 
-  step: int
   params: Any
   rest: Any  # None if only the parameters were read
   meta: dict[str, Any]
@@ -73,14 +59,14 @@ class Checkpoints:
     self._manager = self._new_manager(keep, writes)
     # Writes the folder that belongs to a checkpoint, and then begins the checkpoint.
     self._writing: Worker | None = None
-    self._expected: Callable[[], None] = lambda: None  # reads a checkpoint back
+    self._verify: Callable[[], None] = lambda: None  # reads a checkpoint back
     self._closed = False
     self._newest = -1  # the step of the last call of `save`
     if writes:
       self.tidy()
 
   def _new_manager(self, keep: int, writes: bool) -> ocp.CheckpointManager:
-    async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._expected())
+    async_options = ocp.AsyncOptions(post_finalization_callback=lambda: self._verify())
     if jax.process_count() == 1:
       # Orbax measures its timeouts by the wall clock, which may jump. A run of one process waits
       # only for its own threads, so it needs no timeout. Synchronous directory creation avoids
@@ -169,7 +155,7 @@ class Checkpoints:
       self._writing = Worker(f'checkpoint-{step}', write)
 
   def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
-    prints, meta = meta['fingerprints'], _signed(meta)
+    meta = signed(meta)
     args = ocp.args.Composite(
       params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
       rest=ocp.args.StandardSave((rest,)),
@@ -177,8 +163,10 @@ class Checkpoints:
     )
     arrays = {'params': described(params), 'rest': described(rest)}
     with self._failing(f'checkpoint {step}'):
-      self._wait_for_writing()  # before `_expected` is of this one
-      self._expected = lambda: self._read_back(step, meta, arrays, prints)
+      self._wait_for_writing()  # before `_verify` is of this one
+      # The thread that writes calls it, before the checkpoint gets its name and before an older one
+      # is removed. If it fails, there is no such checkpoint.
+      self._verify = lambda: self._stored(step).verify_draft(meta, arrays)
       files.make_folder(self._directory)
       self._plain.renew()
       self._manager.save(step, args=args, force=True)
@@ -193,28 +181,6 @@ class Checkpoints:
     except Exception as e:
       text = f'{subject} in {self._directory} failed: {e or repr(e)}'
       raise CheckpointError(PlainPath.named(text)) from e
-
-  def _read_back(
-    self, step: int, meta: dict[str, Any], arrays: dict[str, Arrays], prints: dict[str, int]
-  ) -> None:
-    """Read a written checkpoint back, and compare checksums.
-
-    The thread that writes calls it, before the checkpoint gets its name and before an older one is
-    removed.
-
-    Raises:
-      CheckpointError: if anything is missing or differs. Then there is no such checkpoint.
-    """
-    try:
-      (draft,) = self._directory.glob(f'{step}{DRAFT}*')
-      folder = self._plain.path / draft.name
-      if _read_meta(folder) != json.loads(json.dumps(meta)):
-        raise ValueError('its meta differs')
-      for item, expected in arrays.items():
-        if Stored(folder / item).check(expected) not in (None, prints[item]):
-          raise ValueError(f'the checksum of {item} differs')
-    except Exception as e:
-      raise self._unreadable(step, e, ' was written, but cannot be read back') from e
 
   def _wait_for_writing(self) -> None:
     try:
@@ -250,40 +216,13 @@ class Checkpoints:
     self.tidy()
 
   def meta(self, step: int) -> dict[str, Any]:
-    """Return the meta of the checkpoint at `step`.
-
-    Raises:
-      CheckpointError: if it cannot be read, or if its checksum is wrong.
-      UsageError: if an older podrace made it, which this one cannot continue.
-    """
-    try:
-      meta = _read_meta(self._directory / str(step))
-    except (OSError, ValueError) as e:
-      raise self._unreadable(step, e) from e
-    if meta != _signed(meta):
-      raise self._wrong(step)
-    if 'fingerprints' not in meta:
-      raise UsageError(
-        f'checkpoint {step} in {self._directory} was made by an older podrace, which can go on '
-        'with it; this one needs another --run-dir'
-      )
-    return meta
-
-  def _unreadable(self, step: int, error: Exception, problem: str = '') -> CheckpointError:
-    reason = str(error).strip().splitlines() or [type(error).__name__]
-    text = f'checkpoint {step} in {self._directory}{problem}: {PlainPath.named(reason[0])[:300]}'
-    return CheckpointError(text)
-
-  def _wrong(self, step: int) -> CheckpointError:
-    return CheckpointError(f'checkpoint {step} in {self._directory}: its checksum is wrong')
+    """Return the meta of the checkpoint at `step`. Raises as `StoredCheckpoint.meta`."""
+    return self._stored(step).meta()
 
   def restore(
     self, step: int, params: Any, rest: Any = None, meta: dict[str, Any] | None = None
   ) -> Restored:
     """Read the checkpoint at `step` into trees of the given shapes and shardings.
-
-    All arrays are compared with their checksums. A checkpoint of an older podrace may lack the
-    index over the arrays. Then a temporary index is made.
 
     Args:
       step: names the checkpoint.
@@ -294,34 +233,13 @@ class Checkpoints:
     Raises:
       CheckpointError: if the checkpoint is damaged, or of other shapes.
     """
-    meta = self.meta(step) if meta is None else meta
-    wanted = {'params': params} if rest is None else {'params': params, 'rest': rest}
-    try:
-      read = self._read(step, wanted, meta, self._plain.path)
-    except CheckpointError as e:
-      try:
-        with merged(self._directory, step, wanted) as directory:
-          read = self._read(step, wanted, meta, directory)
-      except Exception:
-        raise e from None
-      log.warning(
-        'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they '
-        'were read from its folders %s*',
-        *(step, self._directory, PART),
-      )
-    return Restored(step, read['params'], read.get('rest'), meta)
+    stored = self._stored(step)
+    meta = stored.meta() if meta is None else meta
+    trees = stored.read({'params': params} | ({} if rest is None else {'rest': rest}), meta)
+    return Restored(trees['params'], trees.get('rest'), meta)
 
-  def _read(self, step: int, wanted: Trees, meta: dict[str, Any], directory: Path) -> Trees:
-    """Return the trees of a checkpoint below `directory`, by item."""
-    read = {}
-    for name, tree in wanted.items():
-      try:
-        read[name] = Stored(directory / str(step) / name).read(tree)
-      except Exception as e:
-        raise self._unreadable(step, e, f', {name}') from e
-      if fingerprint(read[name]) != meta['fingerprints'][name]:
-        raise self._wrong(step)
-    return read
+  def _stored(self, step: int) -> StoredCheckpoint:
+    return StoredCheckpoint(self._directory, self._plain.path, step)
 
   def set_aside(self, step: int) -> Path:
     """Move a damaged checkpoint to the folder `damaged`; deletes nothing."""
@@ -348,17 +266,3 @@ class Checkpoints:
       self._manager.close()
       if self._writing is None:  # else its thread may yet write to the number of another file
         self._plain.close()
-
-
-def _read_meta(folder: Path) -> dict[str, Any]:
-  meta = json.loads((folder / 'meta' / 'metadata').read_bytes())
-  if not isinstance(meta, dict):
-    raise ValueError('its meta is no object')
-  return meta
-
-
-def _signed(meta: dict[str, Any]) -> dict[str, Any]:
-  """Return `meta` with a hash over its other entries."""
-  rest = {k: v for k, v in meta.items() if k != 'sha256'}
-  text = json.dumps(rest, sort_keys=True)
-  return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}

@@ -101,7 +101,7 @@ def described(tree: Any) -> Arrays:
   return leaves
 
 
-class Stored:
+class StoredArrays:
   """The arrays in one folder of a checkpoint.
 
   Raises:

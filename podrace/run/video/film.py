@@ -12,18 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace import envs
-from podrace.envs.host import base as host
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import bind_agent_and_env, restore_newest_params
+from podrace.run.evaluate import restore_newest_params
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
-from podrace.settings.agents import bind_run
-from podrace.settings.config import Config
+from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import make_folder, make_user_folder, write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import tell
@@ -43,6 +40,25 @@ class Episode:
   steps: int
   mp4: Path
   gif: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class FilmSettings:
+  """How episodes are played and filmed.
+
+  Attributes:
+    episodes: number of episodes.
+    seed: seed of the first episode. Each further one adds 1.
+    sampled: whether to act as in training instead of greedily.
+    max_steps: number of steps after which an episode is cut.
+    fps: frames per second.
+  """
+
+  episodes: int = 5
+  seed: int = 0
+  sampled: bool = False
+  max_steps: int = 5_000
+  fps: int = 30
 
 
 class Film:
@@ -164,11 +180,7 @@ def play_episode(
 def watch(
   run_dir: Path,
   out: Path | None = None,
-  episodes: int = 5,
-  seed: int = 0,
-  sampled: bool = False,
-  max_steps: int = 5_000,
-  fps: int = 30,
+  settings: FilmSettings = FilmSettings(),
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
@@ -177,11 +189,7 @@ def watch(
   Args:
     run_dir: directory of the run.
     out: directory of the videos. Default: RUN/videos.
-    episodes: number of episodes.
-    seed: seed of the first episode. Each further one adds 1.
-    sampled: whether to act as in training instead of greedily.
-    max_steps: number of steps after which an episode is cut.
-    fps: frames per second.
+    settings: how to play and film.
     show: receives the frames, and no file is written. Default: write files.
     allow_code: modules of the user that the run may import.
 
@@ -191,21 +199,20 @@ def watch(
   """
   if show is None:
     check_libraries()
-  config = load_config(run_dir, allow_code)
-  agent, _ = bind_agent_and_env(config)
-  step, params, _ = restore_newest_params(config, agent, run_dir)
+  resolved = resolve(load_config(run_dir, allow_code))
+  step, params, _ = restore_newest_params(resolved, run_dir)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
-    return film(config, params, folder, step, episodes, seed, sampled, max_steps, fps, tell)
-  with _open_stage(config, params, sampled, tell) as (stage, act, begin):
-    for i in range(episodes):
-      play_episode(stage, act, begin(), seed + i, max_steps, show)
-  return {'step': step, 'episodes': episodes}
+    return film(resolved, params, folder, step, settings, tell)
+  with _open_stage(resolved, params, settings.sampled, tell) as (stage, act, begin):
+    for i in range(settings.episodes):
+      play_episode(stage, act, begin(), settings.seed + i, settings.max_steps, show)
+  return {'step': step, 'episodes': settings.episodes}
 
 
 @contextlib.contextmanager
 def _open_stage(
-  config: Config,
+  resolved: Resolved,
   params: Any,
   sampled: bool,
   say: Callable[[str], None] | None,
@@ -213,17 +220,11 @@ def _open_stage(
 ) -> Iterator[tuple[Stage, Any, Any]]:
   """Return a drawn environment, a function that acts there, and one that returns the first state.
 
-  Args:
-    config: configuration of the run.
-    params: parameters of its agent.
-    sampled: whether to act as in training instead of greedily.
-    say: receives a note if the observation is drawn.
-    other_env: environment to play in. Default: the run's own.
+  The arguments are as of `film`.
   """
-  env: Any = host.make(config.env) if config.architecture == 'sebulba' else envs.make(config.env)
-  agent = bind_run(config, env)
+  config, agent, env = resolved.config, resolved.agent, resolved.env
   if other_env:
-    env = host.make(other_env) if config.architecture == 'sebulba' else envs.make(other_env)
+    env = resolved.make_env(other_env)
   if not sampled and can_be_greedy(agent):
     agent = greedily(agent)
   if config.seeds > 1:  # the first seed
@@ -244,30 +245,22 @@ def _open_stage(
 
 
 def film(
-  config: Config,
+  resolved: Resolved,
   params: Any,
   folder: Path,
   step: int,
-  episodes: int,
-  seed: int = 0,
-  sampled: bool = False,
-  max_steps: int = 5_000,
-  fps: int = 30,
+  settings: FilmSettings,
   say: Callable[[str], None] | None = None,
   env: str = '',
 ) -> dict[str, Any]:
   """Film episodes of parameters, and keep the best and the median one in `folder`.
 
   Args:
-    config: configuration of the run.
+    resolved: configuration of the run.
     params: parameters of its agent.
     folder: directory of the videos.
     step: step of the parameters, for the names of the files.
-    episodes: number of episodes.
-    seed: seed of the first episode. Each further one adds 1.
-    sampled: whether to act as in training instead of greedily.
-    max_steps: number of steps after which an episode is cut.
-    fps: frames per second.
+    settings: how to play and film.
     say: receives a note if the observation is drawn.
     env: another environment with the same spaces. Default: the run's own.
 
@@ -276,22 +269,23 @@ def film(
   """
   with (
     scratch_directory('.draft-', folder) as draft,
-    _open_stage(config, params, sampled, say, env) as (stage, act, begin),
+    _open_stage(resolved, params, settings.sampled, say, env) as (stage, act, begin),
   ):
     films = [
-      _film_episode(stage, act, begin(), draft, i, seed + i, max_steps, fps)
-      for i in range(episodes)
+      _film_episode(stage, act, begin(), draft, number, settings)
+      for number in range(settings.episodes)
     ]
-    return {'step': step, 'episodes': episodes, **_keep_best_and_median(films, folder, step)}
+    kept = _keep_best_and_median(films, folder, step)
+    return {'step': step, 'episodes': settings.episodes, **kept}
 
 
 def _film_episode(
-  stage: Stage, act: Any, state: Any, folder: Path, number: int, seed: int, max_steps: int, fps: int
+  stage: Stage, act: Any, state: Any, folder: Path, number: int, settings: FilmSettings
 ) -> Episode:
   mp4, gif = (folder / f'{number}.{kind}' for kind in ('mp4', 'gif'))
-  film = Film(mp4, gif, fps)
+  film, seed = Film(mp4, gif, settings.fps), settings.seed + number
   try:
-    total, steps = play_episode(stage, act, state, seed, max_steps, film.add)
+    total, steps = play_episode(stage, act, state, seed, settings.max_steps, film.add)
   finally:
     film.close()
   return Episode(number, total, steps, mp4, gif)

@@ -54,16 +54,16 @@ def make_stage(name: str, env: Any) -> Stage:
   library, inner, options = env_names.parse(name)
   if isinstance(env, HostSpec):
     if library == 'ale':
-      return AtariStage(inner, options, env)
+      return _AtariStage(inner, options, env)
     if library == 'gymnasium':
-      return GymnasiumStage(inner, options, env)
+      return _GymnasiumStage(inner, options, env)
     if env.jax is None:
       raise UsageError(f"{name} can't be drawn: of the host, ale: and gymnasium: can")
     env = env.jax
-  return JaxStage(env)
+  return _JaxStage(env)
 
 
-class JaxStage:
+class _JaxStage:
   """Stage of an environment in JAX."""
 
   def __init__(self, env: Any) -> None:
@@ -78,29 +78,25 @@ class JaxStage:
     self._timestep: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    """Begin a new episode."""
     key, self._key = jax.random.split(jax.random.key(seed))
     self._state, self._timestep = self._reset(key)
     return self._timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    """Step the environment."""
     self._key, key = jax.random.split(self._key)
     self._state, timestep = self._step(self._state, action, key[None])
     self._timestep = timestep
     return timestep, float(timestep.reward[0]), bool(timestep.step_type[0] == LAST)
 
   def frame(self) -> np.ndarray | NumericObservation:
-    """Draw the state, or the observation."""
     if self._drawing is not None:
       return enlarge(to_image(self._drawing(first_of_batch(self._state))))
     return draw(self._space, jax.tree.map(np.asarray, first_of_batch(self._timestep.observation)))
 
-  def close(self) -> None:
-    """Do nothing."""
+  def close(self) -> None: ...
 
 
-class PoolStage:
+class _PoolStage:
   """Stage of one environment in a host pool."""
 
   note = ''
@@ -110,26 +106,23 @@ class PoolStage:
     self._pool: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    """Begin a new episode in a new pool."""
     self.close()
     self._pool = self._spec.make(PoolArgs(1, 1, np.array([seed], np.uint32), 1, 60.0))
     self._pool.reset()
     return self._pool.recv().timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    """Step the environment."""
     self._pool.send(everyone(1), action)
     arrival = self._pool.recv()
     return arrival.timestep, float(arrival.score[0]), bool(arrival.ended[0])
 
   def close(self) -> None:
-    """Close the pool."""
     if self._pool is not None:
       self._pool.close()
       self._pool = None
 
 
-class AtariStage(PoolStage):
+class _AtariStage(_PoolStage):
   """An Atari game, drawn in colour by a twin with the same seed and actions."""
 
   def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
@@ -143,18 +136,12 @@ class AtariStage(PoolStage):
     self._picture: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    """Begin a new episode in both games."""
     timestep = super().reset(seed)
     self._twin = self._twin_of()
     self._picture, _ = self._twin.reset(seed=np.array([seed], np.int64) % 2**31)
     return timestep
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    """Step both games.
-
-    Raises:
-      RunError: if their scores differ.
-    """
     result = super().step(action)
     # With episodic lives the pool answers a lost life by a no-op, so the twin gets its actions.
     self._twin.send(self._pool.sent)
@@ -164,18 +151,16 @@ class AtariStage(PoolStage):
     return result
 
   def frame(self) -> np.ndarray:
-    """Return the twin's frame."""
     return enlarge(to_image(self._picture[0, -1]))
 
   def close(self) -> None:
-    """Close both games."""
     super().close()
     if self._twin is not None:
       self._twin.close()
       self._twin = None
 
 
-class GymnasiumStage:
+class _GymnasiumStage:
   """A Gymnasium environment in this process, with `render_mode='rgb_array'` if it has that."""
 
   def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
@@ -184,13 +169,11 @@ class GymnasiumStage:
     self._observation: Any = None
 
   def reset(self, seed: int) -> TimeStep:
-    """Begin a new episode."""
     self._observation, _ = self._env.reset(seed=seed)
     self._stepper.reset()
     return self._timestep(self._observation, 0.0, False, False)
 
   def step(self, action: Any) -> tuple[TimeStep, float, bool]:
-    """Step the environment."""
     from podrace.envs.host.worker import actions_for
 
     (one,) = actions_for(self._env.action_space, np.asarray(action))
@@ -208,13 +191,11 @@ class GymnasiumStage:
     )
 
   def frame(self) -> np.ndarray | NumericObservation:
-    """Return the rendered picture, or the observation."""
     if self.note:
       return draw(self._space, self._observation)
     return to_image(self._env.render())
 
   def close(self) -> None:
-    """Close the environment."""
     self._env.close()
 
 

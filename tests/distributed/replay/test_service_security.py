@@ -25,6 +25,7 @@ from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
 
 from podrace import cli, errors, tables
+from podrace.commands.replay import parse_tables
 from podrace.distributed import parameters
 from podrace.distributed import replay as service
 from podrace.distributed.net import keys as net_keys
@@ -33,7 +34,7 @@ from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.net.frame import PREFIX
 from podrace.distributed.parameters import parameter_messages
 from podrace.distributed.replay import checkpoints, inserting, replay_messages
-from podrace.distributed.replay.server import ReplayServer, parse_tables
+from podrace.distributed.replay.server import ReplayServer
 from podrace.tables.items import Leaf, Signature
 
 

@@ -24,10 +24,11 @@ from table_model import Model, removals
 from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
 
 from podrace import tables
+from podrace.commands.replay import parse_tables
 from podrace.distributed import parameters, replay
 from podrace.distributed.net import connecting
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.server import ReplayServer, parse_tables
+from podrace.distributed.replay.server import ReplayServer
 
 SIMPLE: dict[str, Any] = dict(
   sampler=tables.uniform(),

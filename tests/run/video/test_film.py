@@ -302,7 +302,7 @@ def test_a_long_episode_is_cut_and_its_gif_is_small(
   run: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
   monkeypatch.setattr(watch, 'GIF_FRAMES', 4)
-  found = watch.watch(run, tmp_path, episodes=1, max_steps=7)
+  found = watch.watch(run, tmp_path, watch.FilmSettings(episodes=1, max_steps=7))
   assert found['best']['steps'] == 7 and len(frames(Path(found['best']['mp4']))) == 8
   with Image.open(found['best']['gif']) as gif:
     assert gif.n_frames == 4  # type: ignore[attr-defined]
@@ -310,7 +310,7 @@ def test_a_long_episode_is_cut_and_its_gif_is_small(
 
 def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
   shown: list[np.ndarray] = []
-  found = watch.watch(run, tmp_path / 'none', episodes=2, show=shown.append)
+  found = watch.watch(run, tmp_path / 'none', watch.FilmSettings(episodes=2), shown.append)
   assert found == {'step': 600_064, 'episodes': 2} and len(shown) == 20
   assert not (tmp_path / 'none').exists()
 
@@ -321,7 +321,7 @@ def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
   shutil.copytree(run, copy, ignore=shutil.ignore_patterns('videos'))
   (copy / 'videos').symlink_to(tmp_path / 'elsewhere')
   with pytest.raises(UsageError, match='is a symbolic link'):
-    watch.watch(copy, episodes=1)
+    watch.watch(copy, settings=watch.FilmSettings(episodes=1))
   assert not list((tmp_path / 'elsewhere').iterdir())
 
 

@@ -1,0 +1,126 @@
+"""One checkpoint on disk, read and verified without orbax's manager."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+from podrace.errors import CheckpointError, UsageError
+from podrace.run.checkpoint.arrays import PART, Arrays, StoredArrays, fingerprint
+from podrace.run.checkpoint.library import PlainPath
+from podrace.run.checkpoint.merging import DRAFT, merged
+
+Trees = dict[str, Any]  # by item
+log = logging.getLogger('podrace.run.checkpoint')
+
+
+class StoredCheckpoint:
+  """The checkpoint at `step` in a directory.
+
+  Args:
+    directory: of all checkpoints, for messages.
+    plain: the same directory by a path that no library misreads.
+    step: names the checkpoint.
+  """
+
+  def __init__(self, directory: Path, plain: Path, step: int) -> None:
+    self._directory, self._plain, self._step = directory, plain, step
+
+  def meta(self) -> dict[str, Any]:
+    """Return the meta.
+
+    Raises:
+      CheckpointError: if it cannot be read, or if its checksum is wrong.
+      UsageError: if an older podrace made it, which this one cannot continue.
+    """
+    try:
+      meta = _read_meta(self._directory / str(self._step))
+    except (OSError, ValueError) as e:
+      raise self._unreadable(e) from e
+    if meta != signed(meta):
+      raise self._damaged()
+    if 'fingerprints' not in meta:
+      raise UsageError(
+        f'checkpoint {self._step} in {self._directory} was made by an older podrace, which can go '
+        'on with it; this one needs another --run-dir'
+      )
+    return meta
+
+  def read(self, shapes: Trees, meta: dict[str, Any]) -> Trees:
+    """Read trees of the given shapes and shardings, and compare their checksums with the meta.
+
+    A checkpoint of an older podrace may lack the index over the arrays. Then a temporary index is
+    made.
+
+    Raises:
+      CheckpointError: if the checkpoint is damaged, or of other shapes.
+    """
+    try:
+      return self._read_in(self._plain, shapes, meta)
+    except CheckpointError as e:
+      try:
+        with merged(self._directory, self._step, shapes) as directory:
+          trees = self._read_in(directory, shapes, meta)
+      except Exception:
+        raise e from None
+    log.warning(
+      'checkpoint %d in %s has no index of its own arrays, as an older podrace left it out; they '
+      'were read from its folders %s*',
+      *(self._step, self._directory, PART),
+    )
+    return trees
+
+  def _read_in(self, directory: Path, shapes: Trees, meta: dict[str, Any]) -> Trees:
+    trees = {}
+    for item, tree in shapes.items():
+      try:
+        trees[item] = StoredArrays(directory / str(self._step) / item).read(tree)
+      except Exception as e:
+        raise self._unreadable(e, f', {item}') from e
+      if fingerprint(trees[item]) != meta['fingerprints'][item]:
+        raise self._damaged()
+    return trees
+
+  def verify_draft(self, meta: dict[str, Any], arrays: dict[str, Arrays]) -> None:
+    """Read a draft back, which has no final name yet, and compare meta and checksums.
+
+    Raises:
+      CheckpointError: if anything is missing or differs.
+    """
+    try:
+      (draft,) = self._directory.glob(f'{self._step}{DRAFT}*')
+      folder = self._plain / draft.name
+      if _read_meta(folder) != json.loads(json.dumps(meta)):
+        raise ValueError('its meta differs')
+      for item, expected in arrays.items():
+        if StoredArrays(folder / item).check(expected) not in (None, meta['fingerprints'][item]):
+          raise ValueError(f'the checksum of {item} differs')
+    except Exception as e:
+      raise self._unreadable(e, ' was written, but cannot be read back') from e
+
+  def _unreadable(self, error: Exception, problem: str = '') -> CheckpointError:
+    reason = str(error).strip().splitlines() or [type(error).__name__]
+    return self._failure(f'{problem}: {PlainPath.named(reason[0])[:300]}')
+
+  def _damaged(self) -> CheckpointError:
+    return self._failure(': its checksum is wrong')
+
+  def _failure(self, problem: str) -> CheckpointError:
+    return CheckpointError(f'checkpoint {self._step} in {self._directory}{problem}')
+
+
+def _read_meta(folder: Path) -> dict[str, Any]:
+  meta = json.loads((folder / 'meta' / 'metadata').read_bytes())
+  if not isinstance(meta, dict):
+    raise ValueError('its meta is no object')
+  return meta
+
+
+def signed(meta: dict[str, Any]) -> dict[str, Any]:
+  """Return `meta` with a hash over its other entries."""
+  rest = {k: v for k, v in meta.items() if k != 'sha256'}
+  text = json.dumps(rest, sort_keys=True)
+  return {**rest, 'sha256': hashlib.sha256(text.encode()).hexdigest()}
