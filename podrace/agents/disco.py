@@ -36,7 +36,7 @@ from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.agents.search import mask_policy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
-from podrace.learner import clip_each, flatten, scale_by_adam, sgd
+from podrace.learner import Learned, clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -174,9 +174,7 @@ class Disco:
 
   # --- learning
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     train, metrics, _ = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics

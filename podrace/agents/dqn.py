@@ -33,20 +33,11 @@ from jax import lax
 from podrace import returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import (
-  ActorOutput,
-  Array,
-  Metrics,
-  Replay,
-  Sample,
-  TimeStep,
-  TrainState,
-  Trajectory,
-)
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
 
 
 class DQNParams(NamedTuple):
@@ -160,9 +151,7 @@ class DQN:
     error = step.r_t + step.discount_t * best - extras.value[0]
     return step.mask * (jnp.abs(error) + 1e-6)
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest: DQNRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)

@@ -25,7 +25,7 @@ from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
-from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
+from podrace.learner import Learned, clip_norm, flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -89,9 +89,7 @@ class LPG:
     x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
     return ActorOutput(kind.to_action(x)), state
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     train, metrics = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics

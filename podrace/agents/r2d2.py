@@ -26,19 +26,10 @@ from jax import lax
 from podrace import returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
-from podrace.types import (
-  ActorOutput,
-  Array,
-  Metrics,
-  Replay,
-  Sample,
-  TimeStep,
-  TrainState,
-  Trajectory,
-)
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
 
 
 class R2D2Rest(NamedTuple):
@@ -132,9 +123,7 @@ class R2D2:
     )
     return ActorOutput(action, extras), state._replace(core=core)
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     del key
     rest: R2D2Rest = train.rest

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace.networks.initializers import orthogonal
-from podrace.networks.protocol import reset_where
+from podrace.networks.protocol import merge_time, reset_where, split_time
 from podrace.types import Array
 
 
@@ -40,6 +40,14 @@ class Core(nn.Module):
 
     state, outputs = jax.lax.scan(step, state, (inputs, first))
     return outputs, state
+
+
+def remember(core: Core | None, state: Any, x: Array, first: Array) -> tuple[Array, Any]:
+  """Return outputs [T*B, size] of a core for features [T*B, F]; without a core these features."""
+  if core is None:
+    return x, state
+  outputs, state = core(state, split_time(x, first.shape[0]), first)
+  return merge_time(outputs), state
 
 
 def _gru(state: Any, x: Array, kernel: Array, bias: Array) -> Any:
