@@ -90,8 +90,8 @@ class DQN:
     if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
         'actor_priorities needs an n_step of at least 2, so that acting has seen what is '
-        'bootstrapped from, '
-        f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
+        "bootstrapped from, and the head 'value', "
+        f'not n_step {self.n_step} and the head {self.network.head!r}'
       )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
@@ -216,8 +216,7 @@ class DQN:
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-      # Rainbow, section 3, ranks by the divergence: the loss without the target's own
-      # entropy.
+      # Rainbow, section 3, ranks by the divergence: the loss without the target's own entropy.
       negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
       return loss, jnp.maximum(loss + negative_entropy, 0.0)
     loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)

@@ -82,11 +82,9 @@ class R2D2:
     if unroll_length > self.sequence:
       raise ValueError(
         f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} '
-        'are '
-        'learned from: a sequence begins with each unroll, so '
-        f'{1 - self.sequence / unroll_length:.0%} '
-        f'of the steps would never be; give --unroll-length {self.sequence} or less, or '
-        f'--agent.sequence {unroll_length} or more'
+        'are learned from: a sequence begins with each unroll, so '
+        f'{1 - self.sequence / unroll_length:.0%} of the steps would never be; give '
+        f'--unroll-length {self.sequence} or less, or --agent.sequence {unroll_length} or more'
       )
     length = self.burn_in + self.sequence
     return windows(

@@ -87,8 +87,7 @@ class Body:
     if not any(shape is None or math.prod(shape) for shape in shapes):  # None is refused below
       raise ValueError(
         f'an empty observation space: {observation_space}; add a number, such as a constant, in a '
-        'wrapper as '
-        'gymnasium.wrappers.TransformObservation'
+        'wrapper as gymnasium.wrappers.TransformObservation'
       )
     distributions.check_range(action_space, bound.distribution)
     jax.eval_shape(bound.init, jax.random.key(0))

@@ -36,9 +36,8 @@ class _Predictor(nn.Module):
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
     self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
-    self.features = [
-      Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]
-    ]  # linear, as theirs
+    # Linear, as in google-deepmind/disco_rl.
+    self.features = [Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]]
     self.rnn = s.make_core()
     self.policy_head = Dense(actions, kernel_init=small)
     self.y_head = Dense(s.predictions, kernel_init=small)

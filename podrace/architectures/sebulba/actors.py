@@ -77,9 +77,7 @@ class Actors:
     s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
-    life = (
-      0 if snapshot is not None else update
-    )  # a thread that begins anew draws different numbers
+    life = 0 if snapshot is not None else update  # else it would draw the same numbers again
 
     def unroll_key(number: int, on: jax.Device) -> Array:
       """Return the key of Anakin's unroll on the index-th device in the number-th update."""

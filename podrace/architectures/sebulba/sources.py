@@ -17,7 +17,7 @@ from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.architectures.sebulba.saved_replay import SavedHostReplay
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
-from podrace.replay.host import Draw, HostReplay
+from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
@@ -184,42 +184,35 @@ class HostReplaySource:
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
-    self.parts = actors.parts
+    self.parts, self.open, self.publish = actors.parts, actors.open, actors.publish
+    self.finish = actors.finish
     self.saved_replay = SavedHostReplay(self.replay, bool(self.snapshots))
-    self._draws: Iterator[Draw] = iter(())
-    self._due = self._taken = 0  # batches of the update under way
-    self._ends: tuple[Snapshot, ...] = ()
-
-  def open(self) -> None:
-    """Compile the actors' programs."""
-    self._actors.open()
+    self._batches: Iterator[Batch] = iter(())  # of the update under way
 
   def start(self, state: State, key: Array) -> None:
     """Start replay and the actor threads."""
     self.replay.start()
     self._actors.start(state, key)
 
-  def publish(self, update: int, params: Any) -> None:
-    """Give the actors the parameters after `update` updates."""
-    self._actors.publish(update, params)
-
   def take(self, update: int, cancelled: Cancelled) -> Batch | None:
     """Add the next unrolls to replay, and return one sample of the update after the other."""
     self.replay.check()
-    if self._taken == self._due:
+    batch = next(self._batches, None)
+    if batch is None:
       unrolls = self._actors.unrolls(update, cancelled)
       if unrolls is None:
         return None
       for unroll in unrolls:
         self.replay.add(unroll.parts, unroll.serial)
-      self._ends = snapshots_of(unrolls)
-      self._due, self._taken = self.replay.times(update), 0
-      self._draws = self.replay.samples(self._due)
-      if not self._due:
-        return Batch(None, snapshots=self._ends)
-    draw, i = next(self._draws), self._taken
-    self._taken += 1
-    return Batch(draw.data, draw.key, i, self._taken == self._due, self._ends)
+      self._batches = self._draw(self.replay.times(update), snapshots_of(unrolls))
+      batch = next(self._batches)
+    return batch
+
+  def _draw(self, count: int, ends: tuple[Snapshot, ...]) -> Iterator[Batch]:
+    if not count:
+      yield Batch(None, snapshots=ends)
+    for i, draw in enumerate(self.replay.samples(count)):
+      yield Batch(draw.data, draw.key, i, i == count - 1, ends)
 
   def learned(self, batch: Batch, priority: Any) -> None:
     """Update the priorities of a batch."""
@@ -229,10 +222,6 @@ class HostReplaySource:
     """Return the episodes that ended since the last reading, and metrics."""
     episodes, metrics = self._actors.read()
     return episodes, metrics | self.replay.metrics()
-
-  def finish(self, state: State) -> None:
-    """Tell remote environments that the run is complete."""
-    self._actors.finish(state)
 
   def close(self) -> None:
     """End the actor threads and replay."""
