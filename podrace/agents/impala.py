@@ -132,11 +132,7 @@ class Impala:
     )
     return total, metrics
 
-  def outer_loss(
-    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
-  ) -> tuple[Array, Metrics]:
-    """Return the loss of all streams at once, for self-tuning."""
-    return self.loss(params, trajectory, key)
+  outer_loss = loss  # for self-tuning: of all streams at once
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

@@ -29,14 +29,13 @@ class _ActorCritic(nn.Module):
       self.value_torso = s.make_torso()
     self.rnn = s.make_core()
     small = s.initializer == 'orthogonal'
-    head = orthogonal
     size = s.distribution.size
     if s.has_log_std:
       size //= 2
       start = nn.initializers.constant(s.initial_log_std)
       self.log_std = self.param('log_std', start, (size,))
-    self.policy_head = Dense(size, kernel_init=head(0.01) if small else init)
-    self.value_head = Dense(1, kernel_init=head(1.0) if small else init)
+    self.policy_head = Dense(size, kernel_init=orthogonal(0.01) if small else init)
+    self.value_head = Dense(1, kernel_init=orthogonal(1.0) if small else init)
 
   def __call__(self, state: Any, timesteps: TimeStep) -> tuple[PolicyValue, Any]:
     """[T, B, ...]; T is 1 to act."""
