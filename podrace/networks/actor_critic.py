@@ -45,7 +45,7 @@ class _ActorCritic(nn.Module):
     policy = self.torso(observation)
     value = policy if self.settings.shares_torso else self.value_torso(observation)
     if self.rnn is not None:
-      policy, state = remember(self.rnn, state, policy, timesteps.first)
+      policy, state = remember(self.rnn, state, policy, timesteps)
       value = policy
     logits = self.policy_head(policy)
     if self.settings.has_log_std:

@@ -10,7 +10,7 @@ from flax import linen as nn
 
 from podrace.networks.initializers import orthogonal
 from podrace.networks.protocol import merge_time, reset_where, split_time
-from podrace.types import Array
+from podrace.types import Array, TimeStep
 
 
 class Core(nn.Module):
@@ -42,11 +42,14 @@ class Core(nn.Module):
     return outputs, state
 
 
-def remember(core: Core | None, state: Any, x: Array, first: Array) -> tuple[Array, Any]:
-  """Return outputs [T*B, size] of a core for features [T*B, F]; without a core these features."""
+def remember(core: Core | None, state: Any, x: Array, t: TimeStep) -> tuple[Array, Any]:
+  """Return outputs [T*B, size] of a core for features [T*B, F] of timesteps [T, B, ...].
+
+  Without a core they are the features.
+  """
   if core is None:
     return x, state
-  outputs, state = core(state, split_time(x, first.shape[0]), first)
+  outputs, state = core(state, split_time(x, t.reward.shape[0]), t.first)
   return merge_time(outputs), state
 
 

@@ -164,7 +164,7 @@ class _LearnedModel(nn.Module):
     s, length = self.settings, timesteps.reward.shape[0]
     observation, _ = s.prepare(merge_time(timesteps.observation))
     x = self.represent_observation(observation)
-    x, state = remember(self.rnn, state, x, timesteps.first)
+    x, state = remember(self.rnn, state, x, timesteps)
     if not s.blocks:
       x = self.first_hidden(x)
     return split_time(scale_hidden(x), length), state

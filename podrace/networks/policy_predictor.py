@@ -38,7 +38,7 @@ class _PolicyPredictor(nn.Module):
     length = timesteps.reward.shape[0]
     observation, mask = self.settings.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
-    x, state = remember(self.rnn, state, x, timesteps.first)
+    x, state = remember(self.rnn, state, x, timesteps)
     policy = self.policy_head(x)
     if mask is not None:
       policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)

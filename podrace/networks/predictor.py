@@ -61,7 +61,7 @@ class _Predictor(nn.Module):
     x = self.torso(observation)
     for layer in self.features:
       x = layer(x)
-    x, state = remember(self.rnn, state, x, timesteps.first)
+    x, state = remember(self.rnn, state, x, timesteps)
     policy = self.policy_head(x)
     if mask is not None:
       policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)

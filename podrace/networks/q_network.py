@@ -41,7 +41,7 @@ class _QNetwork(nn.Module):
     s, length = self.settings, timesteps.reward.shape[0]
     observation, mask = s.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
-    x, state = remember(self.rnn, state, x, timesteps.first)
+    x, state = remember(self.rnn, state, x, timesteps)
     q = self._stream(x, self.advantage_hidden, self.advantage_head)
     q = q.reshape(-1, s.num_actions, s.atoms)
     if s.dueling:
