@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from podrace.architectures.protocol import Part, SavedReplay
+from podrace import tables
+from podrace.architectures.protocol import Part, SavedReplay, WriteExtra
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
-from podrace.architectures.sebulba.saved_replay import SavedHostReplay
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
+from podrace.errors import CheckpointError, ReplayFailed, UsageError
 from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
+from podrace.system.files import make_folder, sync, write_json
+from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
 Cancelled = Callable[[], bool]
+PART = 'record.json'  # in the folder of one process, if there is more than one
 
 
 class Source(Protocol):
@@ -179,14 +184,17 @@ def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
 
 
 class HostReplaySource:
-  """A `Source` of samples from replay on the host, which holds the unrolls of actor threads."""
+  """A `Source` of samples from replay on the host, which holds the unrolls of actor threads.
+
+  It is also the `SavedReplay` of this replay, of which each process saves its own part.
+  """
 
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
     self.parts, self.open, self.publish = actors.parts, actors.open, actors.publish
     self.finish = actors.finish
-    self.saved_replay = SavedHostReplay(self.replay, bool(self.snapshots))
+    self.saved_replay = self
     self._batches: Iterator[Batch] = iter(())  # of the update under way
 
   def start(self, state: State, key: Array) -> None:
@@ -227,3 +235,48 @@ class HostReplaySource:
     """End the actor threads and replay."""
     self._actors.close()
     self.replay.close()
+
+  def save(self, folder: Path) -> WriteExtra:
+    """Take a snapshot; returns a function that writes it to `folder`."""
+    part = _part(folder)
+    try:
+      write = self.replay.save(part, streams=bool(self.snapshots))
+    except ReplayFailed as e:
+      raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
+
+    def write_extra() -> dict[str, Any]:
+      try:
+        if part != folder:
+          make_folder(folder.parent)
+        record = write()
+        if part != folder:
+          write_json(part / PART, record)
+          sync(folder.parent.parent)  # the first process also made the parent
+        return {**record, 'processes': jax.process_count()}
+      except (tables.CheckpointError, OSError) as e:
+        raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
+
+    return write_extra
+
+  def restore(self, folder: Path, record: dict[str, Any] | None) -> None:
+    """Read this process's part of `folder`."""
+    if record is None:
+      raise CheckpointError(f'checkpoint {folder.name} is of a run with replay on the device')
+    if (were := record.get('processes', 1)) != jax.process_count():
+      raise UsageError(
+        f'the checkpoint at step {folder.name} has the replay of {were} process(es), each its own '
+        f'part, and this run has {jax.process_count()}: start {were}, or begin another run with '
+        '--init-from'
+      )
+    part = _part(folder)
+    if part != folder and (record := read_json(part / PART)) is None:
+      raise CheckpointError(f'{part / PART} is not there')
+    try:
+      self.replay.restore(part, record)
+    except tables.CheckpointError as e:
+      raise CheckpointError(str(e)) from e
+
+
+def _part(folder: Path) -> Path:
+  """Return the folder of this process within the folder of all processes."""
+  return folder if jax.process_count() == 1 else folder / str(jax.process_index())
