@@ -154,8 +154,8 @@ class Conv(nn.Module):
     if self.padding == 'VALID' and min(x.shape[1:3]) < self.size:
       raise ValueError(
         f'a convolution of {self.size}x{self.size} does not fit an image of '
-        f'{x.shape[1]}x{x.shape[2]}, which is '
-        'what is left of the observation in its turn: take another torso (auto, grid or mlp)'
+        f'{x.shape[1]}x{x.shape[2]}, which is what is left of the observation in its turn: '
+        'take another torso (auto, grid or mlp)'
       )
     shape = (self.size, self.size, x.shape[-1], self.features)
     kernel = self.param('kernel', self.kernel_init, shape)

@@ -301,7 +301,7 @@ def test_lag_is_what_it_is_set_to() -> None:
 
 
 def test_a_version_that_is_gone_is_not_replaced() -> None:
-  pipe, device = sebulba_.Pipe(threads=1, lag='1', max_lag=4), jax.devices()[0]
+  pipe, device = sebulba_.pipe.Pipe(threads=1, lag='1', max_lag=4), jax.devices()[0]
   for version in (5, 6):  # of a run that was resumed
     pipe.publish(version, {device: f'version {version}'})
   assert pipe.params(0, 5, device) == (5, 'version 5')  # there is no older one
@@ -327,7 +327,7 @@ def test_waiting_for_the_learner_is_told_as_waiting(
 ) -> None:
   """Parameters are published before they are computed; who has taken them has waited for them."""
   computed: list[bool] = []
-  take = sebulba_.Lockstep.take_params
+  take = sebulba_.lockstep.Lockstep.take_params
 
   def noted(actor: Any) -> None:
     take(actor)
@@ -341,7 +341,7 @@ def test_waiting_for_the_learner_is_told_as_waiting(
       x = jax.lax.fori_loop(0, 40, lambda i, x: jnp.cos(x @ x), x)
       return train, priority, {**metrics, 'worked': x[0, 0]}
 
-  monkeypatch.setattr(sebulba_.Lockstep, 'take_params', noted)
+  monkeypatch.setattr(sebulba_.lockstep.Lockstep, 'take_params', noted)
   with Running(sebulba(Slow(network=SMALL), lag=lag)) as run:
     run.advance(6)
   assert len(computed) >= 6
