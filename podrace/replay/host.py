@@ -130,7 +130,7 @@ class HostReplay:
       max_size=-(-share(w.buffer.capacity) // w.period),
       seed=(self._seed, jax.process_index()),
     )
-    self._streams = Streams(
+    self.streams = Streams(
       self._layout, self.table, lambda history: tables.Writer(self.store, history)
     )
 
@@ -154,7 +154,7 @@ class HostReplay:
 
     def work() -> None:
       for trajectory, of_part in zip(trajectories, each, strict=True):
-        self._streams.add(trajectory, of_part)
+        self.streams.add(trajectory, of_part)
 
     self._order(work)
 
@@ -178,7 +178,7 @@ class HostReplay:
     if self._begun is None:
       if self._steps < w.buffer.min_size:
         return 0
-      self._wait()
+      self.wait()
       if not everyones([len(self.table)]).all():
         return 0
       self._begun = update
@@ -230,7 +230,7 @@ class HostReplay:
     Raises:
       ReplayFailed: the thread has failed.
     """
-    self._wait()
+    self.wait()
     counts = self.table.contents.counts
     numbers = {
       'replay_windows': len(self.table),
@@ -262,7 +262,7 @@ class HostReplay:
       except queue.Empty:
         self.check()
 
-  def _wait(self) -> None:
+  def wait(self) -> None:
     """Wait until the thread has served all requests."""
     if self._worker is None:
       return
@@ -295,7 +295,7 @@ class HostReplay:
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # otherwise the loss is not finite either, and the run ends
       self.table.update_priorities(key, priority)
-      self._streams.highest = max(self._streams.highest, float(priority.max()))
+      self.streams.highest = max(self.streams.highest, float(priority.max()))
 
   # --- checkpoints
 
@@ -315,10 +315,10 @@ class HostReplay:
     Raises:
       ReplayFailed: the thread has failed.
     """
-    self._wait()
+    self.wait()
     taken = tables.snapshot(self.store)
     history = self._history() if streams else dict
-    record = dict(begun=self._begun, highest=self._streams.highest)
+    record = dict(begun=self._begun, highest=self.streams.highest)
 
     def write() -> dict[str, Any]:
       write_snapshot(path, taken, history())
@@ -348,12 +348,12 @@ class HostReplay:
         self._relive(read_npz(file))
     except (ValueError, TypeError) as e:
       raise tables.CheckpointError(f'{path} is damaged: {e}') from e
-    self._begun, self._streams.highest = record['begun'], record['highest']
+    self._begun, self.streams.highest = record['begun'], record['highest']
 
   def _history(self) -> Callable[[], dict[str, np.ndarray]]:
     """Return a function that reads the rows of all streams that new windows may still include."""
     found, readers = {}, {}
-    for env, stream in self._streams.by_env.items():
+    for env, stream in self.streams.by_env.items():
       found[f'{env}'] = np.array([stream.serial, stream.timesteps])
       columns = stream.writer.history.items()
       readers[env] = stream.writer.reader({k: c[:] for k, c in columns})
@@ -367,7 +367,7 @@ class HostReplay:
     for name, numbers in history.items():
       if '/' in name:
         continue
-      stream = self._streams.stream(int(name))
+      stream = self.streams.stream(int(name))
       stream.serial, stream.timesteps = numbers.tolist()
       prefix = f'{name}/'
       rows = {k.removeprefix(prefix): x for k, x in history.items() if k.startswith(prefix)}

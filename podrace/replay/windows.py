@@ -203,7 +203,7 @@ class Windows:
       # Always true. The comparison makes XLA read the tree before `update` writes to it.
       # Without the comparison, XLA copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
-    return Sample(self._window(memory, stream, start), weight, index)
+    return Sample(self.read_window(memory, stream, start), weight, index)
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
     """Set new priorities of sampled windows.
@@ -257,7 +257,7 @@ class Windows:
         jnp.broadcast_to(x, new_index.shape).reshape(-1) for x in (streams, new[None])
       )
       timesteps = memory.timesteps._replace(observation=())
-      window = self._window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
+      window = self.read_window(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
     priority = priority**self.buffer.priority_exponent
     # at least one index of each node
@@ -274,7 +274,7 @@ class Windows:
 
   # --- the contents of windows
 
-  def _window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
+  def read_window(self, memory: Memory, stream: Array, start: Array) -> Trajectory:
     """Return the windows [L+1, n, ...] of `stream` [n] from the rows `start` [n]."""
     read = functools.partial(self._read, stream=stream, start=start)
     timesteps = jax.tree.map(lambda x: read(x, length=self.length + 1), memory.timesteps)

@@ -42,7 +42,7 @@ def test_numbers_of_an_info() -> None:
   assert dict(numbers(info)) == {'a': 1.0, 'b': 1.0, 'c': 0.5, 'g/h': -2.0}
 
 
-def test_means_are_since_the_last_time_and_over_all_workers_and_pools() -> None:
+def test_means_are_over_all_workers_and_pools() -> None:
   infos, one, other = Infos(), rows(), rows()
   infos.open(one)
   infos.open(other)
@@ -124,9 +124,7 @@ def saying(fresh_fraction: float = 1.0, steps: int = 1_000) -> NextStepReset:
 
 @pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
 @pytest.mark.parametrize('fresh', [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-def test_environments_in_jax_say_how_episodes_end(
-  architecture: str, fresh: float, tmp_path: Path
-) -> None:
+def test_environments_in_jax_tell_infos(architecture: str, fresh: float, tmp_path: Path) -> None:
   network = ActorCritic(hidden=(16,), initializer='lecun')
   config = Config(agent=Impala(network=network), env=f'python:test_infos.saying,fresh_fraction={fresh}',
                   architecture=architecture, num_envs=4, unroll_length=8, total_steps=640, devices=1,

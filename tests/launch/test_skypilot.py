@@ -77,8 +77,8 @@ def test_podrace_accepts_the_commands_of_machines(
   assert used == listening
   assert len(listening) == len(kept[0])  # each at a port of its own
   kept_lines = [x for x in script.splitlines() if x.startswith('  keep ')]
-  (learner,) = (x for x in kept_lines if ' podrace train ' in x)
-  assert [x for x in kept_lines if 'keep env JAX_PLATFORMS=cpu ' not in x] == [learner]
+  (learner,) = (x for x in kept_lines if ' train ' in x)
+  assert [x for x in kept_lines if ' JAX_PLATFORMS=cpu ' not in x] == [learner]
 
 
 def test_what_is_asked_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,7 +117,7 @@ def test_bad_usage_of_skypilot(arguments: tuple[str, ...], said: str) -> None:
 
 def test_a_node_that_chooses_its_address() -> None:
   node = Node('learner', ('train', '{announce}'), listens=('params',), main=True)
-  with pytest.raises(UsageError, match='node learner chooses where it listens; --on skypilot'):
+  with pytest.raises(UsageError, match='--on skypilot'):
     skypilot.task(Program((node,)), CLOUD, 'KEYS')
 
 
@@ -255,9 +255,7 @@ def test_a_task_that_is_cancelled_lets_processes_save(machines: Machines) -> Non
   assert machines.said().split() == ['waits', 'asked']
 
 
-def test_a_process_that_does_not_end_is_killed(
-  machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deaf_process_is_killed(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(skypilot, 'GRACE', 0.2)
   deaf = f'echo $$; {forever("signal.SIG_IGN")}'
   machines.start(script(node('x', deaf, main=True)))
@@ -298,4 +296,4 @@ def test_impala_on_two_machines(machines: Machines, capsys: pytest.CaptureFixtur
   assert machines.wait() == [0, 0], machines.said(0) + machines.said(1)
   summary = machines.home / 'runs' / 'one' / 'summary.json'
   assert json.loads(summary.read_text())['step'] >= 2000
-  assert machines.said(1, 'errors').count('the run is complete') == 2
+  assert machines.said(1, 'errors').count('complete') == 2

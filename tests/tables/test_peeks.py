@@ -43,7 +43,7 @@ def test_a_peek_draws_as_the_sampler_does() -> None:
   np.testing.assert_allclose(found.probability, np.where(found.key == keys[2], 0.75, 0.25))
 
 
-def test_a_peek_waits_for_an_item_and_not_for_the_limiter() -> None:
+def test_a_peek_waits_for_an_item_only() -> None:
   table = make(rate_limiter=tables.min_size(3))
   with pytest.raises(tables.RateLimited, match='item'):
     table.sample(1, timeout=0.01, peek=True)

@@ -286,7 +286,7 @@ def test_traffic_waits_for_references_only(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize('pixels', [1, 300])
-def test_what_is_copied_while_traffic_waits_does_not_depend_on_the_steps(pixels: int) -> None:
+def test_copies_under_the_lock_do_not_depend_on_steps(pixels: int) -> None:
   """A few numbers for each item; the items and their chunks are the table's own."""
   store = tables.ChunkStore()
   options = dict(sampler=SELECTORS[3], remover=SELECTORS[1], rate_limiter=tables.min_size(1))

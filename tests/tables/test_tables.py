@@ -247,7 +247,7 @@ def test_priorities_whose_power_is_too_large_are_refused() -> None:
     fill(table, [1e31])
 
 
-def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> None:
+def test_update_takes_the_last_of_equal_keys() -> None:
   table = make(sampler=tables.max_heap())
   keys = fill(table, [1.0, 2.0, 3.0])
   n = table.update_priorities([keys[0], 12345, keys[0], keys[1]], [9.0, 7.0, 0.5, 2.5])
@@ -283,9 +283,7 @@ def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> N
     (lambda: tables.prioritized(float('nan')), 'exponent'),
   ],
 )
-def test_settings_that_cannot_work_are_refused(
-  make_limiter: Callable[[], Any], message: str
-) -> None:
+def test_impossible_settings_are_refused(make_limiter: Callable[[], Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     make_limiter()
 
@@ -506,7 +504,7 @@ def test_a_flush_waits_for_any_of_several_tables() -> None:
   writer.close(timeout=60)
 
 
-def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
+def test_inserted_items_are_forgotten_behind_a_stuck_one() -> None:
   _, second, writer = two_that_are_full()
   (item,) = [weakref.ref(pending.item) for pending in second.desk.inserts]
   second.sample(1)
@@ -515,7 +513,7 @@ def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
   assert item() is None and writer.in_flight == 1
 
 
-def test_a_closed_table_is_told_once_and_the_writer_goes_on_with_others() -> None:
+def test_a_writer_hears_once_of_a_closed_table() -> None:
   waits = Waits()
   first, second, writer = two_that_are_full(**waits.options)
   flushed = in_thread(writer.flush)
@@ -565,9 +563,7 @@ def instead_of_waiting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[flo
 
 
 @pytest.mark.parametrize('blocking', [False, True])
-def test_a_cancel_is_not_lost_to_an_item_that_comes_in_at_the_same_time(
-  blocking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_insert_loses_no_cancel(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
   """The flush goes on to the next item; and while an item is made that nobody waits for yet."""
   table = make(**ONE_AT_A_TIME)
   looks: list[float] = []
@@ -694,7 +690,7 @@ def test_seconds_are_a_partition_of_the_time() -> None:
 # --- chunks -----------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_freed_with_its_last_item_in_any_table() -> None:
+def test_a_chunk_is_freed_with_its_last_item() -> None:
   store = tables.ChunkStore()
   one, two = make(store, 'one'), make(store, 'two')
   writer = tables.Writer(store, history=4, rows_per_chunk=2)

@@ -445,7 +445,7 @@ def test_differences_are_used_where_they_help() -> None:
   np.testing.assert_array_equal(table.sample(1).data[0], counter)
 
 
-def test_a_block_closes_its_writer_and_waits_for_its_items_unless_it_fails() -> None:
+def test_a_block_closes_its_writer_unless_it_fails() -> None:
   table = make(rate_limiter=tables.queue(1), max_times_sampled=1)
   with writer_of(table, 2) as writer:
     writer.create_item(table, 1.0, num_steps=1)
