@@ -56,7 +56,7 @@ def rate(config: Config, seconds: float) -> dict[str, float]:
       arrays = jax.tree.leaves(state.memory)
       size, steps = sum(x.nbytes for x in arrays), state.memory.timesteps.reward.size
     else:
-      source.replay._wait()
+      source.replay.wait()
       w = driver.windows
       size, steps = source.replay.store.total.bytes, len(source.replay.table) * w.period
   finally:

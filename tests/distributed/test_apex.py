@@ -117,7 +117,7 @@ class Places:
 
 
 def in_background(call: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread]:
-  """Starts it in a thread; what it raises is in the list."""
+  """Starts `call` in a thread. The list takes its exception."""
   ended: list[BaseException] = []
 
   def run() -> None:
@@ -672,8 +672,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
   buffer = settings(capacity=10_000, priority_exponent=1.0, batch_size=128)
   if case != 'n-step':
     given['initial_priority'] = first_priority
-  both = Both(world, buffer=buffer, **given)
-  try:
+  with contextlib.closing(Both(world, buffer=buffer, **given)) as both:
     with ReplayServer('tcp://127.0.0.1:*') as server:
       client = service.connect(server.address)
       table = client.table(
@@ -699,8 +698,6 @@ def test_windows_that_went_through_a_service(case: str) -> None:
     tree = np.asarray(both.memory.tree[0]).reshape(-1)
     index = np.asarray(sample.trajectory.env_id) * both.w.starts + np.array(starts) // both.w.period
     np.testing.assert_allclose(found.priority, tree[index], rtol=1e-5)
-  finally:
-    both.close()
 
 
 def test_priorities_of_dqn_by_what_acting_saw() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -82,15 +83,14 @@ def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[An
   """What a pool without a trial gives."""
   spec = host.make(NAME)
   check, found = checker.Checker(spec, 2), []
-  pool: Any = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
-  try:
+  with contextlib.closing(
+    spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
+  ) as pool:
     pool.reset()
     for _ in range(steps):
       found.append(pool.recv())
       check(found[-1])
       pool.send(np.arange(2), np.zeros(2, np.int32))
-  finally:
-    pool.close()
   return found
 
 
@@ -146,16 +146,16 @@ def test_exceptions_are_told_with_the_users_lines_only(
 
 
 @pytest.mark.parametrize(
-  ('what', 'deadline', 'reason'),
+  ('code', 'deadline', 'reason'),
   [
     ('import signal; signal.pause()', 0.5, '0.5 s'),
     ('import os; os._exit(3)', 30.0, 'exit code 3'),
   ],
 )
-def test_a_trial_has_an_end(what: str, deadline: float, reason: str, write: Write) -> None:
-  write((IN_STEP, what))
-  told = tried(deadline)
-  assert told.startswith(STEP) and told.endswith(reason)
+def test_a_trial_has_an_end(code: str, deadline: float, reason: str, write: Write) -> None:
+  write((IN_STEP, code))
+  message = tried(deadline)
+  assert message.startswith(STEP) and message.endswith(reason)
 
 
 def test_the_command_line_ends_before_it_starts_workers(
@@ -291,12 +291,11 @@ def test_observations_outside_of_their_box_are_told_once(
   with caplog.at_level(logging.WARNING, 'podrace'):
     spec.try_out(30)
     check = checker.Checker(spec, 2)
-    pool = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
-    try:
+    with contextlib.closing(
+      spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
+    ) as pool:
       pool.reset()
       check(pool.recv())
-    finally:
-      pool.close()
   assert caplog.text.count('Box(-5.0, 5.0, (2,), float32)') == times
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import itertools
 import os
 import resource
@@ -57,9 +59,8 @@ def arrivals(
   """What a pool gives for the same random actions; `contrary`: other ones after LAST."""
   spec, rng = host.make(name), np.random.default_rng(0)
   other = np.random.default_rng(1)
-  envs = pool(name, seed=seed, **args)
-  check = checker.Checker(spec, envs.num_envs)
-  try:
+  with contextlib.closing(pool(name, seed=seed, **args)) as envs:
+    check = checker.Checker(spec, envs.num_envs)
     envs.reset()
     for _ in range(steps):
       arrival = envs.recv()
@@ -70,8 +71,19 @@ def arrivals(
         last = arrival.timestep.step_type == LAST
         action[last] = random_actions(spec.action_space, other, len(action))[last]
       envs.send(arrival.env_id, action)
-  finally:
-    envs.close()
+
+
+@functools.cache
+def recorded(name: str, steps: int = 300, n: int = 4) -> list[Arrival]:
+  """The stream of a pool, played once for all tests that look at it."""
+  return list(arrivals(name, steps, n=n))
+
+
+@pytest.fixture(autouse=True, scope='module')
+def forget_streams() -> Iterator[None]:
+  """Frees their memory when the module ends."""
+  yield
+  recorded.cache_clear()
 
 
 CONTRACT = [
@@ -95,7 +107,7 @@ def test_contract(name: str) -> None:
   spec = host.make(name)
   before = np.full(4, LAST)
   kinds = set()
-  for arrival in arrivals(name, 300):
+  for arrival in recorded(name):
     t = arrival.timestep
     np.testing.assert_array_equal(arrival.env_id, np.arange(4))
     assert (t.reward.dtype, t.discount.dtype, t.step_type.dtype) == (
@@ -118,7 +130,7 @@ def test_contract(name: str) -> None:
 
 @pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in n])
 def test_same_seed_same_stream(name: str) -> None:
-  one = [a.timestep for a in arrivals(name, 120)]
+  one = [a.timestep for a in recorded(name)[:120]]
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
   other = [a.timestep for a in arrivals(name, 120, seed=100)]
   assert any((x.step_type == LAST).any() for x in one[:-1])
@@ -161,17 +173,14 @@ def test_termination_and_truncation_are_told_apart() -> None:
 
 
 def test_atari_frames_limit_truncates() -> None:
-  lasts = [
-    a.timestep.discount[a.timestep.step_type == LAST]
-    for a in arrivals('ale:pong,max_frames=400', 300)
-  ]
-  found = np.concatenate(lasts)
+  timesteps = [a.timestep for a in recorded('ale:pong,max_frames=400')]
+  found = np.concatenate([t.discount[t.step_type == LAST] for t in timesteps])
   assert len(found) and np.all(found == 1)
 
 
 def test_losing_a_life_does_not_end_the_game() -> None:
   lives = games = 0
-  for arrival in arrivals('ale:breakout,episodic_life=true', 900, n=2):
+  for arrival in recorded('ale:breakout,episodic_life=true', 900, 2):
     lives += int((arrival.timestep.step_type == LAST).sum())
     games += int(arrival.ended.sum())
   assert games >= 2
@@ -210,7 +219,7 @@ def test_episodes_are_counted_exactly() -> None:
   counter, returns, lengths = EpisodeCounter(2), [], []
   running: dict[int, list[float]] = {0: [], 1: []}
   opens = [True, True]
-  for arrival in arrivals('ale:breakout,episodic_life=true', 900, n=2):
+  for arrival in recorded('ale:breakout,episodic_life=true', 900, 2):
     counter.add(arrival)
     for i in range(2):
       if not opens[i] and arrival.timestep.step_type[i] != FIRST:
@@ -234,7 +243,7 @@ def test_episodes_are_counted_exactly() -> None:
 
 def test_episodes_are_counted_alike_some_at_a_time() -> None:
   whole, parts = EpisodeCounter(4), EpisodeCounter(4)
-  for arrival in arrivals('envpool:CartPole-v1', 150, n=4):
+  for arrival in recorded('envpool:CartPole-v1')[:150]:
     whole.add(arrival)
     for some in ([2, 0], [3, 1]):
       part = jax.tree.map(lambda x, some=some: x[some], arrival)
@@ -346,8 +355,9 @@ def test_trees_of_observations() -> None:
 def test_environments_are_shared_by_workers(
   n: int, batch: int, threads: int, each: list[int]
 ) -> None:
-  envs = pool('gymnasium:host_envs:Sequence-v0', n=n, batch=batch, threads=threads)
-  try:
+  with contextlib.closing(
+    pool('gymnasium:host_envs:Sequence-v0', n=n, batch=batch, threads=threads)
+  ) as envs:
     envs.reset()
     arrival = envs.recv()
     assert len(arrival.env_id) == batch
@@ -360,13 +370,10 @@ def test_environments_are_shared_by_workers(
     processes = [seen[i] for i in range(n)]
     assert [len(list(same)) for _, same in itertools.groupby(processes)] == each
     assert set(processes) == set(envs.pids)
-  finally:
-    envs.close()
 
 
 def test_a_killed_worker_is_replaced() -> None:
-  envs = pool('gymnasium:host_envs:Sequence-v0', n=4, threads=2)
-  try:
+  with contextlib.closing(pool('gymnasium:host_envs:Sequence-v0', n=4, threads=2)) as envs:
     envs.reset()
     for step in range(40):
       arrival = envs.recv()
@@ -377,8 +384,6 @@ def test_a_killed_worker_is_replaced() -> None:
         np.testing.assert_array_equal(arrival.run_id, [0, 0, 1, 1])
       envs.send(arrival.env_id, np.zeros(4, np.int32))
     assert victim not in envs.pids
-  finally:
-    envs.close()
 
 
 def until_failure(name: str, **args: Any) -> str:
@@ -459,10 +464,7 @@ def test_a_worker_that_keeps_dying_ends_the_run() -> None:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-  ('what', 'reason'),
-  [('hang', '0.5 s'), ('deaf', 'SIGKILL')],
-)
+@pytest.mark.parametrize(('what', 'reason'), [('hang', '0.5 s'), ('deaf', 'SIGKILL')])
 def test_a_silent_worker_is_replaced(
   what: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -525,18 +527,17 @@ def test_only_time_that_somebody_was_there_counts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_workers_are_not_late_after_a_stop(monkeypatch: pytest.MonkeyPatch) -> None:
-  envs = pool('gymnasium:host_envs:Sequence-v0,slow=0.2', n=2, deadline=60.0)
-  monotonic, stopped = time.monotonic, 0.0
-  monkeypatch.setattr(time, 'monotonic', lambda: monotonic() + stopped)
-  try:
+  with contextlib.closing(
+    pool('gymnasium:host_envs:Sequence-v0,slow=0.2', n=2, deadline=60.0)
+  ) as envs:
+    monotonic, stopped = time.monotonic, 0.0
+    monkeypatch.setattr(time, 'monotonic', lambda: monotonic() + stopped)
     envs.reset()
     pids = envs.pids
     envs.send(envs.recv().env_id, np.zeros(2, np.int32))
     stopped = 1000.0
     assert not envs.recv().run_id.any()
     assert envs.pids == pids
-  finally:
-    envs.close()
 
 
 def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
@@ -544,13 +545,12 @@ def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
   log = tmp_path / 'helpers'
   message = until_failure(f'gymnasium:host_envs:Wrong-v0,what=raise,helper={log}', deadline=600.0)
   assert 'ZeroDivisionError' in message
-  envs = pool(f'gymnasium:host_envs:Wrong-v0,what=exit,helper={log}', n=1, threads=1, deadline=600)
-  try:
+  with contextlib.closing(
+    pool(f'gymnasium:host_envs:Wrong-v0,what=exit,helper={log}', n=1, threads=1, deadline=600)
+  ) as envs:
     envs.reset()
     while not (arrival := envs.recv()).run_id.any():
       envs.send(arrival.env_id, np.zeros(1, np.int32))
-  finally:
-    envs.close()
   helpers = [int(pid) for pid in log.read_text().split()]
   assert len(helpers) >= 2
   until(lambda: not any(alive(pid) for pid in helpers))
@@ -558,8 +558,7 @@ def test_helpers_of_an_environment_keep_nobody_waiting(tmp_path: Path) -> None:
 
 def test_signals_end_what_an_environment_starts_and_not_its_worker() -> None:
   """Which ignores them without having its helpers ignore them as well."""
-  envs = pool('gymnasium:host_envs:Helped-v0', n=1, threads=1)
-  try:
+  with contextlib.closing(pool('gymnasium:host_envs:Helped-v0', n=1, threads=1)) as envs:
     envs.reset()
     worker, *helpers = envs.recv().timestep.observation[0, :3].astype(int).tolist()
     assert worker == envs.pids[0]
@@ -571,8 +570,6 @@ def test_signals_end_what_an_environment_starts_and_not_its_worker() -> None:
     for pid in helpers:
       os.kill(pid, signal.SIGTERM)
     until(lambda: not any(alive(pid) for pid in helpers), 10)
-  finally:
-    envs.close()
 
 
 def alive_fd(fd: int) -> bool:
@@ -591,22 +588,18 @@ def test_shared_memory_has_no_holes(linux: bool, monkeypatch: pytest.MonkeyPatch
   elif not hasattr(os, 'memfd_create'):
     pytest.skip('files in memory are of Linux')
   before = set(os.listdir('/proc/self/fd'))
-  envs = pool('gymnasium:host_envs:Trees-v0', n=1000)
-  try:
+  with contextlib.closing(pool('gymnasium:host_envs:Trees-v0', n=1000)):
     new = {int(fd) for fd in set(os.listdir('/proc/self/fd')) - before if alive_fd(int(fd))}
     file = max(new, key=lambda fd: os.fstat(fd).st_size)
     assert os.fstat(file).st_blocks * 512 >= os.fstat(file).st_size > 36_000
     if linux:
       assert os.readlink(f'/proc/self/fd/{file}').startswith('/memfd:')
-  finally:
-    envs.close()
 
 
 def test_a_killed_pool_starts_no_process_again() -> None:
   """As when a run ends while a worker hangs: the thread in the pool sees that it is dead."""
-  envs = pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)
-  pids: list[int] = []
-  try:
+  with contextlib.closing(pool('gymnasium:host_envs:Sequence-v0,slow=1000', n=2)) as envs:
+    pids: list[int] = []
     envs.reset()
     pids += envs.pids
     envs.send(envs.recv().env_id, np.zeros(2, np.int32))
@@ -614,8 +607,6 @@ def test_a_killed_pool_starts_no_process_again() -> None:
     with pytest.raises(HostError, match='closed'):
       envs.recv()
     assert envs.pids == pids
-  finally:
-    envs.close()
   assert not any(alive(pid) for pid in pids)
 
 

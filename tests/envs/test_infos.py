@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -71,9 +72,10 @@ def test_there_is_room_for_so_many_names() -> None:
 def test_workers_tell_them_and_a_killed_one_loses_none() -> None:
   spec = host.make(TELLING)
   assert spec.metrics is not None
-  pool = spec.make(PoolArgs(4, 4, np.arange(4, dtype=np.uint32), 2, 60.0))
-  steps = 0
-  try:
+  with contextlib.closing(
+    spec.make(PoolArgs(4, 4, np.arange(4, dtype=np.uint32), 2, 60.0))
+  ) as pool:
+    steps = 0
     pool.reset()
     for t in range(30):
       arrival = pool.recv()
@@ -83,8 +85,6 @@ def test_workers_tell_them_and_a_killed_one_loses_none() -> None:
       pool.send(arrival.env_id, np.zeros(4, np.int32))
     pool.recv()
     found = spec.metrics()
-  finally:
-    pool.close()
   assert set(found) == {'info_speed', 'info_won', 'info_inner/lives'}
   assert found['info_inner/lives'] == 3.0 and 2.0 <= found['info_speed'] <= 20.0
   assert 0.0 < found['info_won'] < 1.0

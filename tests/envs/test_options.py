@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import itertools
@@ -179,16 +180,15 @@ def test_workers_read_the_same_options() -> None:
   import numpy as np
 
   spec = host.make('gymnasium:FrozenLake-v1,is_slippery=False,desc=["SFF", "FFG"],map_name=None')
-  pool = spec.make(host.PoolArgs(20, 20, np.arange(20, dtype=np.uint32), 2, 60.0))
-  try:
+  with contextlib.closing(
+    spec.make(host.PoolArgs(20, 20, np.arange(20, dtype=np.uint32), 2, 60.0))
+  ) as pool:
     pool.reset()
     arrival = pool.recv()
     for _ in range(2):
       pool.send(arrival.env_id, np.full(20, 2))
       arrival = pool.recv()
     assert arrival.timestep.observation.tolist() == [2] * 20
-  finally:
-    pool.close()
 
 
 class Kind(enum.Enum):

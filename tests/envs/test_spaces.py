@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -148,9 +149,8 @@ def test_integers_of_64_bits_are_observed_or_refused() -> None:
 def test_a_pool_has_any_number_of_environments() -> None:
   spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind=discrete')
   n = 12_000
-  pool = spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))
-  try:
+  with contextlib.closing(
+    spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))
+  ) as pool:
     pool.reset()
     assert len(pool.recv().env_id) == n
-  finally:
-    pool.close()

@@ -253,10 +253,7 @@ def test_learning_goes_on_during_a_save(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
   'place',
-  [
-    'tables.Table.update_priorities',
-    pytest.param('replay.host.HostReplay.metrics', marks=SLOW),
-  ],
+  ['tables.Table.update_priorities', pytest.param('replay.host.HostReplay.metrics', marks=SLOW)],
 )
 def test_failing_replay_ends_the_run(
   place: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

@@ -79,7 +79,7 @@ class Bare:
     raise AssertionError(f'no {kind.name} in {seconds} s')
 
   def last(self, kind: Kind) -> Any:
-    """The first field of the next message of this kind; what comes before is passed over."""
+    """The first field of the next message of this kind. Earlier messages are passed over."""
     while (heard := self.hear()) is not None:
       if heard[0] is kind:
         return heard[1][0]

@@ -61,7 +61,7 @@ class Learner:
     self.said: list[str] = []
     self.levels: list[int] = []  # of these
     listen = Listen(address, keys, peer_timeout=peer_timeout)
-    self.say = self.note  # what the server does with its lines
+    self.say = self.note  # receives the lines of the server
     say = lambda level, line: self.say(level, line)  # noqa: E731
     self.server = Server(listen, slots * threads, max_wait, deadline, on_cores, say)
     self.spec = self.server.spec(kind or spec())

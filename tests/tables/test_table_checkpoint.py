@@ -233,8 +233,8 @@ def test_a_checkpoint_is_never_written_over(folder: Path) -> None:
 
 
 def imports_of(path: Path) -> set[str]:
-  found = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import)]
-  return {alias.name for node in found for alias in node.names}
+  nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import)]
+  return {alias.name for node in nodes for alias in node.names}
 
 
 def test_no_pickle(folder: Path) -> None:

@@ -159,14 +159,6 @@ def test_zero_priority_is_never_drawn_not_even_at_the_edges(u: float, weights: l
   assert (probabilities > 0).all()
 
 
-@pytest.mark.parametrize('exponent', [0.0, 1.0])
-def test_a_priority_set_to_zero_is_not_drawn(exponent: float) -> None:
-  table = make(sampler=tables.prioritized(exponent))
-  keys = fill(table, [1.0] * 3)
-  table.update_priorities(keys[:2], [0.0, 0.0])
-  assert set(table.sample(50).key.tolist()) == {keys[2]}
-
-
 def test_all_zero_priorities_are_uniform() -> None:
   table = make(sampler=tables.prioritized(0.8), seed=1)
   counts = drawn(table, fill(table, [0.0] * 20), 10_000)
@@ -435,7 +427,7 @@ def test_waiting_is_cancelled_and_the_table_goes_on() -> None:
   keys = fill(table, [1.0, 1.0])
   table.cancel()  # nobody waits: nothing happens
   writer = tables.Writer(table.store, history=1, max_in_flight=1)
-  keys += write(writer, table, 7)  # waits, but nobody waits for it
+  keys += write(writer, table, 7)  # waits; no call waits for it
   for call in (writer.flush, lambda: writer.create_item(table, 1.0, num_steps=1)):
     waits.reported.clear()
     result = in_thread(call)
@@ -660,15 +652,6 @@ def test_samples_taken_before_a_table_is_closed_are_not_lost(caplog: Any) -> Non
   assert 'of the report' in caplog.text and "'it'" in caplog.text
 
 
-def test_waiting_calls_go_on_when_they_may() -> None:
-  waits = Waits()
-  table = make(rate_limiter=tables.min_size(3), **waits.options)
-  result = in_thread(lambda: table.sample(4))
-  waits.wait()
-  fill(table, [1.0] * 3)
-  assert result().data.shape == (4, 1)
-
-
 def test_seconds_are_a_partition_of_the_time() -> None:
   waits = Waits()
   begun = time.perf_counter()
@@ -715,13 +698,6 @@ def test_a_chunk_is_freed_with_its_last_item() -> None:
   gc.collect()
   assert [chunk() is None for chunk in chunks] == [True, True]
   assert (store.total.bytes, store.cached) == (0, 0)
-
-
-def test_an_item_larger_than_max_bytes_is_refused() -> None:
-  table = make(max_bytes=500)
-  writer = writer_of(table, np.zeros(1000, np.uint8), rows_per_chunk=1)  # packed it is small enough
-  with pytest.raises(ValueError, match='1000 bytes, and max_bytes is 500'):
-    write(writer, table, noise(0))
 
 
 def test_a_sampler_that_max_bytes_starves_says_so() -> None:

@@ -140,7 +140,7 @@ class Listener:
     self.handler.turned()
 
   def serve(self, peer: Peer, events: int) -> None:
-    """Read and write what the socket of a client is ready for."""
+    """Read from and write to the socket of a client, as `events` allow."""
     try:
       if self._connections.serve(peer, events):
         self.sessions.written(peer)

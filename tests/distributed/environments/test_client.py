@@ -79,7 +79,7 @@ def all_step(learner: Learner, dropped: int) -> bool:
 
 @pytest.mark.parametrize('count', [4, pytest.param(100, marks=pytest.mark.slow)])
 def test_killed_clients_lose_and_duplicate_nothing(count: int, tmp_path: Path) -> None:
-  """At random moments; others come in their place at once, as connections end with processes."""
+  """At random moments. New clients come in their place at once."""
   moments = random.Random(0)
   with Learner(slots=4, peer_timeout=600.0, deadline=600.0, max_wait=0.001) as learner:
     running: list[Envs] = []
@@ -303,7 +303,7 @@ def test_bad_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) -> N
   assert capfd.readouterr().err.startswith('podrace: ')
 
 
-def test_a_start_of_no_group_or_a_begun_one_is_refused() -> None:
+def test_a_start_of_no_or_a_begun_group_is_refused() -> None:
   client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
   args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
   begun = GroupThread(0, 1, spec(), args, lambda *args: None, lambda *args: None)

@@ -85,36 +85,6 @@ def test_another_key_ends_no_session(keys: Path, tmp_path: Path) -> None:
       assert first.gone()
 
 
-def test_a_removed_key_is_cut_whatever_it_does(keys: Path, tmp_path: Path) -> None:
-  net_keys.new_client(keys, tmp_path / 'second')
-  with Learner(keys=keys) as learner, Raw(learner.address, keys=keys) as first:
-    first.join(2)
-    with Raw(learner.address, keys=tmp_path / 'second') as second:
-      second.join(2)
-      lines = (keys / net_keys.ALLOWED).read_text().splitlines()
-      (keys / net_keys.ALLOWED).write_text(lines[1] + '\n')
-      assert 'listed' in first.gone()
-      assert first.is_closed()
-      second.step(2, 1)
-      second.act(2, 1)
-    assert learner.server.counts['sessions'] == 2
-
-
-def test_a_client_joins_once_its_key_is_listed(keys: Path, tmp_path: Path) -> None:
-  allowed = keys / net_keys.ALLOWED
-  before = allowed.read_text()
-  net_keys.new_client(keys, tmp_path / 'late')
-  whole = allowed.read_text()
-  allowed.write_text(before)
-  late = ['--keys', str(tmp_path / 'late')]
-  with Learner(keys=keys) as learner, Envs(learner.address, tmp_path / 'log', *late) as envs:
-    learner.says('turned away')
-    envs.says('allowed_clients')
-    assert not learner.steps
-    allowed.write_text(whole)
-    until(lambda: learner.steps > 20)
-
-
 def test_clients_outlive_a_list_that_is_empty_for_a_while(keys: Path, tmp_path: Path) -> None:
   allowed = keys / net_keys.ALLOWED
   whole = allowed.read_text()

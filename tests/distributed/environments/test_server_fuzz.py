@@ -82,17 +82,6 @@ def test_a_report_of_the_longest_names_fits() -> None:
     learner.server.peers.clear()
 
 
-def test_a_stranger_that_does_not_read_is_cut_off() -> None:
-  with Learner() as learner, Raw(learner.address) as good, Raw(learner.address) as deaf:
-    leaf = ['x' * 400, '<f4', [], 'y' * 200, []]
-    schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
-    with contextlib.suppress(OSError):
-      for _ in range(20_000):  # until all that there is to hold the answers is full
-        deaf.say(session_messages.HELLO, good.told(schema=schema))
-    assert not learner.server.counts['malformed'] and learner.server.counts['refused'] < 20_000
-    good.join(2)
-
-
 def garbage(random: random.Random, raw: Raw) -> bytes:
   """A message that is wrong in one of many ways, or a right one at the wrong time."""
   kinds = [1, 2, 3, 4, 5, 6, 0, 65, 200]
@@ -120,22 +109,6 @@ def memory() -> int:
   """Bytes that this process has in memory."""
   with open('/proc/self/statm') as file:
     return int(file.read().split()[1]) * resource.getpagesize()
-
-
-@pytest.mark.parametrize('count', [1500, pytest.param(1_000_000, marks=pytest.mark.slow)])
-def test_fuzzing(count: int) -> None:
-  """Garbage, each heard in a session of its own."""
-  with Learner(keep=False, slots=64) as learner, Raw(learner.address) as raw:
-
-    def case(rng: random.Random) -> Any:
-      return [(environment_messages.ENTER, [0, 2], [])], garbage(rng, raw)
-
-    hello = lambda: raw.told(client=session_messages.new_client())  # noqa: E731
-    good = tell(learner.server.listener, environment_messages.OF_LEARNERS, hello, case, count)
-    assert 0 < good < 0.6 * count, good
-    until(lambda: len(learner.pools[0].free) == 64)
-    with Raw(learner.address) as last:  # the first has said nothing for too long
-      last.join(64)  # all slots are free again, and the server does what it did
 
 
 def documents(raw: Raw) -> Callable[[], list[Document]]:
@@ -241,15 +214,6 @@ def test_a_thousand_light_clients() -> None:
     asker.close()
     until(lambda: not learner.server.peers)
     assert len(learner.pools[0].free) == 1000
-
-
-def test_the_log_is_bounded() -> None:
-  with Learner() as learner:
-    for _ in range(60):
-      with Raw(learner.address) as raw:
-        raw.send(b'\xc1' * 9)
-        raw.gone()
-    assert len(learner.said) <= 22
 
 
 def test_what_fails_in_the_network_thread_is_told() -> None:

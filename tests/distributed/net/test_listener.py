@@ -79,19 +79,16 @@ def test_the_end_of_a_connection_ends_its_session_last() -> None:
 
 def test_a_returning_client_replaces_its_older_connection() -> None:
   with Service().listen() as service:
-    old, *others = (client(service, number) for number in (5, 6, 5))
+    old, *newer = (client(service, number) for number in (5, 6, 5))
     assert old.is_closed()
     assert len(service.of('left')) == 1 and len(service.listener.peers) == 2
-    for end in (old, *others):
+    for end in (old, *newer):
       end.close()
 
 
 @pytest.mark.parametrize(
   ('change', 'reason'),
-  [
-    (dict(name='other'), r"'test' .* 2 .*'other'"),
-    (dict(version=1), r"'test' .* 1"),
-  ],
+  [(dict(name='other'), r"'test' .* 2 .*'other'"), (dict(version=1), r"'test' .* 1")],
 )
 def test_another_service_or_version_is_refused(change: dict[str, Any], reason: str) -> None:
   with Service().listen() as service, connect(service) as end:

@@ -32,7 +32,7 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 
 
-def asked(address: str, is_whole: Callable[[Any], Any]) -> dict[str, Any]:
+def report_of(address: str, is_whole: Callable[[Any], Any]) -> dict[str, Any]:
   """The first report of a service that is whole."""
   with contextlib.closing(dashboard.Asker(address, None, False)) as asker:
     return until(lambda: report if is_whole(report := asker.ask()) else None)
@@ -42,7 +42,7 @@ def of_learner() -> dict[str, Any]:
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
     raw.say(session_messages.METRICS, {'steps_per_s': 1.5, 'resident_mb': 7})
-    return asked(learner.address, lambda report: report['clients'][0]['metrics'])
+    return report_of(learner.address, lambda report: report['clients'][0]['metrics'])
 
 
 def of_program() -> dict[str, Any]:
@@ -52,13 +52,13 @@ def of_program() -> dict[str, Any]:
     with parameters.Publisher(bare.ANY, environments=2, program=program) as publisher:
       publisher.publish(1, [('x', np.ones(2))])
       with contextlib.closing(parameters.Parameters(publisher.address)):
-        return asked(publisher.address, lambda r: r['program']['replay'] and r['clients'])
+        return report_of(publisher.address, lambda r: r['program']['replay'] and r['clients'])
 
 
 def of_replay() -> dict[str, Any]:
   with ReplayServer(bare.ANY) as server, replay.connect(server.address) as client:
     all_of(client)
-    return asked(server.address, bool)
+    return report_of(server.address, bool)
 
 
 def places(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

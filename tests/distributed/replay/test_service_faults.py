@@ -175,18 +175,6 @@ def test_a_cut_is_noticed_and_outlived(
     assert server.failure is None and not server.counts['malformed']
 
 
-@pytest.mark.slow
-def test_a_delay_of_200_ms_is_slow_and_nothing_else(tmp_path: Path) -> None:
-  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
-    table = all_of(client)
-    with Proxy(server.address) as proxy:
-      proxy.delay = 0.2
-      with Program(tmp_path / 'log', 'write', proxy.address, 0, 200) as writer:
-        assert writer.wait() == 0
-    check_once(read_all(table), {0: 199})
-    assert server.counts['sessions'] == 2 and not server.counts['repeated']
-
-
 @pytest.mark.parametrize('kills', [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> None:
   replay = Replay(tmp_path)

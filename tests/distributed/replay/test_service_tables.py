@@ -25,7 +25,6 @@ from test_model import CASES, EXPONENT, LIMITERS, SELECTORS, Pair
 
 from podrace import tables
 from podrace.distributed import parameters, replay
-from podrace.distributed.net import connecting
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer, parse_tables
 
@@ -179,19 +178,6 @@ def test_either_byte_order(client: replay.ReplayClient) -> None:
   for dtype, rows in found.items():
     assert rows.dtype == np.dtype(dtype), dtype
     np.testing.assert_array_equal(rows[0, :, 0], np.arange(40))
-
-
-def test_lengths_differ_and_the_rest_is_zero(client: replay.ReplayClient) -> None:
-  table = client.table('lengths', **SIMPLE)
-  writer = client.writer(history=6, rows_per_chunk=4)
-  for t in range(1, 30):
-    writer.append({'x': np.int32(t)})
-    writer.create_item(table, 1.0, {'x': writer.history['x'][-(t % 6 + 1) if t > 6 else -1 :]})
-  writer.close(timeout=30)
-  samples = table.sample(50, timeout=30)
-  for row, n in zip(samples.data['x'], samples.lengths['x'], strict=True):
-    assert row[n - 1] > 0 and (np.diff(row[:n]) == 1).all() and not row[n:].any()
-  assert len(set(samples.lengths['x'].tolist())) > 1
 
 
 def test_a_step_is_sent_once_and_stays_packed(
@@ -495,13 +481,6 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
     assert table.last_size == 0
 
 
-def test_a_client_that_waits_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
-  reader = parameters.Parameters('tcp://127.0.0.1:9')
-  until(lambda: caplog.records)
-  reader.close()
-  assert connecting.NOBODY in caplog.records[0].getMessage()
-
-
 def test_a_server_that_is_not_there_is_named() -> None:
   with pytest.raises(TimeoutError, match=r'tcp://127\.0\.0\.1:9'):
     replay.connect('tcp://127.0.0.1:9', timeout=0.3)
@@ -511,25 +490,6 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 
 # --- what it is made of -----------------------------------------------------------------------------
-
-
-def test_top_shows_tables_and_clients(
-  server: ReplayServer, client: replay.ReplayClient, tmp_path: Path
-) -> None:
-  from rich.console import Console
-
-  from podrace.distributed.net.dashboard import Asker, table
-
-  fill(client, client.table('shown', **SIMPLE), 3).close(timeout=30)
-  asker = Asker(server.address, None, False)
-  report = asker.ask()
-  asker.close()
-  (mine,) = [c for c in report['clients'] if c['inserted']]
-  assert (mine['inserted'], mine['waiting_inserts']) == (3, 0)
-  console = Console(record=True, width=250)
-  console.print(table(report, {}, 1.0))
-  text = console.export_text()
-  assert all(part in text for part in ('shown', 'min_size(1)', mine['name']))
 
 
 def test_a_million_keys_differ(client: replay.ReplayClient) -> None:
