@@ -25,7 +25,6 @@ from podrace.launch.engines.ray_actor import Placed
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor.remote_child import ReplicaRequest
 
-STEPS = ('--total-steps', '2000')
 MEMORY = 200 * 2**20  # bytes of each node's object store
 PID = 'import os; print("pid", os.getpid())\n'
 
@@ -176,23 +175,17 @@ def test_a_machine_that_dies_is_replaced(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_impala_on_ray(cluster: Any, tmp_path: Path) -> None:
-  words = ('catch', '--as', 'impala', '--actors', '1', '--on', 'ray', *STEPS)
+@pytest.mark.parametrize(
+  ('arrangement', 'line'),
+  [(('impala', '--actors', '1'), r'act +\| .*complete'), (('learners', '--learners-insecure'), 'learner-1')],
+)  # fmt: skip
+def test_runs_on_ray(arrangement: tuple[str, ...], line: str, cluster: Any, tmp_path: Path) -> None:
+  words = ('catch', '--as', *arrangement, '--on', 'ray', '--total-steps', '2000')
   at = ('--run-dir', str(tmp_path / 'run'))
-  with Process(tmp_path / 'said', '-m', 'podrace', 'launch', *words, *at) as launch:
+  with Process(tmp_path / 'output', '-m', 'podrace', 'launch', *words, *at) as launch:
     assert launch.wait() == 0, launch.output
     assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 2000
-    assert re.search(r'act +\| .*complete', launch.output)
-
-
-@pytest.mark.slow
-def test_learners_on_ray(cluster: Any, tmp_path: Path) -> None:
-  words = ('catch', '--as', 'learners', '--learners-insecure', '--on', 'ray', *STEPS)
-  at = ('--run-dir', str(tmp_path / 'run'))
-  with Process(tmp_path / 'said', '-m', 'podrace', 'launch', *words, *at) as launch:
-    assert launch.wait() == 0, launch.output
-    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 2000
-    assert 'learner-1' in launch.output
+    assert re.search(line, launch.output)
 
 
 @pytest.mark.slow

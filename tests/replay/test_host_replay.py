@@ -213,8 +213,13 @@ def test_memory_is_bounded() -> None:
     assert max(sizes[80:]) <= 1.2 * max(sizes[40:80])
 
 
-@pytest.mark.parametrize('ratio', [0.3, 1.5, 7.77])
-@pytest.mark.parametrize('min_size', [1, 50])
+@pytest.mark.parametrize(
+  ('ratio', 'min_size'),
+  [
+    *((0.3, 1), (1.5, 50), (7.77, 1)),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.3, 50), (1.5, 1), (7.77, 50))),
+  ],
+)
 def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
   buffer = settings(
     capacity=1000, batch_size=8, samples_per_insert=ratio, min_size=min_size, priority_exponent=0.5

@@ -109,6 +109,7 @@ class Pair:
     if self.too_large(length):
       return payload
     key = self.writer.create_item(self.table, priority, num_steps=length)
+    self.arrived()
     self.keys.append(key)
     self.model.insert(key, priority, payload)
     return payload
@@ -133,6 +134,7 @@ class Pair:
     if self.too_large(1):
       return
     self.writer.create_item(self.table, priority, num_steps=1, key=key)
+    self.arrived()
     self.model.insert(key, priority, payload)
 
   def amend(self, which: int, length: int) -> None:

@@ -23,6 +23,7 @@ from mutants import Document, data_of, spoiled, tell
 from services import ANY, all_of
 from storm import MESSAGES, storm
 from test_service_tables import SIMPLE, fill
+from test_tables import in_thread
 
 from podrace import cli, errors, tables
 from podrace.distributed import parameters
@@ -133,23 +134,6 @@ def test_a_reader_and_a_client_join_once_listed(tmp_path: Path) -> None:
     reader.close()
 
 
-def ended(call: Any, seconds: float = 30.0) -> BaseException:
-  """What `call` raises, which it does in time."""
-  raised: list[BaseException] = []
-
-  def run() -> None:
-    try:
-      call()
-    except BaseException as e:
-      raised.append(e)
-
-  thread = threading.Thread(target=run, daemon=True)
-  thread.start()
-  thread.join(seconds)
-  assert raised, f'nothing was raised in {seconds} s'
-  return raised[0]
-
-
 @pytest.mark.parametrize('lacks', net_keys.CLIENT_FILES)
 def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> None:
   net_keys.new_keys(tmp_path / 'keys')
@@ -158,7 +142,7 @@ def test_a_key_that_is_missing_is_told_at_once(lacks: str, tmp_path: Path) -> No
     lambda: service.connect('tcp://127.0.0.1:9', keys=tmp_path / 'keys', timeout=None),
     lambda: parameters.Parameters('tcp://127.0.0.1:9', keys=tmp_path / 'keys').get(),
   ):
-    error = ended(connect)
+    error = in_thread(connect)()
     assert isinstance(error, errors.SecurityError) and lacks in str(error)
 
 
@@ -179,7 +163,7 @@ def test_a_link_that_fails_ends_all_waits(monkeypatch: pytest.MonkeyPatch) -> No
     raise MemoryError('no room')
 
   monkeypatch.setattr(ReplayConnection, 'turned', fail)
-  error = ended(lambda: service.connect('tcp://127.0.0.1:9', timeout=None))
+  error = in_thread(lambda: service.connect('tcp://127.0.0.1:9', timeout=None))()
   assert isinstance(error, MemoryError)
 
 

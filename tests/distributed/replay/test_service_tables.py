@@ -68,22 +68,6 @@ class RemotePair(Pair):
     self.keys: list[int] = []
     self.step = self.rows = self.made = 0
 
-  def insert(self, priority: float, length: int) -> Any:
-    payload = self.write(length)
-    key = self.writer.create_item(self.table, priority, num_steps=length)
-    self.arrived()
-    self.keys.append(key)
-    self.model.insert(key, priority, payload)
-    return payload
-
-  def insert_known(self, priority: float, which: int) -> None:
-    if not self.keys:
-      return
-    payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
-    self.writer.create_item(self.table, priority, num_steps=1, key=key)
-    self.arrived()
-    self.model.insert(key, priority, payload)
-
   def arrived(self) -> None:
     self.made += 1
     until(lambda: self.server.counts['items'] == self.made)
