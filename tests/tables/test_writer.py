@@ -159,12 +159,12 @@ def test_slices_of_nothing(index: Any) -> None:
   [
     ({'observation': np.zeros((2, 3)), 'action': np.int32(0)}, r'uint8\[2, 3\], got float64'),
     ({'observation': np.zeros((2, 2), np.uint8)}, r'observation: expected uint8\[2, 3\]'),
-    ({'other': 1}, "expected a dict of .*, got a dict of .'other'"),
+    ({'other': 1}, "'other'"),
     ({'observation': None, 'action': np.int64(3)}, r'int32\[\], got int64'),
     ({'observation': None, 'action': 1.5}, r'int32.*, got float64'),
     ([1, 2], 'expected a dict'),
-    ({'observation': None, 'action': 2**31}, 'action: 2147483648 is not within the range of int32'),
-    ({'observation': {'a': 1}, 'action': np.int32(3)}, r'observation: expected .*, got object'),
+    ({'observation': None, 'action': 2**31}, 'action: 2147483648 .* int32'),
+    ({'observation': {'a': 1}, 'action': np.int32(3)}, r'observation: .* object'),
   ],
 )
 def test_other_steps_are_refused_whole(bad: Any, message: str) -> None:
@@ -220,7 +220,7 @@ def test_many_steps_may_be_the_first_and_of_different_numbers() -> None:
     ({'observation': np.zeros((2, 3), np.uint8)}, r'expected uint8\[n, 2, 3\], got uint8\[2, 3\]'),
     ({'action': np.int32(3)}, r'action: expected int32\[n\], got int32\[\]'),
     ({'observation': np.zeros((3, 2, 3), np.uint8), 'action': np.zeros(3)}, 'action: .* int32'),
-    ({'other': [1]}, "expected a dict of .*, got a dict of .'action', 'other'"),
+    ({'other': [1]}, "'action', 'other'"),
   ],
 )
 def test_many_other_steps_are_refused_whole(bad: Any, message: str) -> None:

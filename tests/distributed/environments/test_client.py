@@ -123,7 +123,7 @@ def test_a_frozen_client_is_dropped_and_comes_back(tmp_path: Path) -> None:
       before = learner.steps
       envs.signal(signal.SIGCONT)
       until(lambda: learner.steps > before + 50)
-      envs.says('environments begin anew')
+      envs.says('anew')
     found = lives(learner.arrivals)
     assert_whole(found)
     assert {run for _, _, run in found} == {0, 1}

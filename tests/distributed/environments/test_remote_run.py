@@ -95,7 +95,7 @@ def test_clients_hear_the_end_before_the_run_is_finished(tmp_path: Path, cache: 
       raw.step(4, numbers[group], MID, group)
     assert heard[0] is session_messages.END and heard[1][0] is True
     assert not (tmp_path / 'run' / 'summary.json').exists()
-    raw.say(session_messages.BYE, 'the learner has ended')
+    raw.say(session_messages.BYE, 'over')
     assert one.wait() == 0, one.output
   assert summary(tmp_path / 'run')['step'] >= 640
 

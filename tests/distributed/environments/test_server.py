@@ -72,6 +72,7 @@ def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
     learner.says(command)
     with Raw(learner.address) as raw:
       raw.join(2)
+      learner.says('going on')
       raw.say(session_messages.BYE, 'test')
       learner.says('left: test')
     until(lambda: sum(command in x for x in learner.said) == 2)

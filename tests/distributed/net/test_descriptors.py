@@ -124,7 +124,7 @@ def test_a_learner_trains_and_saves_while_strangers_connect(tmp_path: Path, cach
      '--total-steps', '100_000_000', '--run-dir', str(run_dir)],
     tmp_path / 'learner.txt', 1, cache, lower_the_limit,
   )  # fmt: skip
-  learner.says('no environments are connected')
+  learner.says('podrace envs --connect')
   address = re.findall(r'podrace envs --connect (tcp://\S+)', learner.output)[0]
   metrics = re.findall(r'http://(127.0.0.1:\d+)/metrics', learner.output)[0]
   envs = Envs(address, tmp_path / 'envs', '--num-envs', '8', env=env)
