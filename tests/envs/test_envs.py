@@ -133,47 +133,41 @@ def test_impossible_sizes_are_refused(wrong: str) -> None:
 # Termination against truncation, by library.
 
 TRUNCATED, TERMINATED = 1.0, 0.0
-ENDS = (
-  # name, the action repeated, the step at which the episode ends (None: whenever), discount
+# name, the action repeated, the step at which the episode ends (None: whenever), discount
+FAST_ENDS = (  # one or two of each library
   ('gymnax:CartPole-v1,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:CartPole-v1', 0, None, TERMINATED),
+  ('gymnax:Breakout-MinAtar,max_steps_in_episode=3', 0, 3, TRUNCATED),
+  ('gymnax:DeepSea-bsuite', 0, 8, TERMINATED),  # both flags are set: termination wins
+  ('brax:inverted_pendulum,backend=spring,episode_length=3', [0.0], 3, TRUNCATED),
+  ('jumanji:Snake-v1', 0, None, TERMINATED),
+  ('navix:Navix-Empty-5x5-v0,max_steps=3', 0, 3, TRUNCATED),
+)
+ENDS = (
   ('gymnax:Pendulum-v1,max_steps_in_episode=5', [0.0], 5, TRUNCATED),
   ('gymnax:MountainCar-v0,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:Acrobot-v1,max_steps_in_episode=5', 0, 5, TRUNCATED),
-  ('gymnax:Breakout-MinAtar,max_steps_in_episode=3', 0, 3, TRUNCATED),
   ('gymnax:Breakout-MinAtar', 1, None, TERMINATED),
   ('gymnax:Freeway-MinAtar,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:Asterix-MinAtar,max_steps_in_episode=2', 0, 2, TRUNCATED),
   ('gymnax:SpaceInvaders-MinAtar,max_steps_in_episode=2', 0, 2, TRUNCATED),
   ('gymnax:Catch-bsuite', 0, 9, TERMINATED),
-  ('gymnax:DeepSea-bsuite', 0, 8, TERMINATED),  # both flags are set: termination wins
   ('gymnax:DiscountingChain-bsuite,max_steps_in_episode=7', 0, 7, TERMINATED),
   ('gymnax:UmbrellaChain-bsuite', 0, 10, TERMINATED),
   ('gymnax:SimpleBandit-bsuite', 0, 1, TERMINATED),
   ('gymnax:BernoulliBandit-misc', 0, 100, TERMINATED),
   ('gymnax:Reacher-misc,max_steps_in_episode=5', [0.0, 0.0], 5, TRUNCATED),
-  ('brax:inverted_pendulum,backend=spring,episode_length=3', [0.0], 3, TRUNCATED),
   ('brax:inverted_pendulum,backend=spring', [1.0], None, TERMINATED),
-  ('jumanji:Snake-v1', 0, None, TERMINATED),
   ('jumanji:Maze-v0,time_limit=3', 0, 3, TRUNCATED),
-  ('navix:Navix-Empty-5x5-v0,max_steps=3', 0, 3, TRUNCATED),
 )
-
-
-FAST_ENDS = {  # one or two of each library
-  'gymnax:CartPole-v1,max_steps_in_episode=5',
-  'gymnax:CartPole-v1',
-  'gymnax:Breakout-MinAtar,max_steps_in_episode=3',
-  'gymnax:DeepSea-bsuite',
-  'brax:inverted_pendulum,backend=spring,episode_length=3',
-  'jumanji:Snake-v1',
-  'navix:Navix-Empty-5x5-v0,max_steps=3',
-}
 
 
 @pytest.mark.parametrize(
   ('name', 'action', 'step', 'discount'),
-  [pytest.param(*e, id=e[0], marks=() if e[0] in FAST_ENDS else pytest.mark.slow) for e in ENDS],
+  [
+    *(pytest.param(*e, id=e[0]) for e in FAST_ENDS),
+    *(pytest.param(*e, id=e[0], marks=pytest.mark.slow) for e in ENDS),
+  ],
 )
 def test_how_episodes_end(name: str, action: Any, step: int | None, discount: float) -> None:
   env = podrace.envs.make(name)

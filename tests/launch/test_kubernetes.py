@@ -22,8 +22,8 @@ from podrace.launch.engines.kubernetes import Cluster
 from podrace.launch.program import Node, Program
 
 CASES = {
-  'seed': ('pong', '--actors', '2'),
-  'impala': ('catch', '--actors', '2', '--seed', '3'),
+  'seed': ('pong', '--actors', '4'),
+  'impala': ('catch', '--actors', '4', '--seed', '3'),
   'apex': ('apex-pong', '--shards', '2', '--actors', '4', '--quiet'),
   'reanalyse': ('muzero-catch', '--reanalysers', '2'),
 }

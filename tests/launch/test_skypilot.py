@@ -17,6 +17,7 @@ import pytest
 import test_docs
 import yaml
 from children import DEADLINE, ROOT, alive, until
+from test_kubernetes import CASES
 
 from podrace.commands import launch
 from podrace.errors import UsageError
@@ -24,12 +25,6 @@ from podrace.launch.engines import manifests, skypilot
 from podrace.launch.engines.skypilot import Cloud
 from podrace.launch.program import Backoff, Node, Program
 
-CASES = {
-  'seed': ('pong', '--actors', '4'),
-  'impala': ('catch', '--actors', '4', '--seed', '3'),
-  'apex': ('apex-pong', '--shards', '2', '--actors', '4', '--quiet'),
-  'reanalyse': ('muzero-catch', '--reanalysers', '2'),
-}
 ON = ('--on', 'skypilot', '--image', 'me/podrace:1', '--run-dir', 'runs/one', '--machines', '3')
 CLOUD = Cloud('one', Path('runs/one'), 2, setup='true')
 
