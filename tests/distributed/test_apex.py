@@ -596,8 +596,8 @@ def test_everybody_may_come_and_go(places: Places) -> None:
   places.step_from(3_000)
   until(lambda: list((places.folder / 'tables').iterdir()))
   server.kill()
-  learner.says('session')
-  actors[0].says('session')
+  learner.says('session with')
+  actors[0].says('session with')
   learner.process.join(3)  # by then all that it has is learned from, and it waits
   learner.signal(signal.SIGTERM)
   assert learner.wait(30) == 143, learner.output

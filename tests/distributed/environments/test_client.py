@@ -371,7 +371,7 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
   own = None if case in ('nobody', 'no keys', 'silent') else other
   reason = {
     'nobody': connecting.NOBODY, 'not listed': 'allowed_clients', 'silent': connecting.SAYS_NOTHING,
-    'no keys': 'keys', 'other keys': 'certificate',
+    'no keys': '--keys', 'other keys': 'certificate',
   }[case]  # fmt: skip
   with contextlib.ExitStack() as stack:
     address = 'tcp://127.0.0.1:9'

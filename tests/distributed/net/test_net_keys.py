@@ -13,7 +13,7 @@ import pytest
 from children import until
 
 from podrace.distributed.net import address as addresses
-from podrace.distributed.net import keys, session_messages
+from podrace.distributed.net import connecting, keys, session_messages
 from podrace.distributed.net.address import check_address, is_local, listen
 from podrace.distributed.net.link import Link, LinkHandler
 from podrace.distributed.net.listener import Listen
@@ -130,11 +130,11 @@ def test_a_client_certificate_is_no_server(directory: Path, tmp_path: Path) -> N
 def test_one_side_with_keys_says_so_at_the_other(directory: Path) -> None:
   with bare.Service().listen(keys=directory) as service:
     link = Link(service.address, None, False, Nobody()).start()
-    until(lambda: 'keys' in link.why)
+    until(lambda: '--keys' in link.why)
     link.close()
   with bare.Service().listen() as service:
     link = Link(service.address, directory, False, Nobody()).start()
-    until(lambda: 'keys' in link.why)
+    until(lambda: connecting.HAS_NO_KEYS in link.why)
     link.close()
 
 
