@@ -285,8 +285,8 @@ def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
   ('more', 'said'),
   [
     ((), '--run-dir'),
-    (('--run-dir', 'a,b'), '--run-dir'),
-    (('--run-dir', 'a b'), '--run-dir'),
+    (('--run-dir', 'a,b'), 'a,b: '),
+    (('--run-dir', 'a b'), 'a b: '),
     (('--run-dir', 'a', '--sbatch', '-p gpu'), '--sbatch'),
     (('--run-dir', 'a', '--gpus', 'lerner=1'), 'replay, learner, act'),
     (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N'),
