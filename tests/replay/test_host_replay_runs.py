@@ -265,20 +265,9 @@ def test_failing_replay_ends_the_run(
     raise error('MemoryError: no more chunks')
 
   monkeypatch.setattr(f'podrace.{place}', fail)
+  args = ['--replay', 'host', '--devices', '1', '--run-dir', str(tmp_path / 'run')]
   with pytest.raises(SystemExit) as end:
-    cli.main(
-      [
-        'train',
-        'catch',
-        *DQN,
-        '--replay',
-        'host',
-        '--devices',
-        '1',
-        '--run-dir',
-        str(tmp_path / 'run'),
-      ]
-    )
+    cli.main(['train', 'catch', *DQN, *args])
   assert end.value.code == 1
   told = capfd.readouterr().err
   assert 'MemoryError' in told and 'saved' in told
@@ -291,7 +280,7 @@ ENV = 'gymnasium:CartPole-v1'
   ('args', 'message'),
   [
     (['--replay', 'host', '--architecture', 'anakin'], '--replay host'),
-    (['--replay', 'host', '--architecture', 'sebulba'], '--replay'),
+    (['--replay', 'host', '--architecture', 'sebulba'], 'replay to host'),
     ([*DQN, '--env', ENV, '--lag', 'async', '--env-batch-size', '2'], '--replay host'),
   ],
 )

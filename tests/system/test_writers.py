@@ -105,17 +105,9 @@ def shown(call: ast.Call) -> str:
 
 
 PASSED_ON = {
-  'write_text',
-  'write_bytes',
-  'touch',
-  'mkdir',
-  'makedirs',
-  'symlink_to',
-  'savez',
-  'savefig',
-  'rename',
-  'copyfile',
-}
+  'write_text', 'write_bytes', 'touch', 'mkdir', 'makedirs', 'symlink_to', 'savez', 'savefig',
+  'rename', 'copyfile',
+}  # fmt: skip
 
 
 def test_no_writer_is_passed_on() -> None:

@@ -321,7 +321,7 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
   chunks.write_bytes(b'x' * chunks.stat().st_size)
   for later in (tmp_path / 'kept').glob('0*/chunks.bin'):
     later.write_bytes(b'x')
-  with pytest.raises(AssertionError, match=r'00000002 .*damaged.* 00000001,.* 00000002 '):
+  with pytest.raises(AssertionError, match=r'00000001 .*chunks\.bin .*00000001 '):
     Replay(tmp_path)
 
 

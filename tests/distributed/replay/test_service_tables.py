@@ -288,10 +288,8 @@ def test_a_table_is_of_one_run(tmp_path: Path) -> None:
         client.table(name, **SIMPLE, run=run)
   settings = parse_tables(['name=it,sampler=uniform,remover=fifo,rate=min_size:1,max_size=1000'])
   for told in ({}, settings):  # it is in the checkpoint
-    with (
-      ReplayServer(ANY, tmp_path, tables=told) as server,
-      replay.connect(server.address) as client,
-    ):
+    server = ReplayServer(ANY, tmp_path, tables=told)
+    with server, replay.connect(server.address) as client:
       client.table('it', **SIMPLE, run='one-1')
       with pytest.raises(replay.Refused, match="'one-1'"):
         client.table('it', **SIMPLE, run='two-2')
