@@ -56,7 +56,7 @@ bench: setup
 bench-gpu: setup
 	$(BIN)/python -c 'import jax; jax.devices("gpu")' 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cuda]'
 	$(BIN)/python benchmarks/gpu/rates.py
-	$(BIN)/python benchmarks/pong.py --until 18 --minutes 60 --name pong_gpu
+	$(BIN)/python benchmarks/pong.py pong ppo-pong --until 18 --minutes 60 --name pong_gpu
 
 clean:
 	rm -rf .venv build runs

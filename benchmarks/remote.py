@@ -1,13 +1,10 @@
-"""Remote environments: round trips with a stub network, memory of light clients, and training ale:pong.
+"""Remote environments: round trips with a stub network, and training ale:pong.
 
 round-trips: clients with one group of environments and one message in flight each, all in one process; the server in
 another, which answers with actions. The servers: podrace's with a stub in the place of the network (`recv`, zeros, `send`),
 over TCP, a Unix socket and TLS; a bare pyzmq echo with the same messages (it answers with a constant and looks at nothing),
 and grpcio's bidirectional streams with messages of the same size, by its asyncio server. Clients are as bare as their
 library allows: podrace's are plain sockets. `cpu_us` is the CPU time of the server's process for a round trip.
-
-light: 1,000 clients connected to podrace's server at once, with one environment each that takes a step a second: latency,
-and the growth of the server's process. Then 10,000 clients that are connected and silent.
 
 training: `podrace train pong` with environments in the process, with `podrace envs` in another, with two of these, and with
 one over TLS; in turn, on the same cores; the median of steps_per_s in the last three quarters of a run.
@@ -31,14 +28,13 @@ from typing import Any
 import common
 import numpy as np
 import tables_load
-from remote_load import GRPC, OBSERVATIONS, Sizes, StreamClients, drive, drive_grpc, payload, spec
+from remote_load import GRPC, OBSERVATIONS, Sizes, drive, drive_grpc, payload, spec
 
 SERVERS = ('podrace', 'podrace-unix', 'podrace-tls', 'echo', 'grpc')  # TCP on loopback, but for one
 KEYS = ('round_trips_per_s', 'p50_ms', 'p99_ms', 'cpu_us')
 TRAINING = {'local': 0, 'remote': 1, 'two processes': 2, 'TLS': 1}  # processes of environments
-LIGHT, PERIOD, IDLE = 1000, 1.0, 10_000  # clients, seconds between the steps of one, silent clients
 VOLUME_PER_S = 5e7  # a measurement takes a second for each of these bytes of all clients' messages
-PARTS = ('round-trips', 'light', 'training')
+PARTS = ('round-trips', 'training')
 
 # --- servers, each a process --------------------------------------------------------------------
 
@@ -172,40 +168,6 @@ def compare(sizes: Sizes, repeats: int, seconds: float) -> dict[str, Any]:
   )  # fmt: skip
 
 
-def light(kind: str, clients: int, seconds: float) -> dict[str, Any]:
-  """Measures latency, and the growth of the server for each client."""
-  sizes = (clients, 1, '16B')
-  with served(kind, sizes) as (server, about):
-    before = server.ask(do='usage')['resident']
-    result: dict[str, Any] = drive(kind, about, sizes, seconds, PERIOD).summarize()
-    grown = server.ask(do='usage')['resident'] - before
-  return result | dict(server_bytes_per_client=grown / clients)
-
-
-def idle(kind: str, clients: int, seconds: float) -> dict[str, float]:
-  """Measures the server's memory for each silent client, and its share of a core."""
-  sizes = (clients, 1, '16B')
-  with served(kind, sizes) as (server, about):
-    before = server.ask(do='usage')['resident']
-    with contextlib.closing(StreamClients(about['address'], sizes, about.get('keys'))):
-      begun = server.ask(do='usage')
-      time.sleep(seconds)
-      ended = server.ask(do='usage')
-  return dict(
-    clients=clients, server_bytes_per_client=(begun['resident'] - before) / clients,
-    cores=(ended['cpu_s'] - begun['cpu_s']) / seconds,
-  )  # fmt: skip
-
-
-def light_clients(clients: int, silent: int, seconds: float) -> dict[str, Any]:
-  _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection is a file
-  resource.setrlimit(resource.RLIMIT_NOFILE, (min(2**16, hard), hard))
-  plain, echo, tls = (light(k, clients, seconds) for k in ('podrace', 'echo', 'podrace-tls'))
-  quiet = {kind: idle(kind, silent, min(5.0, seconds)) for kind in ('podrace', 'podrace-tls')}
-  over = plain['p99_ms'] / echo['p99_ms']
-  return dict(plain, clients=clients, echo=echo, tls=tls, p99_of_echo=over, idle=quiet)
-
-
 def train(name: str, steps: int, address: str = '') -> dict[str, Any]:
   """Makes a run of `TRAINING`; over a Unix socket if no address is given, but for TLS."""
   before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -249,7 +211,7 @@ def training(repeats: int, steps: int) -> dict[str, Any]:
 
 def main() -> None:
   args = common.arguments(
-    __doc__, PARTS, repeats=3, seconds=2.0, steps=60_000, light=LIGHT, idle=IDLE,
+    __doc__, PARTS, repeats=3, seconds=2.0, steps=60_000,
     clients=([1, 8, 64, 256], 'of round-trips; rows of other numbers stay'), envs=[1, 64],
   )  # fmt: skip
   if args.worker:
@@ -267,9 +229,6 @@ def main() -> None:
           about = dict(observation=observation, clients=clients, environments=environments)
           rows.append(about | row)
           common.keep('remote', 'round_trips', rows)
-  if 'light' in args.cases:
-    result = light_clients(args.light, args.idle, 5 * args.seconds)
-    common.keep('remote', 'light_clients', result | dict(origin=common.origin()))
   if 'training' in args.cases:
     result = training(args.repeats, args.steps)
     common.keep('remote', 'training', result | dict(origin=common.origin()))

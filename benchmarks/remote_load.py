@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 import contextlib
 import pathlib
 import selectors
@@ -61,9 +60,9 @@ class ZmqClients:
   def send(self, i: int) -> None:
     self._sockets[i].send_multipart([b'header', *self._frames], copy=False)
 
-  def answered(self, seconds: float | None) -> list[int]:
+  def answered(self) -> list[int]:
     """Waits; returns the clients with an answer."""
-    ready = self._poller.poll(None if seconds is None else seconds * 1000)
+    ready = self._poller.poll()
     for s, _ in ready:
       s.recv_multipart()
     return [self._number[s] for s, _ in ready]
@@ -149,10 +148,10 @@ class StreamClients:
       socket.sendall(memoryview(b''.join(buffers[:-1]))[sent:])
       socket.sendall(memoryview(buffers[-1])[max(sent - size + len(buffers[-1]), 0) :])
 
-  def answered(self, seconds: float | None) -> list[int]:
+  def answered(self) -> list[int]:
     """Waits; returns the clients with a whole answer."""
     complete = []
-    for key, _ in self._selector.select(seconds):
+    for key, _ in self._selector.select():
       data = key.fileobj.recv(2**16)  # type: ignore[union-attr]
       self._received[key.data] += len(data)
       if not data or self._received[key.data] > self._answer:
@@ -170,21 +169,20 @@ class StreamClients:
 class Latencies:
   """Seconds from messages to answers, after a third of the time to warm up, and the number of all answers."""
 
-  def __init__(self, seconds: float, least_warm: float = 0.0) -> None:
+  def __init__(self, seconds: float) -> None:
     self.begin = time.perf_counter()
-    self.warm = self.begin + max(seconds / 3, least_warm)
+    self.warm = self.begin + seconds / 3
     self.end = self.warm + seconds
     self.values: list[float] = []
     self.count, self._since, self._last = 0, 0.0, 0.0
 
-  def add(self, sent: float) -> float:
-    """Counts an answer to a message that was sent then; returns the time."""
+  def add(self, sent: float) -> None:
+    """Counts an answer to a message that was sent then."""
     now = time.perf_counter()
     self.count += 1
     if self.warm < now < self.end:
       self._since, self._last = self._since or now, now
       self.values.append(now - sent)
-    return now
 
   def summarize(self) -> dict[str, float]:
     if len(self.values) < 2:
@@ -194,26 +192,23 @@ class Latencies:
     return dict(round_trips_per_s=rate, p50_ms=float(p50), p99_ms=float(p99))
 
 
-def drive(
-  kind: str, server: dict[str, Any], sizes: Sizes, seconds: float, period: float = 0.0
-) -> Latencies:
-  """Sends the steps of all clients; `period` is between the steps of a client, 0 is at once."""
+def drive(kind: str, server: dict[str, Any], sizes: Sizes, seconds: float) -> Latencies:
+  """Sends the steps of all clients."""
   every: Any = (
     ZmqClients(server['address'], sizes)
     if kind == 'echo'
     else StreamClients(server['address'], sizes, server.get('keys'))
   )
-  sent, count = [0.0] * sizes[0], sizes[0]
-  latencies = Latencies(seconds, 2 * period)
-  due = collections.deque((latencies.begin + period * i / count, i) for i in range(count))
+  sent, latencies = [0.0] * sizes[0], Latencies(seconds)
+  due = list(range(sizes[0]))
   with contextlib.closing(every):
-    while (now := time.perf_counter()) < latencies.end:
-      while due and due[0][0] <= now:
-        i = due.popleft()[1]
+    while time.perf_counter() < latencies.end:
+      for i in due:
         sent[i] = time.perf_counter()
         every.send(i)
-      for i in every.answered(max(due[0][0] - now, 0) if due else None):
-        due.append((max(sent[i] + period, latencies.add(sent[i])), i))
+      due = every.answered()
+      for i in due:
+        latencies.add(sent[i])
   return latencies
 
 

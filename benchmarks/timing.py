@@ -76,6 +76,9 @@ class Run:
     )
 
 
+LAST: dict[str, Run] = {}  # the run that `start` has made last, under 'run'
+
+
 def start(agent: Any, env: Any, num_envs: int, unroll_length: int, total_updates: int = 0) -> Run:
   """Binds an agent to an environment, compiles a run on all devices, and makes its state."""
   import jax
@@ -95,4 +98,5 @@ def start(agent: Any, env: Any, num_envs: int, unroll_length: int, total_updates
   state = jax.block_until_ready(init(keys))
   begin = time.perf_counter()
   run = runner.run.lower(state, jnp.int32(1)).compile()
-  return Run(runner, state, run, dict(init=init_s, train=time.perf_counter() - begin))
+  LAST['run'] = Run(runner, state, run, dict(init=init_s, train=time.perf_counter() - begin))
+  return LAST['run']

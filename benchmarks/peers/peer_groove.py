@@ -1,7 +1,7 @@
 """The other side of discover_peers.py: groove's meta-training of LPG, from its checkout, in an environment of its own.
 
-Its `train.make_train` is one program: a population from its beginning, and so many meta-steps. It is left as it is, but
-for the evaluation of each agent after each meta-step, which podrace has none of: a constant stands in its place.
+Its `train.make_train` is one program: a population from its beginning, and some meta-steps. It is left as it is, but for
+the evaluation of each agent after each meta-step, which podrace does not have: a constant stands in its place.
 
 groove was written for JAX 0.4.13. Under a newer one the names that it imports from JAX are put back, and packages that
 only its evolution strategies and its logging need are empty if they are missing.
@@ -26,16 +26,10 @@ from flax import linen as nn
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'evosax')
 OPTIONS = {  # ours in its words
-  'agents': 'num_agents',
-  'num_envs': 'env_workers',
-  'unroll_length': 'train_rollout_len',
-  'agent_updates': 'num_agent_updates',
-  'trajectory': 'lpg_gru_width',
-  'predictions': 'lpg_target_width',
-  'embedding': 'lpg_embedding_net_width',
-  'mini_batches': 'num_mini_batches',
-  'meta_steps': 'train_steps',
-}
+  'agents': 'num_agents', 'num_envs': 'env_workers', 'unroll_length': 'train_rollout_len',
+  'agent_updates': 'num_agent_updates', 'trajectory': 'lpg_gru_width', 'predictions': 'lpg_target_width',
+  'embedding': 'lpg_embedding_net_width', 'mini_batches': 'num_mini_batches', 'meta_steps': 'train_steps',
+}  # fmt: skip
 
 
 class SizedGRU(nn.Module):
@@ -49,13 +43,13 @@ class SizedGRU(nn.Module):
 
 
 def module(name: str, **contents: Any) -> None:
-  """Makes a module of a name, where there is none."""
-  sys.modules[name] = found = types.ModuleType(name)
-  vars(found).update(contents)
+  """Makes a module of a name."""
+  sys.modules[name] = types.ModuleType(name)
+  vars(sys.modules[name]).update(contents)
 
 
 def restore_names() -> None:
-  """What a newer JAX has no more, or has elsewhere."""
+  """Restores the names that a newer JAX has no more, or has elsewhere."""
   if not hasattr(jax, 'tree_map'):
     jax.tree_map = jax.tree.map
     module('jax.config', config=jax.config)
@@ -69,7 +63,7 @@ def restore_names() -> None:
 
 
 def load(checkout: str) -> Any:
-  """(parse_args, make_train) of groove, which evaluates nothing."""
+  """Returns parse_args and make_train of groove, which evaluates nothing."""
   ours = pathlib.Path(__file__).resolve().parent.parent
   others = [p for p in sys.path if ours not in (pathlib.Path(p), *pathlib.Path(p).parents)]
   sys.path[:] = [checkout, *others]  # modules of the benchmarks have names of its packages
@@ -83,28 +77,32 @@ def load(checkout: str) -> Any:
 
 
 def main() -> None:
-  """Answers the requests."""
   parse_args, make_train = load(sys.argv[1])
-  run: Any = None
-  for request in common.requests():
-    match request['do']:
-      case 'versions':
-        common.answer(**common.versions(PACKAGES))
-      case 'setup':
-        config = request['config']
-        given = [f'--{theirs}={config[ours]}' for ours, theirs in OPTIONS.items()]
-        args = parse_args([*given, f'--env_mode={config["worlds"]}'])
-        key = jax.random.PRNGKey(0)
-        clock = time.perf_counter(), time.process_time()
-        run = jax.jit(make_train(args)).lower(key).compile()
-        took = time.perf_counter() - clock[0], time.process_time() - clock[1]
-        memory = run.memory_analysis().temp_size_in_bytes / 2**20  # 0: JAX 0.4.13 does not say it
-        common.answer(wall_s=took[0], cpu_s=took[1], temp_mib=memory or None)
-      case 'run':
-        key = jax.random.PRNGKey(request['seed'])
-        clock = time.perf_counter(), time.process_time()
-        jax.block_until_ready(run(key))
-        common.answer(wall_s=time.perf_counter() - clock[0], cpu_s=time.process_time() - clock[1])
+  program: Any = None
+
+  def clock() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
+
+  def took(begin: tuple[float, float]) -> dict[str, Any]:
+    end = clock()
+    return dict(wall_s=end[0] - begin[0], cpu_s=end[1] - begin[1])
+
+  def setup(config: dict[str, Any]) -> dict[str, Any]:
+    nonlocal program
+    options = [f'--{theirs}={config[ours]}' for ours, theirs in OPTIONS.items()]
+    args = parse_args([*options, f'--env_mode={config["worlds"]}'])
+    begin = clock()
+    program = jax.jit(make_train(args)).lower(jax.random.PRNGKey(0)).compile()
+    seconds = took(begin)
+    size = program.memory_analysis().temp_size_in_bytes / 2**20  # 0: JAX 0.4.13 does not say it
+    return seconds | dict(temp_mib=size or None)
+
+  def run(seed: int) -> dict[str, Any]:
+    key, begin = jax.random.PRNGKey(seed), clock()
+    jax.block_until_ready(program(key))
+    return took(begin)
+
+  common.serve(PACKAGES, setup=setup, run=run)
 
 
 if __name__ == '__main__':
