@@ -48,14 +48,6 @@ class Products:
   def learned(self) -> int:
     return self.num_envs * (self.unroll + (not self.separate_values))
 
-  @property
-  def flops(self) -> int:
-    forward = 2 * sum(i * o for i, o in zip(self.sizes, self.sizes[1:], strict=False))
-    inputs = forward - 2 * self.sizes[0] * self.sizes[1]  # the gradients of layers' inputs
-    extra = forward * (self.unroll + 1) * self.num_envs if self.separate_values else 0
-    acting = forward * self.unroll * self.num_envs
-    return acting + extra + (2 * forward + inputs) * self.learned
-
   def program(self) -> Any:
     """Compiles a function of a number of updates; each product depends on the one before."""
     import jax
@@ -111,9 +103,7 @@ def measure(
   steps = updates * run.steps_per_update
   return dict(
     num_envs=num_envs, steps_per_s=common.summary([steps / s for s, _ in took]), update_ms=ours * 1e3,
-    products_ms=theirs * 1e3, products_share=theirs / ours, mflop_per_update=products.flops / 1e6,
-    products_gflop_per_s=products.flops / theirs / 1e9, update_gflop_per_s=products.flops / ours / 1e9,
-    compile_s=run.compile_s, updates_per_call=updates,
+    products_ms=theirs * 1e3, products_share=theirs / ours,  compile_s=run.compile_s, updates_per_call=updates,
   )  # fmt: skip
 
 

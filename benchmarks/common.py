@@ -332,14 +332,19 @@ def pins(python: str, *names: str) -> dict[str, str]:
 
 
 def versus(
-  sides: dict[str, list[str]], rounds: int, setup: dict[str, Any], run: dict[str, Any]
-) -> dict[str, list[dict[str, Any]]]:
-  """Asks workers to set up and to run. Each side has a new process in each round, the sides in turn."""
+  sides: dict[str, list[str]], rounds: int, setup: dict[str, Any], run: dict[str, Any],
+  then: Callable[[dict[str, Any]], None] = lambda answer: None,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+  """Asks workers to set up and to run; `then` gets each answer.
+
+  Each side has a new process in each round, the sides in turn.
+  """
   answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
   for i in range(rounds):
     for side in list(sides)[:: 1 - 2 * (i % 2)]:
       with Worker(sides[side]) as worker:
         answers[side].append(worker.ask(do='setup', **setup) | worker.ask(do='run', seed=i, **run))
+        then(answers[side][-1])
   return answers
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,8 @@ import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-import timing
 from seeds import train
 
-from podrace import envs
 from podrace.agents.disco import Disco
 from podrace.run.build import build
 from podrace.settings.config import Config
@@ -56,56 +54,27 @@ def catch(rule: str, num_envs: int, updates: int, **settings: Any) -> Config:
   )  # fmt: skip
 
 
-Advance = Callable[[], Any]  # makes WINDOW updates, and returns the log
-
-
-def on_anakin(config: Config) -> Iterator[Advance]:
-  """Yields a run for each seed, of one program on all devices."""
-  run = timing.start(config.agent, envs.make(config.env), config.num_envs, T, config.total_updates)
-  for seed in range(SEEDS):
-    run.reset(seed)
-
-    def advance() -> Any:
-      log, run.state = run.runner.read_log(run.run(run.state, jnp.int32(WINDOW)))
-      return log
-
-    yield advance
-
-
-def on_sebulba(config: Config) -> Iterator[Advance]:
-  """Yields a run for each seed, with the environments' steps and the learner in threads of their own."""
+def run_catch(config: Config, note: Callable[[Any], Any]) -> None:
+  """Trains seeds one after the other; `note` gets the results so far after each."""
+  runs: list[dict[str, Any]] = []
   for seed in range(SEEDS):
     driver: Any = build(dataclasses.replace(config, seed=seed))
     driver.compile()
     keys = jnp.stack([jax.random.key(seed)])
     state = driver.init(jax.random.clone(keys))
     driver.start(state, keys)
-
-    def advance(driver: Any = driver) -> Any:
-      nonlocal state
-      done = 0
-      while done < WINDOW:
-        state, n = driver.advance(state, WINDOW - done, lambda: False)
-        done += n
-      log, state = driver.read_log(state)
-      return log
-
+    caught, seconds, began = [], [], time.perf_counter()
     try:
-      yield advance
+      for window in range(1, config.total_updates // WINDOW + 1):
+        done = (window - 1) * WINDOW
+        while done < window * WINDOW:
+          state, n = driver.advance(state, window * WINDOW - done, lambda: False)
+          done += n
+        log, state = driver.read_log(state)
+        caught.append((1 + float(log['return_sum']) / float(log['episodes'])) / 2)
+        seconds.append(time.perf_counter() - began)
     finally:
       driver.close()
-
-
-def run_catch(config: Config, note: Callable[[Any], Any]) -> None:
-  """Trains seeds one after the other; `note` gets the results so far after each."""
-  runs: list[dict[str, Any]] = []
-  seeds = on_sebulba(config) if config.architecture == 'sebulba' else on_anakin(config)
-  for seed, advance in enumerate(seeds):
-    caught, seconds, began = [], [], time.perf_counter()
-    for _ in range(config.total_updates // WINDOW):
-      log = advance()
-      caught.append((1 + float(log['return_sum']) / float(log['episodes'])) / 2)
-      seconds.append(time.perf_counter() - began)
     runs.append(dict(seed=seed, caught=caught, seconds=seconds))
     print(seed, 'caught', np.round(caught, 2).tolist(), f'{seconds[-1]:.0f} s', flush=True)
     note(summarize(runs, config.steps_per_update) | dict(devices=jax.device_count()))
@@ -138,6 +107,9 @@ def against(rule: str, case: str, steps: int) -> dict[str, Any]:
 def main() -> None:
   args = common.arguments(__doc__, CASES, rule='', released='', updates=UPDATES, steps=(0, 'fewer steps'))  # fmt: skip
   for case in args.cases:
+    if case == RELEASED and not args.released:
+      print(f'{case}: needs --released', flush=True)
+      continue
 
     def note(part: Any, case: str = case) -> None:
       about = dict(origin=common.origin(), machine=common.machine())

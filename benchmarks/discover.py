@@ -305,6 +305,9 @@ def main() -> None:
     if case == 'picture':
       picture(common.known('discover')['lpg']['results'])
       continue
+    if case != 'speed' and not args.runs[0]:
+      print(f'{case}: needs --runs', flush=True)
+      continue
     steps = speed(args.updates, args.rounds, args.seconds) if case == 'speed' else {'lpg': lpg, 'disco': disco}[case](runs)  # fmt: skip
     for results in steps:
       about = dict(**common.origin(), machine=common.machine())

@@ -28,10 +28,10 @@ from __future__ import annotations
 import contextlib
 import pathlib
 import sys
-import time
 from typing import Any
 
 import common
+import timing
 
 ALIKE = dict(
   unroll_length=20, agent_updates=5, predictions=8, embedding=16, worlds='small',
@@ -75,21 +75,14 @@ class OurSide:
       self.init = program.init.lower(jax.random.split(jax.random.key(0), 1)).compile()
       self.program = program.run.lower(program.shapes, self.steps).compile()
 
-    took = clocked(build)
+    took = timing.clocked(build)
     return took | dict(temp_mib=self.program.memory_analysis().temp_size_in_bytes / 2**20)
 
   def run(self, seed: int) -> dict[str, Any]:
     import jax
 
     keys = jax.random.split(jax.random.key(seed), 1)
-    return clocked(lambda: jax.block_until_ready(self.program(self.init(keys), self.steps)))
-
-
-def clocked(call: Any) -> dict[str, float]:
-  """Returns the time of a call by the clock, and on the core."""
-  wall, cpu = time.perf_counter(), time.process_time()
-  call()
-  return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
+    return timing.clocked(lambda: jax.block_until_ready(self.program(self.init(keys), self.steps)))
 
 
 def measure(sides: dict[str, list[str]], setting: dict[str, int], rounds: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import time
 from typing import Any
 
 import common
@@ -74,42 +75,55 @@ class RandomAgent:
     return train, jnp.ones_like(sample.weight), dict(loss=loss)
 
 
-def bare(env: Any, num_envs: int) -> Any:
-  """Compiles a function of a number of scans of UNROLL random steps, which returns its seconds."""
-  many = batch(env, num_envs)
+class Rollout:
+  """A compiled scan of random steps of a batch of environments, with its state. `seconds(n)` makes n scans."""
 
-  def step(carry: Any, keys: Any) -> Any:
-    state, timestep, total = carry
-    action_key, env_keys = keys
-    actions = random_actions(env.action_space, action_key, timestep)
-    state, timestep = many.step(state, actions, env_keys)
-    return (state, timestep, total + timestep.reward), None
+  def __init__(self, env: Any, num_envs: int, length: int = UNROLL) -> None:
+    many = batch(env, num_envs)
 
-  def scan(i: Any, carry: Any) -> Any:
-    action_key, env_key = jax.random.split(jax.random.fold_in(jax.random.key(1), i))
-    env_keys = jax.random.split(env_key, (UNROLL, num_envs))  # outside of the loop, as the runner
-    return lax.scan(step, carry, (jax.random.split(action_key, UNROLL), env_keys))[0]
+    def step(carry: Any, keys: Any) -> Any:
+      state, timestep, total, ends = carry
+      action_key, env_keys = keys
+      actions = random_actions(env.action_space, action_key, timestep)
+      state, timestep = many.step(state, actions, env_keys)
+      seen = (jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(timestep.observation))
+      total = (
+        total + timestep.reward + 1e-9 * sum(seen)
+      )  # the observation is used, so it is computed
+      return (state, timestep, total, ends + jnp.sum(timestep.last)), None
 
-  carry = jax.jit(lambda key: (*many.reset(key), jnp.zeros([num_envs])))(jax.random.key(0))
-  run = jax.jit(lambda carry, n: lax.fori_loop(0, n, scan, carry), donate_argnums=0)
-  compiled = run.lower(carry, jnp.int32(1)).compile()
+    def scan(i: Any, carry: Any) -> Any:
+      action_key, env_key = jax.random.split(jax.random.fold_in(jax.random.key(1), i))
+      env_keys = jax.random.split(env_key, (length, num_envs))  # outside of the loop, as the runner
+      return lax.scan(step, carry, (jax.random.split(action_key, length), env_keys))[0]
 
-  def call(updates: int) -> float:
-    nonlocal carry
-    took, carry = timing.timed(lambda: compiled(carry, jnp.int32(updates)))
+    def begin(key: Any) -> Any:
+      return *many.reset(key), jnp.zeros([num_envs]), jnp.int32(0)
+
+    begun = time.perf_counter()
+    self.carry = jax.jit(begin)(jax.random.key(0))
+    run = jax.jit(lambda carry, n: lax.fori_loop(0, n, scan, carry), donate_argnums=0)
+    self.run = run.lower(self.carry, jnp.int32(1)).compile()
+    self.compile_s = time.perf_counter() - begun
+
+  @property
+  def ends(self) -> int:
+    """The number of episodes that have ended so far."""
+    return int(self.carry[-1])
+
+  def seconds(self, scans: int) -> float:
+    took, self.carry = timing.timed(lambda: self.run(self.carry, jnp.int32(scans)))
     return took
-
-  return call
 
 
 def measure(name: str, num_envs: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Returns steps/s of one environment, bare and under the runner in turn."""
   env = envs.make(name)
-  ceiling = bare(env, num_envs)
+  ceiling = Rollout(env, num_envs)
   run = timing.start(RandomAgent(env.action_space), env, num_envs, UNROLL)
-  updates = timing.updates_for(ceiling, seconds)
+  updates = timing.updates_for(ceiling.seconds, seconds)
   run.seconds(updates)
-  took = [(ceiling(updates), run.seconds(updates)) for _ in range(repeats)]
+  took = [(ceiling.seconds(updates), run.seconds(updates)) for _ in range(repeats)]
   alone, runner = zip(*took, strict=True)
   steps, shape = updates * run.steps_per_update, getattr(env.observation_space, 'shape', None)
   return dict(

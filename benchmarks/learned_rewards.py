@@ -35,6 +35,7 @@ from podrace.agents.population import with_values
 from podrace.architectures import unroll as actor
 from podrace.envs import make
 from podrace.envs.base import batch
+from podrace.experiments import curves
 from podrace.networks import ActorCritic, LifetimeNetwork
 from podrace.settings.agents import bind
 from podrace.types import FIRST, LAST, Sample
@@ -244,9 +245,7 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
 
 def interval(x: np.ndarray) -> dict[str, float]:
   """Returns the mean of numbers [lives], and the bootstrap's 95%."""
-  rng = np.random.default_rng(0)
-  means = rng.choice(x, (2000, len(x))).mean(axis=1)
-  low, high = np.quantile(means, [0.025, 0.975])
+  low, high = curves.bootstrap_interval([x], curves.mean)
   return dict(mean=float(x.mean()), low=float(low), high=float(high))
 
 

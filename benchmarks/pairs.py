@@ -20,35 +20,14 @@ from typing import Any
 
 import common
 
-PPO = """
-import json, time, sys, jax, jax.numpy as jnp
-import podrace
-from podrace import envs, topology
-from podrace.agents.ppo import PPO
-from podrace.architectures.anakin import Anakin
-from podrace.networks import ActorCritic
-from podrace.replay import on_policy
-from podrace.settings.agents import bind
-n, length, env = {num_envs}, 128, envs.make('gymnax:CartPole-v1')
-network = ActorCritic(hidden=(64, 64), activation='tanh', initializer='lecun', shared=False)
-agent = PPO(network, learning_rate=7.5e-4, anneal_learning_rate=False, adam_epsilon=1e-8, epochs=4, minibatches=4,
-            clip=0.2, clip_value=0.2, entropy_cost=0.01)
-runner = Anakin(bind(agent, env), env, on_policy(), topology.learner_mesh(), n, length)
-state = runner.init(jax.random.split(jax.random.key(0), 1))
-run, updates = runner.run.lower(state, jnp.int32(1)).compile(), jnp.int32(262_144 // n // length)
-seconds = []
-for _ in range(5):
-  begin = time.perf_counter()
-  state = jax.block_until_ready(run(state, updates))
-  seconds.append(time.perf_counter() - begin)
-print(json.dumps(dict(rate=262_144 * 4 / sum(seconds[1:]))))
-"""
+PPO = ['--env', 'gymnax:CartPole-v1', '--agent', 'ppo', '--agent.epochs', '4', '--agent.minibatches', '4',
+       '--unroll-length', '128', '--quiet', '--num-envs']  # fmt: skip
 CARTPOLE = ['--env', 'envpool:CartPole-v1', '--agent', 'impala', '--agent.network.hidden', '64', '64',
             '--unroll-length', '20', '--num-envs', '128']  # fmt: skip
 HOST = ['--architecture', 'sebulba', '--replay', 'host', '--agent.buffer.min-size', '1000']
-CASES: dict[str, Any] = {
-  'ppo_cartpole, 4 environments': PPO.format(num_envs=4),
-  'ppo_cartpole, 64 environments': PPO.format(num_envs=64),
+CASES = {
+  'ppo_cartpole, 4 environments': [*PPO, '4', '--total-steps', '1_500_000'],
+  'ppo_cartpole, 64 environments': [*PPO, '64', '--total-steps', '4_000_000'],
   'sebulba, pong': ['pong', '--num-envs', '32', '--unroll-length', '20', '--actor-threads', '2'],
   'sebulba, envpool CartPole': CARTPOLE,
   'replay_host, dqn-cartpole': ['dqn-cartpole', *HOST, '--total-steps', '60_000'],
@@ -74,28 +53,31 @@ def steady_rate(run_dir: pathlib.Path) -> float:
   return (rows[-1]['step'] - begun['step']) / (rows[-1]['wall_s'] - begun['wall_s'])
 
 
-def rate(tree: pathlib.Path, case: str, seconds: float) -> float:
+def rate(tree: pathlib.Path, case: str, seconds: float, steps: int) -> float:
   """Returns the steps/s of a case in a checkout."""
   args = CASES[case]
-  if isinstance(args, str):
-    return json.loads(run(tree, '-c', args))['rate']
   if case.startswith('sebulba'):
     bench = ('-m', 'podrace', 'bench', 'sebulba', *args, '--seconds', seconds)
     return json.loads(run(tree, *bench))['combined']
   with tempfile.TemporaryDirectory() as folder:
-    run(tree, '-m', 'podrace', 'train', *args, '--run-dir', f'{folder}/run')
+    fewer = ('--total-steps', steps) if steps else ()
+    run(tree, '-m', 'podrace', 'train', *args, *fewer, '--run-dir', f'{folder}/run')
     return steady_rate(pathlib.Path(folder, 'run'))
 
 
 def main() -> None:
-  args = common.arguments(__doc__, CASES, other='', this=str(common.ROOT), pairs=5, seconds=5.0)
+  args = common.arguments(
+    __doc__, CASES, other='', this=str(common.ROOT), pairs=5, seconds=5.0, steps=0
+  )
   if not args.other:
     sys.exit('--other: the root of the other checkout is missing')
   trees, cases = [pathlib.Path(args.this), pathlib.Path(args.other)], {}
   for case in args.cases:
     pairs = []
     for i in range(args.pairs):
-      rates = {tree: rate(tree, case, args.seconds) for tree in trees[:: 1 - 2 * (i % 2)]}
+      rates = {
+        tree: rate(tree, case, args.seconds, args.steps) for tree in trees[:: 1 - 2 * (i % 2)]
+      }
       pairs.append([rates[tree] for tree in trees])
     ratio, others = common.pair_ratio(*zip(*pairs, strict=True)), [b for _, b in pairs]
     cases[case] = dict(ratio=ratio, pairs=pairs)

@@ -172,23 +172,6 @@ def bound(simulations: int, env: Any) -> tuple[Any, Any]:
   return agent, jax.jit(agent.network.init)(jax.random.key(0))
 
 
-def acting(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
-  """Measures mctx alone and Anakin in turn, then Sebulba."""
-  env = make('podrace:catch')
-  agent, params = bound(simulations, env)
-  calls = {'bare': bare(agent, env, params), 'anakin': anakin(agent, env, params)}
-  compile_s = {k: timing.timed(lambda f=f: f(1))[0] for k, f in calls.items()}
-  loops = max(1, round(seconds / timing.timed(lambda: calls['bare'](1))[0]))
-  taken = timing.interleave({k: functools.partial(f, loops) for k, f in calls.items()}, repeats)
-  steps = loops * LENGTH * NUM_ENVS
-  rates = {k: common.summary([steps / s for s in each]) for k, each in taken.items()}
-  flags = ('muzero-catch', '--num-envs', NUM_ENVS, '--unroll-length', LENGTH)
-  stages = [sebulba(simulations, seconds, *flags) for _ in range(min(repeats, 3))]
-  rates['sebulba'] = common.summary([x['acting'] for x in stages])
-  ratio = {k: rates[k]['median'] / rates['bare']['median'] for k in ('anakin', 'sebulba')}
-  return dict(steps_per_s=rates, over_bare=ratio, compile_s=compile_s, unroll_length=LENGTH)
-
-
 def microseconds(calls: dict[str, Callable[[int], Any]], repeats: int, seconds: float) -> Any:
   """Returns the time of one step of all environments, in loops that are taken in turn."""
   loops = {}
@@ -198,6 +181,25 @@ def microseconds(calls: dict[str, Callable[[int], Any]], repeats: int, seconds: 
   partial = {name: functools.partial(call, loops[name]) for name, call in calls.items()}
   taken = timing.interleave(partial, repeats)
   return {k: common.summary([1e6 * s / (loops[k] * LENGTH) for s in v]) for k, v in taken.items()}
+
+
+def per_s(times: dict[str, dict[str, float]], envs: int) -> dict[str, dict[str, float]]:
+  """Turns microseconds of a step of all environments into environments' steps/s."""
+  order = (('median', 'median'), ('min', 'max'), ('max', 'min'))
+  return {k: {x: 1e6 * envs / v[y] for x, y in order} for k, v in times.items()}
+
+
+def acting(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
+  """Measures mctx alone and Anakin in turn, then Sebulba."""
+  env = make('podrace:catch')
+  agent, params = bound(simulations, env)
+  calls = {'bare': bare(agent, env, params), 'anakin': anakin(agent, env, params)}
+  rates = per_s(microseconds(calls, repeats, seconds), NUM_ENVS)
+  flags = ('muzero-catch', '--num-envs', NUM_ENVS, '--unroll-length', LENGTH)
+  stages = [sebulba(simulations, seconds, *flags) for _ in range(min(repeats, 3))]
+  rates['sebulba'] = common.summary([x['acting'] for x in stages])
+  ratio = {k: rates[k]['median'] / rates['bare']['median'] for k in ('anakin', 'sebulba')}
+  return dict(steps_per_s=rates, over_bare=ratio, unroll_length=LENGTH)
 
 
 def shares(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
@@ -236,9 +238,7 @@ def pong(repeats: int, seconds: float, simulations: int = 50) -> dict[str, Any]:
     mctx=called(lambda t, key: searched(agent, params, t, key), timestep),
     network=called(lambda t, key: networks(agent, params, t), timestep),
   )
-  times = microseconds(calls, repeats, seconds)
-  order = (('median', 'median'), ('min', 'max'), ('max', 'min'))
-  ceilings = {k: {x: 1e6 * n / v[y] for x, y in order} for k, v in times.items()}
+  ceilings = per_s(microseconds(calls, repeats, seconds), n)
   rates = common.columns(stages)
   over = {k: rates['acting']['median'] / x['median'] for k, x in ceilings.items()}
   return dict(steps_per_s=rates | ceilings, over=over, simulations=simulations, unroll_length=length)  # fmt: skip

@@ -119,15 +119,14 @@ def compare(
   """Returns speed after the first call, compile time and return of both sides; podrace is the last side."""
   with tempfile.TemporaryDirectory() as folder:
     save = str(pathlib.Path(folder) / 'actors.npz')
-    answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
-    run = dict(calls=CALLS, save=save) | ({'fresh': True} if fresh else {})
-    for i in range(repeats):
-      for side in list(sides)[:: 1 - 2 * (i % 2)]:
-        with common.Worker(sides[side]) as worker:
-          told = worker.ask(do='setup', config=config, steps=steps)
-          told |= worker.ask(do='run', seed=i, **run)
-        returns = evaluate(list(np.load(save).values()))
-        answers[side].append(told | dict(returns=returns if fresh else returns[-1:]))
+    setup, run = dict(config=config, steps=steps), dict(calls=CALLS, save=save)
+
+    def score(answer: dict[str, Any]) -> None:
+      returns = evaluate(list(np.load(save).values()))
+      answer['returns'] = returns if fresh else returns[-1:]
+
+    run |= {'fresh': True} if fresh else {}
+    answers = common.versus(sides, repeats, setup, run, score)
   rates = {k: [steps * (CALLS - 1) / sum(a['seconds'][1:]) for a in v] for k, v in answers.items()}
   compiles = {k: [a['compile_s'] for a in v] for k, v in answers.items()}
   scores = {k: [float(x) for a in v for x in a['returns']] for k, v in answers.items()}

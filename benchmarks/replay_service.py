@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import common
-import service_load
 import tables
 import tables_load as load
 
@@ -54,7 +53,7 @@ def work(args: list[str]) -> None:
       common.serve()
     return
   _, address, kind, frames = args
-  service_load.work(Remote(address, kind), kind, frames)
+  load.work(Remote(address, kind), kind, frames)
   os._exit(0)
 
 
@@ -63,12 +62,12 @@ class Sides:
 
   def __init__(self, peer: str, kind: str, writers: int) -> None:
     ours = [sys.executable, __file__, '--worker']
-    theirs = [peer, 'benchmarks/peers/peer_reverb_service.py']
+    theirs = [peer, 'benchmarks/peers/peer_reverb.py']
     self.processes: list[common.Worker] = []
     address = self.start(*ours, 'server').read()['address']
     port = str(self.start(*theirs, 'serve').read()['port'])
     client = [*ours, 'client', address, kind, str(tables.FRAMES)]
-    reverb = [[*theirs, v, kind, port, str(tables.FRAMES)] for v in READERS]
+    reverb = [[*theirs, 'client', v, kind, port, str(tables.FRAMES)] for v in READERS]
     self.writers = {
       'podrace': [self.start(*client) for _ in range(writers)],
       'reverb': [self.start(*reverb[0]) for _ in range(writers)],

@@ -15,11 +15,9 @@ from typing import Any
 
 import common
 import jax
-import jax.numpy as jnp
-from environments import random_actions
+from environments import Rollout
 
-import podrace.envs
-from podrace.envs.base import batch
+from podrace import envs
 
 FRACTIONS = (1.0, 1 / 4, 1 / 16, 1 / 64)
 ENVS = {  # name: steps per compiled call, fractions (craftax compiles for a minute each)
@@ -34,44 +32,19 @@ ENVS = {  # name: steps per compiled call, fractions (craftax compiles for a min
 }
 
 
-def compile_rollout(env: Any, num_envs: int, steps: int) -> tuple[Any, Any]:
-  """Compiles a function from (state, timestep) and key to the same and the number of episodes ended."""
-  many = batch(env, num_envs)
-
-  def step(carry: Any, key: jax.Array) -> Any:
-    act_key, env_key = jax.random.split(key)
-    actions = random_actions(env.action_space, act_key, carry[1])
-    state, timestep = many.step(carry[0], actions, jax.random.split(env_key, num_envs))
-    # The observation is used, so that it is computed.
-    seen = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(timestep.observation))
-    return (state, timestep), (jnp.sum(timestep.last), seen)
-
-  def rollout(carry: Any, key: jax.Array) -> Any:
-    carry, (ends, seen) = jax.lax.scan(step, carry, jax.random.split(key, steps))
-    return carry, jnp.sum(ends), jnp.sum(seen)
-
-  carry = jax.jit(many.reset)(jax.random.key(0))
-  return jax.jit(rollout, donate_argnums=0).lower(carry, jax.random.key(0)).compile(), carry
-
-
 def measure(
   name: str, fraction: float, num_envs: int, steps: int, seconds: float
 ) -> dict[str, Any]:
   """Returns one row of the table."""
-  env = dataclasses.replace(podrace.envs.make(name), fresh_fraction=fraction)
-  begin = time.perf_counter()
-  run, carry = compile_rollout(env, num_envs, steps)
-  compile_s = time.perf_counter() - begin
-  carry, ends, _ = jax.block_until_ready(run(carry, jax.random.key(1)))  # leave the start behind
-  calls, total_ends, begin, begin_cpu = 0, 0, time.perf_counter(), time.process_time()
-  while time.perf_counter() - begin < seconds or calls < 2:
-    carry, ends, _ = jax.block_until_ready(run(carry, jax.random.key(2 + calls)))
-    calls, total_ends = calls + 1, total_ends + int(ends)
-  env_steps = calls * steps * num_envs
+  rollout = Rollout(dataclasses.replace(envs.make(name), fresh_fraction=fraction), num_envs, steps)
+  rollout.seconds(1)  # leave the start behind
+  before, wall, cpu, calls = rollout.ends, 0.0, time.process_time(), 0
+  while wall < seconds or calls < 2:
+    wall, calls = wall + rollout.seconds(1), calls + 1
+  cpu, ends, env_steps = time.process_time() - cpu, rollout.ends - before, calls * steps * num_envs
   return dict(
-    env=name, fresh_fraction=fraction, steps_per_s=round(env_steps / (time.perf_counter() - begin)),
-    steps_per_cpu_s=round(env_steps / (time.process_time() - begin_cpu)),
-    episode_steps=round(env_steps / total_ends, 1) if total_ends else None, compile_s=round(compile_s, 1),
+    env=name, fresh_fraction=fraction, steps_per_s=round(env_steps / wall), steps_per_cpu_s=round(env_steps / cpu),
+    episode_steps=round(env_steps / ends, 1) if ends else None, compile_s=round(rollout.compile_s, 1),
     num_envs=num_envs,
   )  # fmt: skip
 

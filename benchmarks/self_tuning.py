@@ -96,17 +96,6 @@ def cost(env: str, agent: str, seconds: float) -> dict[str, Any]:
   )
 
 
-def line(name: str, result: dict[str, Any]) -> str:
-  """Returns the figures of a case in short."""
-  if 'times' in result:
-    return f'{name}: {result["times"]["median"]:.2f} times the time'
-  parts = []
-  for part in ('area', 'final'):
-    each = (result[arm][part] for arm in ('off', 'on', 'difference'))
-    parts += [f'{part} ' + ', '.join(f'{x["mean"]:.2f} [{x["low"]:.2f}, {x["high"]:.2f}]' for x in each)]  # fmt: skip
-  return f'{name}: off, on, difference: {"; ".join(parts)}'
-
-
 def draw(results: dict[str, Any]) -> None:
   """Draws the metaparameters against the steps: a line for each seed."""
   plt = common.pyplot(**{'font.size': 9})
@@ -127,7 +116,10 @@ def main() -> None:
   args = common.arguments(__doc__, [*CASES, *COSTS], draw=False, steps=(0, 'fewer steps'), seconds=2.0)  # fmt: skip
   for name in () if args.draw else args.cases:
     result = cost(*COSTS[name], args.seconds) if name in COSTS else case(*CASES[name], steps=args.steps)  # fmt: skip
-    print(line(name, result), flush=True)
+    shown = result.get('times') or {k: x['mean'] for k, x in result['difference'].items()}
+    print(
+      f'{name}: {"times the time" if "times" in result else "on minus off"} {shown}', flush=True
+    )
     result = dict(**common.origin(), machine=common.machine(), **result)
     common.keep('self_tuning', name, result, (*CASES, *COSTS))
   draw(common.known('self_tuning'))

@@ -152,7 +152,8 @@ def saving(items: int) -> dict[str, float]:
   """Saves a checkpoint of small items; `blocked_s` is how long it holds up traffic."""
   from podrace import tables as t
 
-  with tempfile.TemporaryDirectory(dir=common.ROOT / 'build') as folder:
+  FRAMES.parent.mkdir(exist_ok=True)
+  with tempfile.TemporaryDirectory(dir=FRAMES.parent) as folder:
     return t.save(filled(items)[0], Path(folder) / 'saved')
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import common
 import numpy as np
 
 FRAME = (84, 84)
@@ -144,3 +145,20 @@ def run(side: Side, mode: str, kind: str, writers: int, seconds: float, path: st
   if mode == 'insert':
     return inserted_per_s(side, kind, steps, writers, seconds)
   return sampled_per_s(side, kind, steps, seconds)
+
+
+def work(side: Side, kind: str, frames: str) -> None:
+  """In a process of replay_service.py: answers `write` with steps, begin and end; `read` with items/s."""
+  steps = steps_of(kind, frames, 2)
+  write(side, kind, steps, lambda n: n >= 400)
+  common.answer(ready=True)
+
+  def write_for(seconds: float) -> dict[str, Any]:
+    begin = time.time()
+    n = write(side, kind, steps, lambda n: time.time() > begin + seconds)
+    return dict(steps=n, begin=begin, end=time.time())
+
+  def read_for(seconds: float) -> dict[str, Any]:
+    return dict(items_per_s=sampled_per_s(side, kind, steps, seconds))
+
+  common.serve(write=write_for, read=read_for)

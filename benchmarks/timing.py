@@ -19,6 +19,13 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
   return time.perf_counter() - begin, result
 
 
+def clocked(call: Callable[[], Any]) -> dict[str, float]:
+  """Returns the seconds of a call by the clock, and those of the process on its cores."""
+  wall, cpu = time.perf_counter(), time.process_time()
+  call()
+  return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
+
+
 def interleave(calls: dict[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
   """Returns the seconds of `repeats` runs of each call, in turn, after one that is not counted."""
   for call in calls.values():

@@ -1,8 +1,8 @@
 """The released code of DiscoRL on Catch: its agent, network, rule, environment and settings, as in its notebook.
 
-    there/bin/python benchmarks/peers/peer_disco_rl.py CHECKOUT RULE.npz [SEEDS]
+    VENV/bin/python benchmarks/peers/peer_disco_rl.py CHECKOUT RULE.npz [SEEDS]
 
-`there` and the checkout are those of benchmarks/disco_reference.py. The notebook's loop in a few lines: acting, a replay of
+VENV and the checkout are those of tests/data/disco_reference.py. The notebook's loop in a few lines: acting, a replay of
 1,024 rollouts, 64 of them in an update. Its `pmap` over one device is a `vmap` over an axis of one. Prints a line of JSON
 for each seed: the share of episodes that ended with a caught ball, of each 20 updates.
 """
@@ -42,11 +42,9 @@ def main(checkout: str, rule: str, seeds: int) -> None:
   settings = agents.get_settings_disco()
   settings.learning_rate = 1e-2
   agent = agents.Agent(
-    agent_settings=settings,
-    single_observation_spec=env.single_observation_spec(),
-    single_action_spec=env.single_action_spec(),
-    batch_axis_name='i',
-  )
+    agent_settings=settings, single_observation_spec=env.single_observation_spec(),
+    single_action_spec=env.single_action_spec(), batch_axis_name='i',
+  )  # fmt: skip
 
   @jax.jit
   def unroll(learned, actor, ts, state, key):  # type: ignore[no-untyped-def]

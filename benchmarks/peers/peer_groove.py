@@ -15,13 +15,13 @@ import importlib.util
 import inspect
 import pathlib
 import sys
-import time
 import types
 from typing import Any
 
 import common
 import jax
 import jax.numpy as jnp
+import timing
 from flax import linen as nn
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'evosax')
@@ -80,27 +80,21 @@ def main() -> None:
   parse_args, make_train = load(sys.argv[1])
   program: Any = None
 
-  def clock() -> tuple[float, float]:
-    return time.perf_counter(), time.process_time()
-
-  def took(begin: tuple[float, float]) -> dict[str, Any]:
-    end = clock()
-    return dict(wall_s=end[0] - begin[0], cpu_s=end[1] - begin[1])
-
   def setup(config: dict[str, Any]) -> dict[str, Any]:
-    nonlocal program
     options = [f'--{theirs}={config[ours]}' for ours, theirs in OPTIONS.items()]
     args = parse_args([*options, f'--env_mode={config["worlds"]}'])
-    begin = clock()
-    program = jax.jit(make_train(args)).lower(jax.random.PRNGKey(0)).compile()
-    seconds = took(begin)
+
+    def build() -> None:
+      nonlocal program
+      program = jax.jit(make_train(args)).lower(jax.random.PRNGKey(0)).compile()
+
+    took = timing.clocked(build)
     size = program.memory_analysis().temp_size_in_bytes / 2**20  # 0: JAX 0.4.13 does not say it
-    return seconds | dict(temp_mib=size or None)
+    return took | dict(temp_mib=size or None)
 
   def run(seed: int) -> dict[str, Any]:
-    key, begin = jax.random.PRNGKey(seed), clock()
-    jax.block_until_ready(program(key))
-    return took(begin)
+    key = jax.random.PRNGKey(seed)
+    return timing.clocked(lambda: jax.block_until_ready(program(key)))
 
   common.serve(PACKAGES, setup=setup, run=run)
 

@@ -1,6 +1,8 @@
-"""In the peer's virtual environment: dm-reverb, server and client in one process.
+"""In the peer's virtual environment: dm-reverb, server and client in one process, or apart over gRPC.
 
-    python peer_reverb.py VARIANT MODE KIND WRITERS SECONDS FRAMES
+    python peer_reverb.py VARIANT MODE KIND WRITERS SECONDS FRAMES     # of tables.py
+    python peer_reverb.py serve                                        # of replay_service.py
+    python peer_reverb.py client VARIANT KIND PORT FRAMES
 
 VARIANT is KEEP/WORKERS: how many steps a writer keeps (from which Reverb tunes the length of its chunks)
 and how many workers a dataset has (-1 is Reverb's choice).
@@ -16,6 +18,7 @@ from typing import Any
 
 os.environ['TF_CPP_MIN_LOG_LEVEL'] = '3'
 
+import common
 import reverb
 import tables_load as load
 import tensorflow as tf
@@ -69,9 +72,17 @@ class Reverb(load.Side):
 
 
 def main() -> None:
-  variant, mode, kind, writers, seconds, frames = sys.argv[1:]
-  side = Reverb(variant)
-  print(json.dumps(load.run(side, mode, kind, int(writers), float(seconds), frames)), flush=True)
+  first, *args = sys.argv[1:]
+  if first == 'serve':
+    common.answer(port=Reverb('100/-1').port)
+    common.serve()
+  elif first == 'client':
+    variant, kind, port, frames = args
+    load.work(Reverb(variant, int(port)), kind, frames)
+  else:
+    mode, kind, writers, seconds, frames = args
+    rate = load.run(Reverb(first), mode, kind, int(writers), float(seconds), frames)
+    print(json.dumps(rate), flush=True)
   os._exit(0)  # the server's threads are of no further use
 
 
