@@ -25,7 +25,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 PATH = os.pathsep.join([str(ROOT), str(ROOT / 'benchmarks')])  # PYTHONPATH of processes
 RESULTS = pathlib.Path(os.environ.get('BENCHMARK_RESULTS') or ROOT / 'benchmarks' / 'results')
 PODRACE = (sys.executable, '-m', 'podrace')
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
+PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
             'ale-py', 'gymnasium', 'podrace')  # fmt: skip
 
 
@@ -54,9 +54,6 @@ def arguments(doc: str | None, cases: Iterable[str] = (), **options: Any) -> arg
       parser.error(f'no case {", ".join(sorted(unknown))}, only {"; ".join(names)}')
     args.cases = args.cases or names
   return args
-
-
-# --- result files -----------------------------------------------------------------------------
 
 
 def record(name: str, results: Any, peer: dict[str, Any] | None = None) -> None:
@@ -167,9 +164,6 @@ def pyplot(**settings: Any) -> Any:
   look = {'svg.hashsalt': 'podrace', 'axes.spines.top': False, 'axes.spines.right': False}
   matplotlib.rcParams.update(look | settings)
   return plt
-
-
-# --- processes --------------------------------------------------------------------------------
 
 
 def run(command: Sequence[str], **environ: str) -> str:
@@ -290,8 +284,6 @@ def serve(packages: Sequence[str] = PACKAGES, **handlers: Callable[..., dict[str
     answer(**handlers[request.pop('do')](**request))
 
 
-# --- peers ------------------------------------------------------------------------------------
-
 PEERS = {  # packages of the virtual environment of each
   'rejax': ('rejax==0.1.3', 'gymnax<1'),  # unpacks 5 values of `env.step`; gymnax 1.0 gives 6
   'purejaxrl': ('gymnax<1', 'distrax', 'brax', 'navix'),  # its imports, for CartPole as well
@@ -357,9 +349,6 @@ def against_fastest(
   ratio = statistics.median(ours) / medians[fastest]
   print(f'{name}: podrace {statistics.median(ours):,.0f}/s, {fastest} {medians[fastest]:,.0f}/s; {ratio:.2f}x', flush=True)  # fmt: skip
   return dict(podrace=summary(ours), peers=summaries(theirs), ratio_to_fastest=ratio)
-
-
-# --- statistics -----------------------------------------------------------------------------------
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:

@@ -83,9 +83,6 @@ class A2C(Impala):
     return train, metrics
 
 
-# --- lives ----------------------------------------------------------------------------------------------
-
-
 def rules(config: Any, run_dir: Path) -> tuple[Any, Any]:
   """Returns the trained rule of a run, and one of the same widths that was not trained."""
   path, module = str(run_dir / 'rule.npz'), settings.rules_of(config.agent)
@@ -201,9 +198,6 @@ def disco(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
     print(run_dir, seeds[-1]['rule']['life'], seeds[-1]['untrained']['life'], flush=True)
   improvement = interval(np.array([s['improvement']['mean'] for s in seeds]))
   yield dict(seeds=seeds, improvement=improvement)
-
-
-# --- speed ----------------------------------------------------------------------------------------------
 
 
 def without_gradient(program: Any) -> Any:

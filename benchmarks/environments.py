@@ -8,7 +8,6 @@ whole trajectory. Resets are part of the cost, as often as they happen.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from typing import Any
 
@@ -45,9 +44,6 @@ def random_actions(space: Any, key: Any, timestep: Any) -> Any:
     case gymnasium.spaces.Discrete():
       start = int(space.start)
       return jax.random.randint(key, (n,), start, start + int(space.n), jnp.int32)
-    case gymnasium.spaces.MultiDiscrete():
-      top = jnp.asarray(space.nvec, jnp.int32)[None]
-      return jax.random.randint(key, (n, *space.shape), 0, top, jnp.int32)
     case gymnasium.spaces.Box():
       low, high = np.maximum(space.low, -1e3)[None], np.minimum(space.high, 1e3)[None]
       return jax.random.uniform(key, (n, *space.shape), minval=low, maxval=high)
@@ -125,15 +121,12 @@ def measure(name: str, num_envs: int, repeats: int, seconds: float) -> dict[str,
   run.seconds(updates)
   took = [(ceiling.seconds(updates), run.seconds(updates)) for _ in range(repeats)]
   alone, runner = zip(*took, strict=True)
-  steps, shape = updates * run.steps_per_update, getattr(env.observation_space, 'shape', None)
-  return dict(
-    observation=list(shape) if shape else str(env.observation_space),
-    observation_size=math.prod(shape) if shape else None,
-    bare_steps_per_s=common.summary([steps / s for s in alone]),
-    runner_steps_per_s=common.summary([steps / s for s in runner]),
-    runner_overhead=common.pair_ratio(runner, alone) - 1,
-    compile_s=run.compile_s,
-  )
+  steps = updates * run.steps_per_update
+  seconds_of = {'bare': alone, 'runner': runner}
+  rates = {
+    f'{k}_steps_per_s': common.summary([steps / s for s in v]) for k, v in seconds_of.items()
+  }
+  return dict(rates, runner_overhead=common.pair_ratio(runner, alone) - 1, compile_s=run.compile_s)
 
 
 def main() -> None:

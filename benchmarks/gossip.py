@@ -15,7 +15,6 @@ seeds. Writes benchmarks/results/gossip.json after each case; other cases keep t
 from __future__ import annotations
 
 import dataclasses
-import math
 import os
 from typing import Any
 
@@ -25,6 +24,7 @@ os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 import common
 import numpy as np
 import seeds as trainer
+from scipy.stats import binomtest
 
 from podrace.experiments import curves
 from podrace.settings.presets import PRESETS
@@ -51,14 +51,6 @@ CASES = {  # preset, arm, learning rate, steps
 }
 
 
-def wilson(successes: int, n: int, z: float = 1.96) -> tuple[float, float]:
-  """Returns the interval of a share."""
-  p, scale = successes / n, 1 + z * z / n
-  half = z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n)) / scale
-  middle = (p + z * z / (2 * n)) / scale
-  return middle - half, middle + half
-
-
 def describe(numbers: dict[str, Any], bound: float) -> dict[str, Any]:
   """Returns shares, returns, and both curves as means over seeds."""
   returns = np.array(numbers['returns'])
@@ -67,7 +59,7 @@ def describe(numbers: dict[str, Any], bound: float) -> dict[str, Any]:
   steps = [p['step'] for p in numbers['curve']]
   distance = [p['consensus_distance'] for p in numbers['curve'] if 'consensus_distance' in p]
   return dict(
-    steps=numbers['steps'], seeds=n, converged=converged, share=converged / n, share_interval=wilson(converged, n),
+    steps=numbers['steps'], seeds=n, converged=converged, share=converged / n, share_interval=tuple(binomtest(converged, n).proportion_ci(method='wilson')),
     return_mean=float(returns.mean()), return_interval=curves.bootstrap_interval([returns], curves.mean),
     returns=returns.round(4).tolist(),
     curve=[dict(step=s, mean=float(r.mean()), lowest=float(r.min())) for s, r in zip(steps, every, strict=True)],

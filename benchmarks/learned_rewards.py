@@ -74,12 +74,9 @@ CHANGES: dict[str, dict[str, Any]] = {
   'by episode': dict(objective='episode'),
 }
 CASES = WORLDS | {
-  f'{name}, {change}': dataclasses.replace(
-    case, settings=case.settings | CHANGES[change], with_baselines=False
-  )
-  for name, case in WORLDS.items()
-  for change in CHANGES
-}
+  f'{name}, {change}': dataclasses.replace(case, settings=case.settings | settings, with_baselines=False)
+  for name, case in WORLDS.items() for change, settings in CHANGES.items()
+}  # fmt: skip
 DISCOUNT = (0.9, 0.97)
 GRID = dict(
   policy_learning_rate=(5.0, 20.0, 60.0, 200.0), policy_entropy_cost=(0.01, 0.05, 0.2), policy_discount=DISCOUNT,
@@ -93,9 +90,6 @@ class Lived(NamedTuple):
 
   returns: np.ndarray
   lengths: np.ndarray
-
-
-# --- rewards that are not learned -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,9 +112,6 @@ class World(LifetimeNetwork):
 
     state, found = jax.lax.scan(visit, state, timesteps)
     return jnp.arctanh(jnp.clip(found, -0.999, 0.999)), state
-
-
-# --- lifetimes ------------------------------------------------------------------------------------------
 
 
 def learn(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -238,9 +229,6 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
     found[name] = tune(case, run, grid)
     print(name, round(found[name][0].returns.mean(), 3), found[name][1]['settings'], flush=True)
   return found
-
-
-# --- summaries -------------------------------------------------------------------------------
 
 
 def interval(x: np.ndarray) -> dict[str, float]:

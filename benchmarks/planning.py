@@ -27,14 +27,10 @@ from podrace.settings.presets import PRESETS
 SEEDS = 3
 STEPS = {'maze': 200_000, 'cartpole': 30_000, 'tictactoe': 200_000}
 VARIANTS: dict[str, dict[str, Any]] = {
-  'all': {},
-  'acts by the prior': {'acts': 'prior'},
-  'learns one step': {'target_depth': 1},
-  'one step': {'acts': 'prior', 'max_depth': 1},
-  'depth 2': {'max_depth': 2},
-  'depth 4': {'max_depth': 4},
+  'all': {}, 'acts by the prior': {'acts': 'prior'}, 'learns one step': {'target_depth': 1},
+  'one step': {'acts': 'prior', 'max_depth': 1}, 'depth 2': {'max_depth': 2}, 'depth 4': {'max_depth': 4},
   **{f'{n} simulations': {'simulations': n} for n in (2, 4, 8, 32, 64)},
-}
+}  # fmt: skip
 OPPONENTS = {  # of tictactoe: the environment, the model, and the discount
   'rules against itself': ('pgx:tic_tac_toe,opponent=self,state=true', 'rules', -1.0),
   'learned against itself': ('pgx:tic_tac_toe,opponent=self', 'learned', -1.0),

@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import mctx
 import timing
+from environments import Rollout
 from jax import lax
 from sebulba import bench
 
@@ -206,18 +207,11 @@ def shares(simulations: int, repeats: int, seconds: float) -> dict[str, Any]:
   """Divides the bare program's time into network, environment and search."""
   env = make('podrace:catch')
   agent, params = bound(simulations, env)
-  envs = batch(env, NUM_ENVS)
-  state, timestep = jax.jit(envs.reset)(jax.random.key(0))
-
-  def step(carry: Any, key: Any) -> Any:
-    draw_key, env_key = jax.random.split(key)
-    action = jax.random.randint(draw_key, (NUM_ENVS,), 0, env.action_space.n)
-    return envs.step(carry[0], action, jax.random.split(env_key, NUM_ENVS))
-
+  _, timestep = jax.jit(batch(env, NUM_ENVS).reset)(jax.random.key(0))
   calls = dict(
     whole=bare(agent, env, params),
     network=alone(lambda t, key: networks(agent, params, t), timestep),
-    environment=looped(step, (state, timestep)),
+    environment=Rollout(env, NUM_ENVS, LENGTH).seconds,
   )
   times = microseconds(calls, repeats, seconds)
   share = {k: times[k]['median'] / times['whole']['median'] for k in ('network', 'environment')}

@@ -131,14 +131,11 @@ def compare(
   compiles = {k: [a['compile_s'] for a in v] for k, v in answers.items()}
   scores = {k: [float(x) for a in v for x in a['returns']] for k, v in answers.items()}
   theirs, ours = sides
+  ratio = {k: common.pair_ratio(x[ours], x[theirs]) for k, x in (('rate', rates), ('s', compiles))}
   result = dict(
-    total_steps=steps * (1 if fresh else CALLS),
-    steps_per_s=common.summaries(rates),
-    speedup=common.pair_ratio(rates[ours], rates[theirs]),
-    compile_s=common.summaries(compiles),
-    compile_ratio=common.pair_ratio(compiles[ours], compiles[theirs]),
-    final_greedy_return=common.summaries(scores),
-  )
+    total_steps=steps * (1 if fresh else CALLS), steps_per_s=common.summaries(rates), speedup=ratio['rate'],
+    compile_s=common.summaries(compiles), compile_ratio=ratio['s'], final_greedy_return=common.summaries(scores),
+  )  # fmt: skip
   medians = {k: tuple(result[part][k]['median'] for part in ('steps_per_s', 'compile_s', 'final_greedy_return')) for k in sides}  # fmt: skip
   text = ', '.join(f'{k} {rate:,.0f} steps/s, compile {s:.1f} s, return {score:.0f}' for k, (rate, s, score) in medians.items())  # fmt: skip
   print(f'{config["num_envs"]} environments: {text}; {result["speedup"]:.2f}x', flush=True)

@@ -23,9 +23,8 @@ import sys
 import common
 import ppo_cartpole
 
-CONFIG = dict(
-  ppo_cartpole.STEADY, initializer='orthogonal', adam_epsilon=1e-5, learning_rate=2.5e-4
-)
+SAME = ppo_cartpole.STEADY
+CONFIG = dict(SAME, initializer='orthogonal', adam_epsilon=1e-5, learning_rate=2.5e-4)
 STEPS = 524_288  # of a training run
 
 

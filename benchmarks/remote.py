@@ -36,16 +36,10 @@ TRAINING = {'local': 0, 'remote': 1, 'two processes': 2, 'TLS': 1}  # processes 
 VOLUME_PER_S = 5e7  # a measurement takes a second for each of these bytes of all clients' messages
 PARTS = ('round-trips', 'training')
 
-# --- servers, each a process --------------------------------------------------------------------
 
-
-def answer_usage() -> None:
-  """Answers each request with the resources that this process has used."""
-
-  def usage() -> dict[str, float]:
-    return dict(cpu_s=time.process_time(), resident=tables_load.resident())
-
-  common.serve(usage=usage)
+def usage() -> dict[str, float]:
+  """Returns the resources that this process has used."""
+  return dict(cpu_s=time.process_time(), resident=tables_load.resident())
 
 
 def serve_podrace(address: str, sizes: Sizes, keys: pathlib.Path | None) -> None:
@@ -67,7 +61,7 @@ def serve_podrace(address: str, sizes: Sizes, keys: pathlib.Path | None) -> None
 
     threading.Thread(target=act, daemon=True).start()
     common.answer(address=server.address, keys=keys and str(keys))
-    answer_usage()
+    common.serve(usage=usage)
 
 
 def serve_echo(action: bytes) -> None:
@@ -83,7 +77,7 @@ def serve_echo(action: bytes) -> None:
 
   threading.Thread(target=echo, daemon=True).start()
   common.answer(address=router.getsockopt_string(zmq.LAST_ENDPOINT).rstrip('\0'))
-  answer_usage()
+  common.serve(usage=usage)
 
 
 def serve_grpc(action: bytes) -> None:
@@ -101,7 +95,7 @@ def serve_grpc(action: bytes) -> None:
     port = server.add_insecure_port('127.0.0.1:0')
     await server.start()
     common.answer(address=f'127.0.0.1:{port}')
-    await asyncio.get_running_loop().run_in_executor(None, answer_usage)
+    await asyncio.get_running_loop().run_in_executor(None, lambda: common.serve(usage=usage))
     await server.stop(0)
 
   asyncio.run(main())
@@ -133,9 +127,6 @@ def served(kind: str, sizes: Sizes) -> Iterator[tuple[common.Worker, dict[str, A
   """Starts a server; yields its process and its address."""
   with common.Worker([sys.executable, __file__, '--worker', kind, *map(str, sizes)]) as server:
     yield server, server.read()
-
-
-# --- measurements -------------------------------------------------------------------------------------
 
 
 def round_trips(kind: str, sizes: Sizes, seconds: float) -> dict[str, float]:

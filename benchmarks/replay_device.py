@@ -44,9 +44,6 @@ def arrays(key: Any, pixels: int, *shape: int) -> tuple[Any, Any, Any, Any]:
   return seen, rewards, ones, ones.astype(jnp.int8)
 
 
-# --- both sides: functions (unroll, init, add, sample and re-prioritise) over a state ---------------
-
-
 def ours(s: dict[str, Any]) -> Any:
   from podrace.replay import Buffer, windows
   from podrace.types import ActorOutput, TimeStep, Trajectory

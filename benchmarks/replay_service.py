@@ -22,7 +22,7 @@ READERS = ('100/-1', '100/1')  # settings of Reverb
 PREFETCH = 2
 
 
-class Remote(load.Side):
+class Remote:
   """A client of `podrace replay`."""
 
   def __init__(self, address: str, kind: str) -> None:

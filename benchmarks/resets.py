@@ -1,10 +1,9 @@
 """The cost of resets: steps/s of a batch of environments, by the share of resets computed per step.
 
-`fresh_fraction` 1 resets every environment on every step; less keeps a pool of fresh states (see
-`podrace.envs.base`). The adapters' defaults are chosen by these numbers. The policy is random, so episodes are
-as short as they get; `episode_steps` is their mean length with the reset step counted. Compare
-`steps_per_cpu_s` (all threads) on a shared machine. A pool keeps up where `fresh_fraction * episode_steps >= 1`;
-below, states are used twice.
+`fresh_fraction` 1 resets every environment on every step; less keeps a pool of fresh states (see `podrace.envs.base`).
+The adapters' defaults are chosen by these numbers. The policy is random, so episodes are as short as they get;
+`episode_steps` is their mean length with the reset step counted. Compare `steps_per_cpu_s` (all threads) on a shared
+machine. A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import time
 from typing import Any
 
 import common
-import jax
 from environments import Rollout
 
 from podrace import envs
@@ -62,7 +60,6 @@ def main() -> None:
       print(row, flush=True)
       rows.append(row | dict(origin=common.origin()))
       common.record('resets', rows)
-    jax.clear_caches()
 
 
 if __name__ == '__main__':

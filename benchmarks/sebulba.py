@@ -31,7 +31,6 @@ SETTINGS = {
 }
 LAGS = ('0', '1', 'async')
 RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
-OVER = ('combined_over_parallel', 'combined_over_environment')
 
 
 def bench(args: list[str], seconds: float) -> dict[str, Any]:
@@ -44,13 +43,10 @@ def bench(args: list[str], seconds: float) -> dict[str, Any]:
 def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:
   """Returns the medians of runs, and shares and bytes of the last one."""
   runs = [bench(args, seconds) for _ in range(repeats)]
-  return dict(
-    args=args,
-    rates=common.columns(runs, *RATES),
-    **{k: one['median'] for k, one in common.columns(runs, *OVER).items()},
-    **{k: runs[-1][k] for k in ('actor_time', 'actor_time_by_thread', 'bytes')},
-    origin=common.origin(),
-  )
+  ratios = common.columns(runs, 'combined_over_parallel', 'combined_over_environment')
+  over = {k: one['median'] for k, one in ratios.items()}
+  last = {k: runs[-1][k] for k in ('actor_time', 'actor_time_by_thread', 'bytes')}
+  return dict(args=args, rates=common.columns(runs, *RATES), **over, **last, origin=common.origin())
 
 
 def main() -> None:

@@ -50,7 +50,7 @@ def append_and_item(writer: Any, table: Any, kind: str) -> tuple[Callable, Calla
   return (lambda x: write({'x': x})), item
 
 
-class Ours(load.Side):
+class Ours:
   def __init__(self) -> None:
     from podrace import tables as t
 
@@ -89,9 +89,6 @@ def make_frames() -> None:
   partial.rename(FRAMES)
 
 
-# --- side by side -----------------------------------------------------------------------------
-
-
 def measure(side: list[str], mode: str, kind: str, writers: int, seconds: float) -> Any:
   return common.last_json([*side, mode, kind, str(writers), str(seconds), str(FRAMES)])
 
@@ -115,9 +112,6 @@ def compare(peer: str, mode: str, kind: str, writers: int, args: Any) -> dict[st
     result['podrace, unrolls'] = common.summary(unrolls)
     result['unrolls_over_steps'] = statistics.median(unrolls) / statistics.median(ours)
   return result
-
-
-# --- ours alone -------------------------------------------------------------------------------
 
 
 def filled(items: int) -> tuple[Any, Any]:

@@ -1,6 +1,7 @@
 """The load under which tables.py and replay_service.py put both sides: numpy and threads, for either virtual environment.
 
-A side makes functions: a writer's `step(x)`, `item(length)` and `finish()`, and a source of batches. Small steps are
+A side has `writer(kind)`, which returns functions (append a step, make an item of the newest, wait until all items are in),
+and `batches(kind)`, which yields batches of sampled items, stacked, as numpy arrays [n, ...]. Small steps are
 float32[4] (16 bytes) with an item each; Atari steps are real frames, in sequences of 80 that overlap by 40, from episodes
 of 2,000. The kind `unrolls` is Atari, written 40 steps at once, for sides that can.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import common
@@ -20,18 +21,6 @@ FRAME = (84, 84)
 SEQUENCE, PERIOD, EPISODE = 80, 40, 2_000
 BATCH = {'small': 256, 'atari': 16}
 FILL = {'small': 50_000, 'atari': 20_000}  # steps to sample from
-
-
-class Side:
-  """The interface of both sides."""
-
-  def writer(self, kind: str) -> tuple[Callable[[Any], None], Callable[[], None], Callable]:
-    """Returns functions: append a step, make an item of the newest, wait until all items are in."""
-    raise NotImplementedError
-
-  def batches(self, kind: str) -> Iterator[Any]:
-    """Yields batches of sampled items, stacked, as numpy arrays [n, ...]."""
-    raise NotImplementedError
 
 
 def length_of(kind: str) -> int:
@@ -52,7 +41,7 @@ def frames_of(path: str, n: int, start: int = 0) -> np.ndarray:
   return np.fromfile(path, np.uint8, n * size, offset=start * size).reshape(n, *FRAME)
 
 
-def write(side: Side, kind: str, steps: Any, until: Callable[[int], bool]) -> int:
+def write(side: Any, kind: str, steps: Any, until: Callable[[int], bool]) -> int:
   """Writes steps, over and over, with their items; returns how many."""
   append, item, finish = side.writer(kind)
   n = 0
@@ -87,7 +76,7 @@ def at_once(number: int, function: Callable[[int], Any]) -> list[Any]:
   return results
 
 
-def inserted_per_s(side: Side, kind: str, steps: Any, writers: int, seconds: float) -> float:
+def inserted_per_s(side: Any, kind: str, steps: Any, writers: int, seconds: float) -> float:
   """Returns the steps/s of writers, each a thread, until the last item of the last is there."""
   write(side, kind, steps, lambda n: n >= 400)
   begin = time.perf_counter()
@@ -96,7 +85,7 @@ def inserted_per_s(side: Side, kind: str, steps: Any, writers: int, seconds: flo
   return sum(written) / (time.perf_counter() - begin)
 
 
-def sampled_per_s(side: Side, kind: str, steps: Any, seconds: float) -> float:
+def sampled_per_s(side: Any, kind: str, steps: Any, seconds: float) -> float:
   """Returns the items/s of a filled table that one reader gets, in batches."""
   write(side, kind, steps, lambda n: n >= FILL[kind])
   batches = side.batches(kind)
@@ -117,7 +106,7 @@ def resident() -> int:
   return int(line.split()[1]) * 1024
 
 
-def memory(side: Side, path: str, steps: int) -> dict[str, float]:
+def memory(side: Any, path: str, steps: int) -> dict[str, float]:
   """Returns the growth of the process by that many real steps in a table, and its size after it."""
   write(side, 'atari', frames_of(path, 400), lambda n: n >= 400)  # the first steps cost more
   gc.collect()
@@ -137,7 +126,7 @@ def memory(side: Side, path: str, steps: int) -> dict[str, float]:
   return dict(grown_mb=(after - before) / 1e6, process_mb=after / 1e6)
 
 
-def run(side: Side, mode: str, kind: str, writers: int, seconds: float, path: str) -> Any:
+def run(side: Any, mode: str, kind: str, writers: int, seconds: float, path: str) -> Any:
   """Makes one measurement, as named on the command line."""
   if mode == 'memory':
     return memory(side, path, 100_000)
@@ -147,7 +136,7 @@ def run(side: Side, mode: str, kind: str, writers: int, seconds: float, path: st
   return sampled_per_s(side, kind, steps, seconds)
 
 
-def work(side: Side, kind: str, frames: str) -> None:
+def work(side: Any, kind: str, frames: str) -> None:
   """In a process of replay_service.py: answers `write` with steps, begin and end; `read` with items/s."""
   steps = steps_of(kind, frames, 2)
   write(side, kind, steps, lambda n: n >= 400)

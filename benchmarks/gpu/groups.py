@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import items
+
 from runs import DETERMINISTIC, PONG, WIDE, evaluated, learn, smoke
 
 GRAPHS = {  # settings of CUDA graphs, which start short kernels together
@@ -35,21 +36,42 @@ def sebulba(num_envs: int, threads: int, preset: str = 'pong') -> Any:
   return partial(items.bench, preset, '--num-envs', str(num_envs), '--actor-threads', str(threads))
 
 
+minatar = partial(items.anakin, preset='minatar-breakout')
+muzero = partial(items.anakin, env='gymnax:Breakout-MinAtar', agent='muzero')
+
+
+def other_groups() -> dict[str, Group]:
+  """Returns the groups that are measured only if they are named."""
+  pong = partial(learn, *PONG, targets=(0.0, 18.0), name='pong', limit=500.0)
+  return {
+    'pong': Group({'learn pong': pong}, 530, ahead=False),
+    'middle': Group(
+      {'ppo-cartpole x 16384': partial(items.cartpole, 16_384), 'sebulba pong, one thread': sebulba(256, 1)}
+      | {f'catch {v} x 16384': partial(items.catch, v, 16_384) for v in ('impala', 'ppo')}
+      | {f'muzero minatar-breakout x {n}': partial(muzero, n) for n in (64, 256)}
+      | {f'lpg, K {k}': partial(items.lpg, k) for k in (1, 10)},
+      900, ahead=False,
+    ),
+    'environments': Group(
+      {f'{name} x {n}': partial(items.environment, name, n) for n in SIZES for name in ENVIRONMENTS}, 3_000, ahead=False
+    ),
+  }  # fmt: skip
+
+
 def groups() -> dict[str, Group]:
   launched = {
     'catch impala x 4096': partial(items.catch, 'impala', 4_096),
     'ppo-cartpole x 4096': partial(items.cartpole, 4_096),
-    'minatar preset': partial(items.minatar, 64, 128),
+    'minatar preset': partial(minatar, 64, 128),
   }
   varied = {
     name: Group({f'{k}, {name}': v for k, v in launched.items()}, 60, flags)
     for name, flags in GRAPHS.items()
   }
-  minatars = {f'ppo minatar x {n}': partial(items.minatar, n, 32) for n in (1_024, *SIZES)}
-  search = partial(items.muzero, 1_024)
+  minatars = {f'ppo minatar x {n}': partial(minatar, n, 32) for n in (1_024, *SIZES)}
+  search = partial(muzero, 1_024)
   wide = partial(learn, *WIDE, targets=TARGETS, name='wide', limit=45.0)
   narrow = partial(learn, 'minatar-breakout', targets=TARGETS, name='minatar', limit=60.0)
-  pong = partial(learn, *PONG, targets=(0.0, 18.0), name='pong', limit=500.0)
   first = {
     'smoke': Group({'smoke': smoke}, 260, ahead=False),
     'ceilings': Group({'ceilings': items.ceilings}, 40, ahead=False),
@@ -79,20 +101,7 @@ def groups() -> dict[str, Group]:
     'lpg': Group({'lpg, K 5': partial(items.lpg, 5)}, 80, ahead=False),
     'acting': Group({'muzero pong': items.acting}, 80, ahead=False),
   }  # fmt: skip
-  others = {
-    'pong': Group({'learn pong': pong}, 530, ahead=False),
-    'middle': Group(
-      {'ppo-cartpole x 16384': partial(items.cartpole, 16_384), 'sebulba pong, one thread': sebulba(256, 1)}
-      | {f'catch {v} x 16384': partial(items.catch, v, 16_384) for v in ('impala', 'ppo')}
-      | {f'muzero minatar-breakout x {n}': partial(items.muzero, n) for n in (64, 256)}
-      | {f'lpg, K {k}': partial(items.lpg, k) for k in (1, 10)},
-      900, ahead=False,
-    ),
-    'environments': Group(
-      {f'{name} x {n}': partial(items.environment, name, n) for n in SIZES for name in ENVIRONMENTS}, 3_000, ahead=False
-    ),
-  }  # fmt: skip
-  return first | others
+  return first | other_groups()
 
 
-OTHERS = ('pong', 'middle', 'environments')  # are measured only if they are named
+OTHERS = tuple(other_groups())

@@ -58,14 +58,6 @@ def anakin(n: int, length: int = 0, **settings: Any) -> dict[str, Any]:
   return run.rates(session.REPEATS, session.SECONDS)
 
 
-def minatar(n: int, length: int) -> dict[str, Any]:
-  return anakin(n, length, preset='minatar-breakout')
-
-
-def muzero(n: int) -> dict[str, Any]:
-  return anakin(n, env='gymnax:Breakout-MinAtar', agent='muzero')
-
-
 def transformer(n: int, layers: int, width: int) -> dict[str, Any]:
   """Measures PPO with a transformer on MinAtar Breakout: 25 tokens. FLOPs are those of its layers' products."""
   import jax

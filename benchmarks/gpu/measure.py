@@ -70,10 +70,7 @@ class Measuring:
     print(f'[{time.monotonic() - self.began:5.0f} s] {text}', flush=True)
 
   def log_item(self, item: str) -> None:
-    try:
-      self.log(f'{item}: {json.dumps(brief(self.results[item]))}')
-    except Exception as e:  # results.json has it all the same
-      self.log(f'{item}: has no short form: {type(e).__name__}: {e}')
+    self.log(f'{item}: {json.dumps(brief(self.results[item]), default=str)}')
 
   def launch(
     self, name: str, only: tuple[str, ...], limit: float, ahead: bool = False, trace: bool = True

@@ -18,10 +18,6 @@ SHOWN = (
   'copy_tb_per_s', 'matmul_bfloat16_tflop_per_s', 'matmul_float32_tflop_per_s', 'call_us', 'kernel_us', 'loop_us',
   'model_tflop_per_s', 'combined_over_environment', 'gb_sampled_per_s', 'episode_return_mean', 'compile_s',
 )  # fmt: skip
-PACKAGES = (
-  'jax', 'jaxlib', 'jax-cuda13-plugin', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'gymnax', 'gymnasium', 'ale-py',
-  'mctx', 'tyro',
-)  # fmt: skip
 
 
 def now() -> str:
@@ -43,32 +39,25 @@ def about() -> dict[str, Any]:
   else:
     commit = common.head() if (session.ROOT / '.git').exists() else 'unknown'
   return dict(
-    date=now(), gpu=gpu, machine=common.machine(), versions=common.versions(PACKAGES), tiny=TINY, commit=commit
+    date=now(), gpu=gpu, machine=common.machine(), versions=common.versions(), tiny=TINY, commit=commit
   )  # fmt: skip
-
-
-def short(value: Any, digits: int = 3) -> Any:
-  return round(value, digits) if isinstance(value, float) else value
 
 
 def brief(result: dict[str, Any]) -> dict[str, Any]:
   """Returns the figures that fit a line."""
   if 'error' in result:
     return dict(error=result['error'][-300:])
-  rates = result.get('rates', {}) | {k: result[k] for k in ('steps_per_s', 'added', 'sampled') if k in result}  # fmt: skip
-  rates |= {k: v for k, v in result.items() if k.endswith('_steps_per_s')}
+  rates = result.get('rates', {}) | {k: v for k, v in result.items() if k.endswith('steps_per_s') or k in ('added', 'sampled')}  # fmt: skip
   if isinstance(each := rates.get('steps_per_s'), dict) and 'median' not in each:
     rates |= rates.pop('steps_per_s')  # rates of different parts
-  line = {k: round(v['median'] if isinstance(v, dict) else v) for k, v in rates.items() if v}
-  line |= {k: short(v) for k, v in result.items() if k in SHOWN}
+  line = {k: v['median'] if isinstance(v, dict) else v for k, v in rates.items() if v}
+  line |= {k: v for k, v in result.items() if k in SHOWN}
   line |= {k: v.get('episode_return', v.get('error')) for k, v in result.get('runs', {}).items()}
-  kernels = result.get('kernels', {})
-  if 'error' in kernels:
-    line['kernels'] = kernels['error'][-120:]
-  elif kernels:
-    line |= dict(ms=short(kernels['update_ms']), by_program=kernels['program']['by_program'])
-    line |= {k: short(v, 2) for k, v in kernels['device'].items() if k in ('kernels', 'busy_share', 'error')}  # fmt: skip
-  return line
+  if kernels := result.get('kernels', {}):
+    device = kernels.get('device', kernels)
+    line['kernels'] = {k: v for k, v in device.items() if k in ('kernels', 'busy_share', 'error')}
+    line['by_program'] = kernels.get('program', {}).get('by_program')
+  return {k: round(v, 3) if isinstance(v, float) else v for k, v in line.items()}
 
 
 def merge(folder: pathlib.Path) -> None:

@@ -34,7 +34,7 @@ def table(kind: str) -> Any:
   )  # fmt: skip
 
 
-class Reverb(load.Side):
+class Reverb:
   """A client of the server at `port`, or of a new server in this process."""
 
   def __init__(self, variant: str, port: int = 0) -> None:
