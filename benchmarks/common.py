@@ -32,7 +32,7 @@ PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'flax', 'optax', 'gymnax', 'br
 def arguments(doc: str | None, cases: Iterable[str] = (), **options: Any) -> argparse.Namespace:
   """Parses the command line: names of cases (none: all), and options.
 
-  An option is given as NAME=default or NAME=(default, help). `--worker` is for processes that a
+  An option is NAME=default or NAME=(default, help). `--worker` is for processes that a
   benchmark starts itself.
   """
   parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)

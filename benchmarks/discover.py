@@ -110,8 +110,8 @@ def lives(kind: Kind, rule: Any, key: Any, count: int) -> tuple[Any, Any]:
     keys = jax.random.split(jax.random.fold_in(run_key, number), kind.lifetime)
     return jax.lax.scan(update, member, keys)[1]
 
-  found: tuple[Any, Any] = jax.vmap(life)(jnp.arange(count, dtype=jnp.int32))
-  return found
+  sums: tuple[Any, Any] = jax.vmap(life)(jnp.arange(count, dtype=jnp.int32))
+  return sums
 
 
 def of_life(sums: Any) -> np.ndarray:

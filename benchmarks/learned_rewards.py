@@ -110,8 +110,8 @@ class World(LifetimeNetwork):
       n = jnp.sum(count * t.observation, axis=-1)
       return count, 0.5 * (t.reward + self.bonus / jnp.sqrt(n))
 
-    state, found = jax.lax.scan(visit, state, timesteps)
-    return jnp.arctanh(jnp.clip(found, -0.999, 0.999)), state
+    state, reward = jax.lax.scan(visit, state, timesteps)
+    return jnp.arctanh(jnp.clip(reward, -0.999, 0.999)), state
 
 
 def learn(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, Any]]:
@@ -166,8 +166,8 @@ def of_actor_critic(case: Case, agent: Any, key: Any) -> Any:
 
   updates = -(-case.episodes * (case.steps + 1) // A2C_UNROLL)
   carry = agent.init(init_key), state
-  _, found = jax.lax.scan(update, carry, jax.random.split(run_key, updates))
-  return jax.tree.map(lambda x: x.reshape(-1), found)
+  _, parts = jax.lax.scan(update, carry, jax.random.split(run_key, updates))
+  return jax.tree.map(lambda x: x.reshape(-1), parts)
 
 
 def by_episode(reward: Any, step_type: Any, episodes: int) -> Lived:
@@ -195,8 +195,8 @@ def tune(case: Case, run: Any, grid: dict[str, tuple[float, ...]]) -> tuple[Live
   """
   values = combinations(grid)
   step = jax.jit(lambda values, key: jax.lax.map(lambda v: run(v, key), values))
-  found = step(values, jax.random.key(1))
-  each = [by_episode(*x, case.episodes).returns.mean() for x in zip(*found, strict=True)]
+  sums = step(values, jax.random.key(1))
+  each = [by_episode(*x, case.episodes).returns.mean() for x in zip(*sums, strict=True)]
   best = {name: x[[int(np.argmax(each))]] for name, x in values.items()}
   rewards, types = step(best, jax.random.key(2))
   settings = {k: float(x[0]) for k, x in best.items()}
@@ -220,15 +220,15 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
     each = jax.vmap(functools.partial(of_actor_critic, case, agent), out_axes=1)
     return each(jax.random.split(key, LIVES))
 
-  found = {}
+  lives = {}
   for name, run, grid in (
     ('extrinsic', of_world, GRID),
     ('count bonus', of_world, GRID | BONUS),
     ('extrinsic, actor-critic', a2c, A2C_GRID),
   ):
-    found[name] = tune(case, run, grid)
-    print(name, round(found[name][0].returns.mean(), 3), found[name][1]['settings'], flush=True)
-  return found
+    lives[name] = tune(case, run, grid)
+    print(name, round(lives[name][0].returns.mean(), 3), lives[name][1]['settings'], flush=True)
+  return lives
 
 
 def interval(x: np.ndarray) -> dict[str, float]:
@@ -247,11 +247,11 @@ def summarize(case: Case, lived: Lived) -> dict[str, Any]:
     lives=len(r),
   )
   if 'rooms' in case.world:
-    found = r > 0
-    first = np.where(found.any(axis=1), found.argmax(axis=1), r.shape[1])
+    is_found = r > 0
+    first = np.where(is_found.any(axis=1), is_found.argmax(axis=1), r.shape[1])
     result['episodes_until_found'] = interval(first.astype(float))
-    result['never_found'] = float((~found.any(axis=1)).mean())
-    after = [found[i, n + 1 :].mean() for i, n in enumerate(first) if n + 1 < r.shape[1]]
+    result['never_found'] = float((~is_found.any(axis=1)).mean())
+    after = [is_found[i, n + 1 :].mean() for i, n in enumerate(first) if n + 1 < r.shape[1]]
     result['found_again'] = interval(np.array(after))
   if case.period:
     swaps = range(case.period, case.episodes, case.period)

@@ -99,7 +99,7 @@ def main() -> None:
     print(json.dumps(case(*CASES[args.worker[0]])))
     return
   for name in args.cases:
-    try:  # in a process of its own, whose memory is its own
+    try:  # in a process of its own
       result = common.last_json([sys.executable, __file__, '--worker', name])
     except RuntimeError as e:
       result = dict(failed=str(e)[-300:])

@@ -1,7 +1,7 @@
 """Muesli against IMPALA and PPO at equal steps, and without parts of itself: Catch, CartPole, MinAtar, three seeds each.
 
 The seeds are one program under Anakin, as `podrace train --seeds 3` has them. Each agent has its preset's settings, and
-what is annealed is annealed over the steps given here. A score is the mean return of the episodes in training in the
+schedules run over the steps given here. A score is the mean return of the episodes in training in the
 last tenth of the steps. Writes benchmarks/results/muesli.json after each case; other cases keep their results.
 """
 

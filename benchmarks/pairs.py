@@ -1,4 +1,4 @@
-"""This checkout against another one of podrace, such as that before a change.
+"""This checkout against another one of podrace, such as the one before a change.
 
     git worktree add /tmp/before COMMIT
     .venv/bin/python benchmarks/pairs.py --other /tmp/before --pairs 5

@@ -56,7 +56,7 @@ def rates_of(one: dict[str, Any]) -> Rates:
 
 
 def handover(one: dict[str, Any]) -> float:
-  """Returns the seconds of a batch beyond those of its stages."""
+  """Returns the seconds of a batch that its stages do not explain."""
   r = rates_of(one)
   stages = 1 / r.environment + 1 / r.inference + 1 / r.learner
   return (1 / one['rates']['combined']['median'] - stages) * r.batch

@@ -150,8 +150,8 @@ def main() -> None:
       for side, python in pythons.items():
         command = [python, 'benchmarks/replay_device.py', '--worker', side]
         with common.Worker(command) as worker:
-          told = worker.ask(do='measure', setting=setting, repeats=args.repeats)
-        for part, values in told.items():
+          answer = worker.ask(do='measure', setting=setting, repeats=args.repeats)
+        for part, values in answer.items():
           rates[side][part] += values
     medians = {k: {x: statistics.median(v) for x, v in one.items()} for k, one in rates.items()}
     ratio = {x: medians['podrace'][x] / medians['flashbax'][x] for x in ('added', 'sampled')}

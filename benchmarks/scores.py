@@ -37,7 +37,7 @@ def score(preset: str, resume: bool) -> dict[str, Any]:
     shutil.rmtree(run_dir, ignore_errors=True)
   common.podrace('train', *VARIANTS.get(preset, (preset,)), '--run-dir', run_dir)
   env = common.read_json(run_dir / 'config.json')['eval_env']  # against another opponent
-  found = {
+  result = {
     'origin': common.origin(),
     'greedy': evaluate(run_dir, 100, env),
     'summary': common.summary_of(run_dir),
@@ -45,9 +45,9 @@ def score(preset: str, resume: bool) -> dict[str, Any]:
   }
   if env:
     rows = common.metrics(run_dir, 'eval.jsonl')
-    found['curve'] = [[x['step'], x['episode_return_mean']] for x in rows]
-    found['games'] = games(run_dir, env)
-  return found
+    result['curve'] = [[x['step'], x['episode_return_mean']] for x in rows]
+    result['games'] = games(run_dir, env)
+  return result
 
 
 def evaluate(run_dir: Path, episodes: int, env: str = '', *more: str) -> dict[str, Any]:

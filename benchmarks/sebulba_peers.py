@@ -42,17 +42,17 @@ def theirs(part: str, seconds: float) -> Iterator[tuple[str, float]]:
 
   if part == 'learner':
     for layout in ('contiguous', 'channels_last'):
-      found = measure('torch', 'peer_torch.py', FRAMES, seconds, layout)
-      yield f'torch {layout}', found['frames_per_s']
+      result = measure('torch', 'peer_torch.py', FRAMES, seconds, layout)
+      yield f'torch {layout}', result['frames_per_s']
     return
   sizes = (64, 32, 4, 4) if part == 'cartpole' else (16, 64, 4, 4)
   for vector in ('dummy', 'subproc') if part == 'cartpole' else ('subproc',):
     longer = seconds if part == 'cartpole' else 3 * seconds
-    found = measure('torch', 'peer_sb3.py', part, *sizes, longer, vector)
-    yield f'stable-baselines3 {vector}', found['steps_per_s']
+    result = measure('torch', 'peer_sb3.py', part, *sizes, longer, vector)
+    yield f'stable-baselines3 {vector}', result['steps_per_s']
   for workers in (1, 2):
-    found = measure('sf', 'peer_sf.py', part, *sizes, SF_SECONDS, workers)
-    yield f'sample-factory, {workers} workers', found['rate']
+    result = measure('sf', 'peer_sf.py', part, *sizes, SF_SECONDS, workers)
+    yield f'sample-factory, {workers} workers', result['rate']
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ def timed(call: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def clocked(call: Callable[[], Any]) -> dict[str, float]:
-  """Returns the seconds of a call by the clock, and those of the process on its cores."""
+  """Returns the seconds of a call by the clock and on the cores."""
   wall, cpu = time.perf_counter(), time.process_time()
   call()
   return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)

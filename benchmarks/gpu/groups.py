@@ -15,7 +15,7 @@ GRAPHS = {  # settings of CUDA graphs, which start short kernels together
   'loops in graphs': '--xla_gpu_enable_command_buffer=+WHILE,+CONDITIONAL',
 }
 SIZES = (4_096, 16_384, 65_536)
-ENVIRONMENTS = (  # those that are light enough on memory for all sizes
+ENVIRONMENTS = (  # light enough on memory for all sizes
   'podrace:catch', 'gymnax:CartPole-v1', 'gymnax:Breakout-MinAtar', 'brax:ant', 'jumanji:Snake-v1',
   'navix:Navix-Empty-8x8-v0', 'craftax:Craftax-Classic-Symbolic-v1',
 )  # fmt: skip

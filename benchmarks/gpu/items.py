@@ -59,7 +59,7 @@ def anakin(n: int, length: int = 0, **settings: Any) -> dict[str, Any]:
 
 
 def transformer(n: int, layers: int, width: int) -> dict[str, Any]:
-  """Measures PPO with a transformer on MinAtar Breakout: 25 tokens. FLOPs are those of its layers' products."""
+  """Measures PPO with a transformer on MinAtar Breakout: 25 tokens. FLOPs: its layers' products."""
   import jax
   import timing
 

@@ -17,13 +17,13 @@ NAME = re.compile(r'%?([\w.\-]+)')
 
 def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
   """Returns each computation of optimised HLO as (opcode, the rest of the line), and the name of the entry."""
-  found: dict[str, list[tuple[str, str]]] = {}
+  parts: dict[str, list[tuple[str, str]]] = {}
   inside, entry = None, ''
   for line in text.splitlines():
     if line.endswith('{') and not line.startswith(' ') and '->' in line:
       first = line.startswith('ENTRY ')
       inside = NAME.match(line.removeprefix('ENTRY ')).group(1)  # type: ignore[union-attr]
-      found[inside], entry = [], inside if first else entry
+      parts[inside], entry = [], inside if first else entry
     elif line.startswith('}'):
       inside = None
     elif inside and ' = ' in line:
@@ -34,8 +34,8 @@ def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
         if c == ' ' and not depth:
           break
       opcode, _, more = rest[end + 1 :].partition('(')
-      found[inside].append((opcode.strip(), more))
-  return found, entry
+      parts[inside].append((opcode.strip(), more))
+  return parts, entry
 
 
 def kernels_of(text: str) -> dict[str, Any]:

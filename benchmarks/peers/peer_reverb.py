@@ -57,7 +57,7 @@ class Reverb:
       writer.create_item(kind, 1.0, {'x': writer.history['x'][-length:]})
       items += 1
       if items % 100 == 0:
-        writer.flush(200)  # else what is in flight grows without bound
+        writer.flush(200)  # else the queue grows without bound
 
     return (lambda x: writer.append({'x': x})), item, writer.flush
 

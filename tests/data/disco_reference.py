@@ -78,7 +78,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
     out, meta = log['meta_out'], state.meta_state
     (rnn,) = jax.tree.leaves(meta['rnn_state'], is_leaf=lambda x: hasattr(x, 'cell'))
     ema = meta['adv_ema_state']
-    found = {name: log[name] for name in LOGGED} | {
+    values = {name: log[name] for name in LOGGED} | {
       'q_targets': out['q_target'],
       'advantage': out['adv'],
       'scaled_advantage': out['normalized_adv'],
@@ -90,7 +90,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
       'moments': [ema.moment1, ema.moment2, ema.decay_product],
     }
     updates.append(
-      {k: inputs.rounded(np.asarray(v)) for k, v in found.items()}
+      {k: inputs.rounded(np.asarray(v)) for k, v in values.items()}
       | {
         'mean_gradient': inputs.shown(state.opt_state[0].mu),
         'params': inputs.shown(state.params),

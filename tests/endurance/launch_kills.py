@@ -119,7 +119,7 @@ def parent_of(pid: int) -> int:
 
 @contextlib.contextmanager
 def cluster(engine: str) -> Iterator[None]:
-  """Starts what an engine needs: for Ray a head and three nodes with two cores each."""
+  """Starts the cluster of an engine: for Ray a head and three nodes with two cores each."""
   if engine != 'ray':
     yield
     return
