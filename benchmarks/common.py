@@ -18,7 +18,7 @@ import socket
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -356,7 +356,7 @@ def summary(values: Sequence[float]) -> dict[str, Any]:
   return dict(median=statistics.median(values), min=min(values), max=max(values), n=len(values))
 
 
-def summaries(values: dict[Any, Sequence[float]]) -> dict[Any, dict[str, Any]]:
+def summaries(values: Mapping[Any, Sequence[float]]) -> dict[Any, dict[str, Any]]:
   """Returns the summary of each list."""
   return {key: summary(each) for key, each in values.items()}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import common
@@ -26,7 +26,7 @@ def clocked(call: Callable[[], Any]) -> dict[str, float]:
   return dict(wall_s=time.perf_counter() - wall, cpu_s=time.process_time() - cpu)
 
 
-def interleave(calls: dict[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
+def interleave(calls: Mapping[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
   """Returns the seconds of `repeats` runs of each call, in turn, after one that is not counted."""
   for call in calls.values():
     timed(call)
