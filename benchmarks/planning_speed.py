@@ -58,7 +58,7 @@ def searched(agent: Any, params: Any, timestep: Any, key: Any) -> Any:
     hidden, reward = model.dynamics(params, hidden, action)
     policy, value = predict(model, params, hidden)
     reward, discount = decode(reward, model.support), jnp.full_like(value, agent.discount)
-    return mctx.RecurrentFnOutput(reward, discount, policy, value), hidden
+    return mctx.RecurrentFnOutput(reward=reward, discount=discount, prior_logits=policy, value=value), hidden  # fmt: skip
 
   hidden = represent(model, params, timestep)
   policy, value = predict(model, params, hidden)
