@@ -508,16 +508,16 @@ def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: Muesli(replay_share=1.0), 'replay_share must be at least 0 and less than 1, not 1.0'),
-    (lambda: Muesli(unroll=0), 'unroll must be at least 1, not 0'),
-    (lambda: Muesli(sampled_actions=1), 'sampled_actions must be 0, .* not 1'),
-    (lambda: Muesli(cmpo_cost=-1.0), 'cmpo_cost must be at least 0, not -1'),
-    (lambda: Muesli(lambda_=1.5), r'lambda must be within \[0, 1\], not 1.5'),
-    (lambda: Muesli(capacity=100).memory(32, 8), 'min_size 1000 is more than the capacity of 100'),
-    (lambda: Muesli(capacity=1000).memory(64, 32), 'a capacity of 1000 is too little for 64 env'),
+    (lambda: Muesli(replay_share=1.0), r'replay_share.*0.*1.*1.0'),
+    (lambda: Muesli(unroll=0), r'unroll.*1.*0'),
+    (lambda: Muesli(sampled_actions=1), r'sampled_actions.*0.*1'),
+    (lambda: Muesli(cmpo_cost=-1.0), r'cmpo_cost.*0.*-1'),
+    (lambda: Muesli(lambda_=1.5), r'lambda.*\[0.*1\].*1.5'),
+    (lambda: Muesli(capacity=100).memory(32, 8), r'min_size 1000.*100'),
+    (lambda: Muesli(capacity=1000).memory(64, 32), r'1000.*64 env'),
     (
       lambda: bind(Muesli(), make('gymnax:Pendulum-v1')),
-      'muesli needs a Discrete action space, not Box',
+      r'muesli.*Discrete.*Box',
     ),
   ],
 )  # fmt: skip

@@ -165,7 +165,7 @@ def test_an_action_mask_of_floats_is_left_as_it_is() -> None:
   ],
 )
 def test_where_there_is_nothing_to_normalise(parts: Any) -> None:
-  with pytest.raises(ValueError, match='normalize_observations is for observations with floats'):
+  with pytest.raises(ValueError, match='normalize_observations'):
     jax.eval_shape(agent_of(**parts).init, jax.random.key(0))
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rule_files
+from shorthand import Patch
 from test_sebulba import AGENTS as ON_POLICY
 from test_sebulba import (
   Learning,
@@ -344,7 +345,7 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   )
 
 
-def test_bench_measures_updates_that_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_measures_updates_that_learn(monkeypatch: Patch) -> None:
   """Before `min_size` is reached none does, and they would seem many times as fast."""
   agent = dataclasses.replace(
     AGENTS['dqn'], buffer=dataclasses.replace(RANKED, min_size=500, samples_per_insert=3)
@@ -397,7 +398,7 @@ def test_each_of_several_seeds_is_what_it_is_alone(name: str) -> None:
 
 
 @SLOW
-def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timing_changes_nothing(monkeypatch: Patch) -> None:
   program = sebulba(AGENTS['dqn'], 'podrace:catch', '0,1', '2', 2, lag='1')
   driver, found = compiled(program), []
   for seed in range(3):
@@ -410,7 +411,7 @@ def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @SLOW
-def test_streams_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_have_no_gaps(monkeypatch: Patch) -> None:
   """Whoever is faster, with lag async: every row of replay follows the one before."""
   jittery(monkeypatch, 5)
   program = sebulba(AGENTS['dqn'], 'podrace:catch', '0', '1', 4, lag='async')
@@ -430,7 +431,7 @@ def test_streams_have_no_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_replay_refuses_environments_in_any_order() -> None:
   spec = host.make('gymnasium:CartPole-v1')
   agent = bind(AGENTS['dqn'], spec, 100, 8)
-  with pytest.raises(ValueError, match='need replay on the host: give --replay host'):
+  with pytest.raises(ValueError, match='--replay host'):
     Sebulba(
       agent, spec, agent.memory(8, 4), split_devices('0', '0'), 8, 4, 1, lag='async', batch_size=4
     )
@@ -439,24 +440,24 @@ def test_replay_refuses_environments_in_any_order() -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: DQN(QNetwork(core='gru')), 'dqn has no memory; with the core .gru., it is r2d2'),
-    (lambda: DQN(n_step=0), 'n_step must be at least 1, not 0'),
-    (lambda: R2D2(QNetwork(head='quantile')), 'r2d2 learns values'),
+    (lambda: DQN(QNetwork(core='gru')), r'dqn.*r2d2'),
+    (lambda: DQN(n_step=0), r'n_step.*1.*0'),
+    (lambda: R2D2(QNetwork(head='quantile')), 'r2d2'),
     (
       lambda: R2D2(sequence=22, burn_in=11).memory(8, 64),
-      'unroll of 64 steps .* of which 22 are .* so 66% of the .*--unroll-length 22 or less',
+      r'unroll.*64.*which 22.*so 66%.*--unroll-length 22',
     ),
-    (lambda: QNetwork(v_min=1.0, v_max=0.0), 'v_min 1.0 is not less than v_max 0.0'),
-    (lambda: SAC(initial_temperature=0.0), 'initial_temperature must be more than 0'),
-    (lambda: D4PG(critic=Critic()), 'd4pg has a deterministic actor'),
+    (lambda: QNetwork(v_min=1.0, v_max=0.0), r'v_min 1.0.*v_max 0.0'),
+    (lambda: SAC(initial_temperature=0.0), r'initial_temperature.*0'),
+    (lambda: D4PG(critic=Critic()), 'd4pg'),
     (
       lambda: bind(AGENTS['dqn'], make('gymnax:Pendulum-v1')),
-      'values of actions need a Discrete action space, not Box',
+      r'values.*Discrete.*Box',
     ),
-    (lambda: bind(AGENTS['sac'], make('podrace:catch')), 'a tanh-Normal needs a continuous'),
+    (lambda: bind(AGENTS['sac'], make('podrace:catch')), 'tanh-Normal.*continuous'),
     (
       lambda: anakin(DQN(buffer=Buffer(batch_size=6)), 'podrace:catch', 4).init(keys(0)),
-      'batch_size 6 does not divide over 4 learner devices',
+      r'batch_size 6.*4',
     ),
   ],
 )  # fmt: skip
