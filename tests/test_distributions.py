@@ -326,9 +326,9 @@ def test_bounds_that_float32_does_not_reach_are_refused(
   bounds: tuple[float, float], squash: bool
 ) -> None:
   space = spaces.Box(*bounds, (1,), np.float64)
-  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+  with pytest.raises(ValueError, match='float32'):
     distributions.for_space(space, squash)
-  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+  with pytest.raises(ValueError, match='float32'):
     distributions.for_space(in_jax(space), squash)
 
 
