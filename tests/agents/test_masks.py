@@ -112,13 +112,10 @@ class Timed:
 @pytest.mark.parametrize(
   ('steps', 'since', 'terminates', 'wrong'),
   [
-    (10, 10, True, None),
-    (10, 10, False, 10),
-    (10, 4, True, 4),
-    (10, 0, True, 0),
+    (10, 10, True, None), (10, 10, False, 10), (10, 4, True, 4), (10, 0, True, 0),
     (3, 9, True, None),
   ],
-)
+)  # fmt: skip
 def test_environments_in_jax_are_checked(
   steps: int, since: int, terminates: bool, wrong: int | None
 ) -> None:

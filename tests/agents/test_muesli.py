@@ -18,6 +18,7 @@ import optax
 import pytest
 import streams
 from gymnasium import spaces
+from shorthand import slow_after
 from test_muzero import BINS, A, F, Matrices, difference, quick, recorder, two_hot
 from test_value_agents import anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
@@ -459,9 +460,7 @@ def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
 # --- what replay gives ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  'share', [pytest.param(0.0, marks=SLOW), pytest.param(0.5, marks=SLOW), 0.75]
-)
+@pytest.mark.parametrize('share', slow_after(1, 0.75, 0.0, 0.5))
 def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
   """In the long run; every window is learned from as often, and nearly all while they are new."""
   envs, length, capacity = 8, 4, 2048

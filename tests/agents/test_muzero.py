@@ -21,7 +21,7 @@ import pytest
 import streams
 from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
-from shorthand import Capture
+from shorthand import Capture, slow_after
 from test_value_agents import TINY_MODEL, anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
 
@@ -315,14 +315,12 @@ BOARD = spaces.Dict(
 
 @pytest.mark.parametrize(
   ('settings', 'observation', 'hidden'),
-  [
-    (dict(), spaces.Box(-1, 1, (3,)), (64,)),
-    pytest.param(dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,), marks=SLOW),
-    pytest.param(dict(torso='impala'), IMAGE, (64,), marks=SLOW),
-    pytest.param(dict(blocks=2, channels=8), IMAGE, (4, 4, 8), marks=SLOW),
-    (dict(blocks=1, channels=8), BOARD, (3, 4, 8)),
+  slow_after(3,
+    (dict(), spaces.Box(-1, 1, (3,)), (64,)), (dict(blocks=1, channels=8), BOARD, (3, 4, 8)),
     (dict(core='gru', core_size=6, projection=5), spaces.Box(-1, 1, (3,)), (64,)),
-  ],
+    (dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,)),
+    (dict(torso='impala'), IMAGE, (64,)), (dict(blocks=2, channels=8), IMAGE, (4, 4, 8)),
+  ),
 )  # fmt: skip
 def test_models_of_all_sizes(settings: Any, observation: Any, hidden: tuple[int, ...]) -> None:
   model = LearnedModel(**settings).bind(observation, spaces.Discrete(5))

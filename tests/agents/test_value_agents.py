@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rule_files
-from shorthand import Patch
+from shorthand import Patch, slow_after
 from test_sebulba import AGENTS as ON_POLICY
 from test_sebulba import (
   Learning,
@@ -115,16 +115,10 @@ def test_every_agent_is_here_or_there() -> None:
 
 @pytest.mark.parametrize(
   'name',
-  [
-    'dqn',
-    pytest.param('muzero', marks=SLOW),
-    pytest.param('sac', marks=SLOW),
-    pytest.param('disco', marks=SLOW),
-    pytest.param('muesli', marks=SLOW),
-    pytest.param('r2d2', marks=SLOW),
-    pytest.param('d4pg', marks=SLOW),
-  ],
-)
+  slow_after(1,
+    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg',
+  ),
+)  # fmt: skip
 def test_the_same_under_both_architectures(name: str) -> None:
   """To float rounding, replay included; another action or another sample would show as 1e-3.
 
@@ -177,13 +171,10 @@ QUANTILES = QNetwork(hidden=(32,), head='quantile', num_atoms=16)
 
 @pytest.mark.parametrize(
   ('network', 'devices'),
-  [
-    (CATCH.network, 1),
-    pytest.param(CATCH.network, 8, marks=SLOW),
-    pytest.param(RAINBOW, 1, marks=SLOW),
-    pytest.param(QUANTILES, 1, marks=SLOW),
-  ],
-)
+  slow_after(1,
+    (CATCH.network, 1), (CATCH.network, 8), (RAINBOW, 1), (QUANTILES, 1),
+  ),
+)  # fmt: skip
 def test_dqn_learns_catch(network: QNetwork, devices: int) -> None:
   agent = dataclasses.replace(CATCH, network=network)
   program = anakin(agent, 'podrace:catch', devices, 32, 4)
@@ -305,13 +296,10 @@ CONTINUOUS = {
 
 @pytest.mark.parametrize(
   ('name', 'devices'),
-  [
-    pytest.param('sac', 1, marks=SLOW),
-    pytest.param('sac', 8, marks=SLOW),
-    pytest.param('d4pg', 1, marks=SLOW),
-    pytest.param('d4pg', 8, marks=SLOW),
-  ],
-)
+  slow_after(0,
+    ('sac', 1), ('sac', 8), ('d4pg', 1), ('d4pg', 8),
+  ),
+)  # fmt: skip
 def test_continuous_agents_learn(name: str, devices: int) -> None:
   """A random policy has -1,200 on Pendulum, one that stands still at the bottom -1,600."""
   program = anakin(CONTINUOUS[name], 'gymnax:Pendulum-v1', devices, 8, 8)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import topology
 from podrace.agents.impala import Impala
@@ -83,9 +84,7 @@ MATRIX = [pytest.param(n, marks=SLOW if 'tuning' in n else ()) for n in AGENTS]
 # --- learning ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  'devices', [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('devices', slow_after(1, 1, 2, 8))
 @pytest.mark.parametrize('name', MATRIX)
 def test_learns_catch(name: str, devices: int) -> None:
   mean_return, episodes = train(on_catch(name, devices), CATCH[name])
@@ -105,13 +104,10 @@ def on_memory(name: str, core: str) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
   ('name', 'core'),
-  [
-    ('impala', 'gru'),
-    pytest.param('impala', 'lstm', marks=SLOW),
-    pytest.param('ppo', 'gru', marks=SLOW),
-    pytest.param('ppo', 'lstm', marks=SLOW),
-  ],
-)
+  slow_after(1,
+    ('impala', 'gru'), ('impala', 'lstm'), ('ppo', 'gru'), ('ppo', 'lstm'),
+  ),
+)  # fmt: skip
 def test_recurrent_agents_remember(name: str, core: str) -> None:
   mean_return, episodes = on_memory(name, core)
   assert episodes >= 900

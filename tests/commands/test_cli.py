@@ -33,7 +33,7 @@ from processes import (
   podrace,
   summary,
 )
-from shorthand import Capture, Patch
+from shorthand import Capture, Patch, slow_after
 
 import podrace as podrace_
 from podrace import cli
@@ -492,10 +492,7 @@ def test_devices_that_are_not_there(run: Command, args: list[str], message: str)
   assert (code, out) == (2, '') and message in err
 
 
-@pytest.mark.parametrize(
-  ('learner', 'model'),
-  [('1', '1'), pytest.param('0', '1', marks=pytest.mark.slow), pytest.param('1,0', '2', marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize(('learner', 'model'), slow_after(1, ('1', '1'), ('0', '1'), ('1,0', '2')))  # fmt: skip
 def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
   code, out, err = run(
     'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',

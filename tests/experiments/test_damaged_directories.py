@@ -288,15 +288,9 @@ def test_no_warning_is_a_command_to_a_terminal(tmp_path: Path) -> None:
   with (run / 'metrics.jsonl').open('a') as file:
     file.write('no JSON\n')
   report = [
-    sys.executable,
-    '-P',
-    '-m',
-    'podrace',
-    'report',
-    str(tmp_path),
-    '--out',
+    sys.executable, '-P', '-m', 'podrace', 'report', str(tmp_path), '--out',
     str(tmp_path / 'r.html'),
-  ]
+  ]  # fmt: skip
   done = subprocess.run(report, capture_output=True, check=True, timeout=HANGS)
   assert b'line 11' in done.stderr and not unprintable((done.stdout + done.stderr).decode())
 

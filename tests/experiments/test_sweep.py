@@ -34,15 +34,8 @@ SMALL: dict[str, Any] = dict(
   num_envs=8, unroll_length=16, total_steps=6_400, log_every=1_280, devices=1
 )
 OPTIONS = [
-  '--num-envs',
-  '8',
-  '--unroll-length',
-  '16',
-  '--total-steps',
-  '6400',
-  '--log-every',
-  '1280',
-]
+  '--num-envs', '8', '--unroll-length', '16', '--total-steps', '6400', '--log-every', '1280',
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -79,15 +72,12 @@ def test_what_is_varied() -> None:
 @pytest.mark.parametrize(
   'texts, message',
   [
-    ([], '--vary'),
-    (['x'], r'--vary x.*FIELD=VALUES'),
-    (['x=1', 'x=2'], '--vary x'),
-    (['seed=1,2'], '--seed'),
-    (['x=1..b'], 'expected two numbers'),
+    ([], '--vary'), (['x'], r'--vary x.*FIELD=VALUES'), (['x=1', 'x=2'], '--vary x'),
+    (['seed=1,2'], '--seed'), (['x=1..b'], 'expected two numbers'),
     (['x=2..1'], 'the lower one first'),
     (['x=log:0..1'], 'of more than 0, the lower one first'),
   ],
-)
+)  # fmt: skip
 def test_what_cannot_be_varied(texts: list[str], message: str) -> None:
   with pytest.raises(UsageError, match=message):
     settings.parse(texts)
@@ -229,14 +219,8 @@ def test_a_sweep_in_one_program(tmp_path: Path, capsys: Capture, several_seeds: 
 
 def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=log:1e-5..1e-1',
-    '--method',
-    'pbt',
-    '--trials',
-    '4',
-  ]
+    'catch', '--vary', 'agent.learning-rate=log:1e-5..1e-1', '--method', 'pbt', '--trials', '4',
+  ]  # fmt: skip
   found, _ = sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
   history = json.loads((tmp_path / 'sweep/population.json').read_text())
   assert [h['step'] for h in history] == [1_280, 2_560, 3_840, 5_120, 6_400]
@@ -324,14 +308,8 @@ def test_trials_that_fail_are_named(tmp_path: Path, capsys: Capture) -> None:
 @pytest.mark.slow
 def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=log:1e-4..1e-1',
-    '--method',
-    'tpe',
-    '--trials',
-    '3',
-  ]
+    'catch', '--vary', 'agent.learning-rate=log:1e-4..1e-1', '--method', 'tpe', '--trials', '3',
+  ]  # fmt: skip
   found, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
   assert found['trials'] == 3
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())

@@ -14,6 +14,7 @@ import pytest
 import streams
 from flax import linen as nn
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import networks
 from podrace.distributions import MASKED
@@ -315,9 +316,7 @@ def test_convolutions_on_cpu_are_by_patches() -> None:
 
 
 @pytest.mark.parametrize('seeds', [None, 3])
-@pytest.mark.parametrize(
-  'width', [1, pytest.param(7, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 40]
-)
+@pytest.mark.parametrize('width', slow_after(2, 1, 40, 7, 8))
 def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
   def value_and_grads(f: Any) -> Any:
     def one(x: Any, kernel: Any, bias: Any) -> Any:
@@ -536,13 +535,10 @@ def test_what_is_shared() -> None:
 @pytest.mark.parametrize(
   ('size', 'torso'),
   [
-    ((36, 40, 1), 'nature'),
-    ((35, 84, 1), 'grid'),
-    ((10, 10, 10), 'mlp'),
-    ((9,), 'mlp'),
+    ((36, 40, 1), 'nature'), ((35, 84, 1), 'grid'), ((10, 10, 10), 'mlp'), ((9,), 'mlp'),
     ((9, 9), 'mlp'),
   ],
-)
+)  # fmt: skip
 def test_auto_torso(size: tuple[int, ...], torso: str) -> None:
   assert network(spaces.Box(0, 255, size, np.uint8)).image_torso == torso
 

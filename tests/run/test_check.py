@@ -16,7 +16,7 @@ import pytest
 from gymnasium import spaces
 from jax import lax
 from processes import as_users_have_it
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 from podrace import errors
 from podrace.agents.dqn import DQN
@@ -470,10 +470,7 @@ class Bold(Good):
 
 
 @pytest.mark.parametrize('architecture', ARCHITECTURES)
-@pytest.mark.parametrize(
-  'action',
-  [2.0, pytest.param(-1.5, marks=pytest.mark.slow), pytest.param(math.nan, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize('action', slow_after(1, 2.0, -1.5, math.nan))
 def test_actions_out_of_their_space_are_refused(
   action: float, architecture: str, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 from children import until
 from processes import StopAt, as_users_have_it, cache, checkpoints, every_file, lines, summary
-from shorthand import Capture, Patch, TempPaths
+from shorthand import Capture, Patch, TempPaths, slow_after
 
 from podrace import envs, errors
 from podrace.agents.dqn import DQN
@@ -151,15 +151,7 @@ def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
     loop.train(CONFIG, tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize(
-  'damaged',
-  [
-    b'',
-    pytest.param(b'\0' * 40, marks=pytest.mark.slow),
-    b'{"step": 32',
-    pytest.param(b'\xff\xfe', marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize('damaged', slow_after(2, b'', b'{"step": 32', b'\0' * 40, b'\xff\xfe'))
 def test_a_damaged_summary_is_written_again(
   damaged: bytes, finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -395,16 +387,14 @@ REMEMBERS = DQN(
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('place', 'what', 'message'),
-  [
+  slow_after(1,
     ('device', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25'),
-    pytest.param('device', dict(n_step=3), 'steps of a window 2 -> 3', marks=pytest.mark.slow),
-    pytest.param(
-      'host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25', marks=pytest.mark.slow
-    ),
-    pytest.param('host', dict(capacity=500), 'capacity 400 -> 500', marks=pytest.mark.slow),
-    pytest.param('host', dict(n_step=1), 'steps of a window 2 -> 1', marks=pytest.mark.slow),
-  ],
-)
+    ('device', dict(n_step=3), 'steps of a window 2 -> 3'),
+    ('host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25'),
+    ('host', dict(capacity=500), 'capacity 400 -> 500'),
+    ('host', dict(n_step=1), 'steps of a window 2 -> 1'),
+  ),
+)  # fmt: skip
 def test_override_cannot_change_what_replay_holds(
   place: str, what: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -533,13 +523,10 @@ def test_a_run_that_dies_early_has_a_checkpoint(tmp_path: Path, monkeypatch: Pat
 @pytest.mark.parametrize(
   ('seconds', 'every', 'least', 'most'),
   [
-    ((math.inf, math.inf), 0, 1, 1),
-    ((0.0, math.inf), 0, 2, 2),
-    ((0.0, 0.0), 10**9, 2, 2),
-    ((0.0, 0.0), 0, 5, 100),
-    ((math.inf, 0.0), 0, 1, 1),
+    ((math.inf, math.inf), 0, 1, 1), ((0.0, math.inf), 0, 2, 2), ((0.0, 0.0), 10**9, 2, 2),
+    ((0.0, 0.0), 0, 5, 100), ((math.inf, 0.0), 0, 1, 1),
   ],
-)
+)  # fmt: skip
 def test_when_checkpoints_are_due(
   seconds: tuple[float, float],
   every: int,
@@ -699,13 +686,9 @@ def test_a_space_that_no_head_is_for() -> None:
       'give --learner-devices with 2, of all processes together; the run had --actor-devices 0 '
       '--learner-devices 1,2',
     ),
-    (
-      'sebulba',
-      {},
-      'give --learner-devices with 2, of all processes together; the run had no options for its devices',
-    ),
+    ('sebulba', {}, 'give --learner-devices with 2, of all processes together; the run had no options for its devices'),
   ],
-)
+)  # fmt: skip
 def test_another_number_of_devices_is_refused_with_what_to_give(
   architecture: Any, devices: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:

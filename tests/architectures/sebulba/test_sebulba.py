@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import rule_files
 from gymnasium import spaces
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 from podrace import topology
 from podrace.agents.impala import Impala
@@ -199,21 +199,12 @@ ALL = {
 
 @pytest.mark.parametrize(
   ('name', 'threads'),
-  [
-    ('impala', 1),
-    pytest.param('ppo', 2, marks=pytest.mark.slow),
-    pytest.param('impala, recurrent', 2, marks=pytest.mark.slow),
-    pytest.param('ppo, recurrent', 1, marks=pytest.mark.slow),
-    pytest.param('impala', 2, marks=pytest.mark.slow),
-    pytest.param('ppo', 1, marks=pytest.mark.slow),
-    pytest.param('impala, recurrent', 1, marks=pytest.mark.slow),
-    pytest.param('ppo, recurrent', 2, marks=pytest.mark.slow),
-    pytest.param('lpg', 1, marks=pytest.mark.slow),
-    pytest.param('intrinsic', 1, marks=pytest.mark.slow),
-    pytest.param('lpg, recurrent', 2, marks=pytest.mark.slow),
-    pytest.param('impala, recurrent, self-tuning', 2, marks=pytest.mark.slow),
-  ],
-)
+  slow_after(1,
+    ('impala', 1), ('ppo', 2), ('impala, recurrent', 2), ('ppo, recurrent', 1), ('impala', 2),
+    ('ppo', 1), ('impala, recurrent', 1), ('ppo, recurrent', 2), ('lpg', 1), ('intrinsic', 1),
+    ('lpg, recurrent', 2), ('impala, recurrent, self-tuning', 2),
+  ),
+)  # fmt: skip
 def test_the_same_as_anakin(name: str, threads: int) -> None:
   """One actor thread acts like Anakin's one device, two like two; to float rounding.
 
@@ -314,10 +305,7 @@ def test_a_version_that_is_gone_is_not_replaced() -> None:
     pipe.params(0, 6, device)
 
 
-@pytest.mark.parametrize(
-  'max_lag',
-  [1, pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(5, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize('max_lag', slow_after(2, 1, 3, 2, 5))
 def test_async_lag_is_bounded(max_lag: int, monkeypatch: Patch) -> None:
   jittery(monkeypatch, max_lag)
   _, most = lags(sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, threads=4), 40)
@@ -384,21 +372,12 @@ SLOW = pytest.mark.slow
 
 @pytest.mark.parametrize(
   ('name', 'devices', 'lag'),
-  [
-    ('impala', 1, '1'),
-    pytest.param('ppo', 8, 'async', marks=SLOW),
-    pytest.param('impala', 1, '0', marks=SLOW),
-    pytest.param('impala', 1, 'async', marks=SLOW),
-    pytest.param('impala', 8, '0', marks=SLOW),
-    pytest.param('impala', 8, '1', marks=SLOW),
-    pytest.param('impala', 8, 'async', marks=SLOW),
-    pytest.param('ppo', 1, '0', marks=SLOW),
-    pytest.param('ppo', 1, '1', marks=SLOW),
-    pytest.param('ppo', 1, 'async', marks=SLOW),
-    pytest.param('ppo', 8, '0', marks=SLOW),
-    pytest.param('ppo', 8, '1', marks=SLOW),
-  ],
-)
+  slow_after(1,
+    ('impala', 1, '1'), ('ppo', 8, 'async'), ('impala', 1, '0'), ('impala', 1, 'async'),
+    ('impala', 8, '0'), ('impala', 8, '1'), ('impala', 8, 'async'), ('ppo', 1, '0'),
+    ('ppo', 1, '1'), ('ppo', 1, 'async'), ('ppo', 8, '0'), ('ppo', 8, '1'),
+  ),
+)  # fmt: skip
 def test_learns_catch(name: str, devices: int, lag: str) -> None:
   agent, updates = LEARNERS[name]
   actors, learners = ('0', '0') if devices == 1 else ('0,1', '2,3,4,5,6,7')
@@ -569,12 +548,9 @@ def nan_in_row_3(x: np.ndarray) -> np.ndarray:
     (observing(lambda x: x[:, :9]), r'observation.*\(9.*5\).*\(10.*5\)'),
     (observing(lambda x: x.astype(np.float64)), r'observation.*float64.*float32'),
     (observing(nan_in_row_3), r'observation.*environment \[3\].*NaN'),
-    (
-      lambda a: a._replace(timestep=a.timestep._replace(reward=a.timestep.reward * np.inf)),
-      r'reward.*NaN',
-    ),
+    (lambda a: a._replace(timestep=a.timestep._replace(reward=a.timestep.reward * np.inf)), r'reward.*NaN'),
   ],
-)
+)  # fmt: skip
 def test_what_an_environment_does_wrong_is_told(
   wrong: Any, message: str, monkeypatch: Patch
 ) -> None:

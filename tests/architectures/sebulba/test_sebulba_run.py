@@ -30,7 +30,7 @@ from processes import (
   summary,
   tell_parameters,
 )
-from shorthand import Patch
+from shorthand import Patch, slow_after
 from test_many_processes import TOLERANCE, free_port, pair, parameters
 from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
@@ -363,13 +363,11 @@ ANY_ORDER = ['--lag', 'async', '--env-batch-size', '2']
 
 @pytest.mark.parametrize(
   ('env', 'order', 'resumed'),
-  [
-    pytest.param('ale:pong', [], False, marks=pytest.mark.slow),
-    ('ale:pong', ANY_ORDER, True),
-    pytest.param('envpool:CartPole-v1', [], True, marks=pytest.mark.slow),
-    pytest.param('envpool:CartPole-v1', ANY_ORDER, False, marks=pytest.mark.slow),
-  ],
-)
+  slow_after(1,
+    ('ale:pong', ANY_ORDER, True), ('ale:pong', [], False), ('envpool:CartPole-v1', [], True),
+    ('envpool:CartPole-v1', ANY_ORDER, False),
+  ),
+)  # fmt: skip
 def test_environments_in_c_are_learned_from(
   env: str, order: list[str], resumed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
