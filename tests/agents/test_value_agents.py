@@ -169,22 +169,6 @@ RAINBOW = QNetwork(
 QUANTILES = QNetwork(hidden=(32,), head='quantile', num_atoms=16)
 
 
-@pytest.mark.parametrize(
-  ('network', 'devices'),
-  slow_after(1,
-    (CATCH.network, 1), (CATCH.network, 8), (RAINBOW, 1), (QUANTILES, 1),
-  ),
-)  # fmt: skip
-def test_dqn_learns_catch(network: QNetwork, devices: int) -> None:
-  agent = dataclasses.replace(CATCH, network=network)
-  program = anakin(agent, 'podrace:catch', devices, 32, 4)
-  state = program.run(program.init(keys(0)), jnp.int32(350))
-  _, state = program.read_log(state)
-  told, _ = program.read_log(program.run(state, jnp.int32(80)))
-  assert int(told['episodes']) >= 900
-  assert float(told['return_sum'] / told['episodes']) > 0.9
-
-
 OVER: dict[int, dict[str, Any]] = {  # devices -> who does what, in how many threads each
   1: dict(actors='0', learners='0', threads=2),
   8: dict(actors='0,1,2,3', learners='4,5,6,7', threads=1),
@@ -214,13 +198,6 @@ def assert_learns(program: Any, updates: int, more: int, least: int, above: floa
     assert min(others) > above, (first, others)
 
 
-@SLOW
-@pytest.mark.parametrize(('devices', 'lag'), itertools.product([1, 8], ['0', '1', 'async']))
-def test_dqn_learns_catch_under_sebulba(devices: int, lag: str) -> None:
-  program = sebulba(CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
-  assert_learns(program, 350, 80, least=900, above=0.9)
-
-
 R2D2_CATCH = R2D2(
   QNetwork(hidden=(32,), core='gru', core_size=32),
   dataclasses.replace(CATCH.buffer, priority_exponent=0.9),
@@ -232,20 +209,6 @@ R2D2_CATCH = R2D2(
   target_period=50,
   epsilon_base=0.02,
 )
-
-
-@SLOW
-@pytest.mark.parametrize('devices', [1, 8])
-def test_r2d2_learns_catch(devices: int) -> None:
-  program = anakin(R2D2_CATCH, 'podrace:catch', devices, 32, 4)
-  assert_learns(program, 450, 80, least=900, above=0.85)  # exploring as it does
-
-
-@SLOW
-@pytest.mark.parametrize(('devices', 'lag'), itertools.product([1, 8], ['0', '1', 'async']))
-def test_r2d2_learns_catch_under_sebulba(devices: int, lag: str) -> None:
-  program = sebulba(R2D2_CATCH, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
-  assert_learns(program, 450, 80, least=900, above=0.85)
 
 
 def remember(burn_in: int, core: str = 'gru') -> float:
@@ -294,28 +257,44 @@ CONTINUOUS = {
 }  # fmt: skip
 
 
+PLAYS: dict[str, tuple[Any, ...]] = {  # agent, environments, length, updates, then measured, above
+  'dqn': (CATCH, 32, 4, 350, 80, 0.9),
+  'rainbow': (dataclasses.replace(CATCH, network=RAINBOW), 32, 4, 350, 80, 0.9),
+  'quantiles': (dataclasses.replace(CATCH, network=QUANTILES), 32, 4, 350, 80, 0.9),
+  'r2d2': (R2D2_CATCH, 32, 4, 450, 80, 0.85),  # exploring as it does
+  'sac': (CONTINUOUS['sac'], 8, 8, 200, 75, -400),
+  'd4pg': (CONTINUOUS['d4pg'], 8, 8, 200, 75, -400),
+}
+
+
 @pytest.mark.parametrize(
   ('name', 'devices'),
-  slow_after(0,
-    ('sac', 1), ('sac', 8), ('d4pg', 1), ('d4pg', 8),
+  slow_after(1,
+    ('dqn', 1), ('dqn', 8), ('rainbow', 1), ('quantiles', 1), ('r2d2', 1), ('r2d2', 8), ('sac', 1),
+    ('sac', 8), ('d4pg', 1), ('d4pg', 8),
   ),
 )  # fmt: skip
-def test_continuous_agents_learn(name: str, devices: int) -> None:
-  """A random policy has -1,200 on Pendulum, one that stands still at the bottom -1,600."""
-  program = anakin(CONTINUOUS[name], 'gymnax:Pendulum-v1', devices, 8, 8)
-  assert_learns(program, 200, 75, least=16, above=-400)
+def test_it_learns(name: str, devices: int) -> None:
+  """Catch, or Pendulum: a random policy has -1,200 there, one that stands still at the bottom -1,600."""
+  agent, envs, length, *sizes, above = PLAYS[name]
+  env, least = ('gymnax:Pendulum-v1', 16) if name in CONTINUOUS else ('podrace:catch', 900)
+  assert_learns(anakin(agent, env, devices, envs, length), *sizes, least=least, above=above)
 
 
 @SLOW
 @pytest.mark.parametrize(
-  ('name', 'devices', 'lag'), itertools.product(CONTINUOUS, [1, 8], ['0', '1', 'async'])
+  ('name', 'devices', 'lag'),
+  itertools.product(['dqn', 'r2d2', *CONTINUOUS], [1, 8], ['0', '1', 'async']),
 )
-def test_continuous_agents_learn_under_sebulba(name: str, devices: int, lag: str) -> None:
+def test_it_learns_under_sebulba(name: str, devices: int, lag: str) -> None:
   """As many steps an update as above; D4PG takes longer with some seeds, by lag 1 on 8 devices."""
-  program = sebulba(
-    CONTINUOUS[name], 'gymnax:Pendulum-v1', **OVER[devices], num_envs=16, length=4, lag=lag
-  )
-  assert_learns(program, 300 if name == 'd4pg' else 200, 75, least=16, above=-400)
+  agent, _, _, updates, more, above = PLAYS[name]
+  if name in CONTINUOUS:
+    program = sebulba(agent, 'gymnax:Pendulum-v1', **OVER[devices], num_envs=16, length=4, lag=lag)
+    assert_learns(program, 300 if name == 'd4pg' else updates, more, least=16, above=above)
+    return
+  program = sebulba(agent, 'podrace:catch', **OVER[devices], num_envs=32, lag=lag)
+  assert_learns(program, updates, more, least=900, above=above)
 
 
 def test_bench_tells_what_lies_on_a_learner_device() -> None:
