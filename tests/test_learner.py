@@ -62,12 +62,9 @@ def test_sgd_takes_the_gradient_of_the_whole_batch(
     return params, aux
 
   step = jax.shard_map(
-    step,
-    mesh=topology.learner_mesh(devices),
-    in_specs=(P(), P(topology.AXIS)),
-    out_specs=P(),
+    step, mesh=topology.learner_mesh(devices), in_specs=(P(), P(topology.AXIS)), out_specs=P(),
     check_vma=check_vma,
-  )
+  )  # fmt: skip
   params, aux = jit(step)({'w': w}, (x, y))
   error = np.float64(x) @ w - y
   gradient = 2 * error @ x / B  # by hand

@@ -200,15 +200,9 @@ def assert_learns(program: Any, updates: int, more: int, least: int, above: floa
 
 R2D2_CATCH = R2D2(
   QNetwork(hidden=(32,), core='gru', core_size=32),
-  dataclasses.replace(CATCH.buffer, priority_exponent=0.9),
-  sequence=8,
-  burn_in=2,
-  n_step=2,
-  learning_rate=2e-3,
-  adam_epsilon=1e-5,
-  target_period=50,
-  epsilon_base=0.02,
-)
+  dataclasses.replace(CATCH.buffer, priority_exponent=0.9), sequence=8, burn_in=2, n_step=2,
+  learning_rate=2e-3, adam_epsilon=1e-5, target_period=50, epsilon_base=0.02,
+)  # fmt: skip
 
 
 def remember(burn_in: int, core: str = 'gru') -> float:

@@ -17,16 +17,8 @@ DQN = ['catch', '--architecture', 'sebulba', '--agent', 'dqn', '--num-envs', '8'
        '--agent.buffer.samples-per-insert', '1', '--agent.buffer.capacity', '2048',
        '--agent.buffer.priority-exponent', '0.5', '--log-every', '640']  # fmt: skip
 HOST = [
-  *DQN,
-  '--replay',
-  'host',
-  '--lag',
-  'async',
-  '--actor-threads',
-  '1',
-  '--checkpoint-every',
-  '640',
-]
+  *DQN, '--replay', 'host', '--lag', 'async', '--actor-threads', '1', '--checkpoint-every', '640',
+]  # fmt: skip
 
 
 def saved(run_dir: Path) -> list[int]:
@@ -88,15 +80,9 @@ class Program:
   def learn(self, steps: int, *args: str) -> Learners:
     listen = '--listen', f'unix:{self._folder}/params'
     return Learners(
-      self.run_dir,
-      self._cache,
-      *self._args,
-      *self._replay,
-      *listen,
-      '--total-steps',
-      str(steps),
+      self.run_dir, self._cache, *self._args, *self._replay, *listen, '--total-steps', str(steps),
       *args,
-    )
+    )  # fmt: skip
 
   def act(self) -> Podrace:
     given = [a for a in self._args if a not in SERVED and a not in ('--log-every', '640')]

@@ -312,13 +312,9 @@ def test_gossip_refuses_the_mesh() -> None:
 # --- runs -----------------------------------------------------------------------------------------
 
 RUN: Any = dict(
-  num_envs=8,
-  unroll_length=8,
-  total_steps=1280,
-  agent={'network': {'hidden': (8,)}},
-  devices=4,
+  num_envs=8, unroll_length=8, total_steps=1280, agent={'network': {'hidden': (8,)}}, devices=4,
   model_devices=2,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module')

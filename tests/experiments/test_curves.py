@@ -200,12 +200,9 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
       for name, part in (('ppo', 0.5), ('dqn', 1.0)):
         value = low + (high - low) * (part + 0.01 * seed)
         make(
-          tmp_path / f'{env}-{name}-{seed}',
-          [(50, low), (100, value)],
-          env=env,
-          name=name,
+          tmp_path / f'{env}-{name}-{seed}', [(50, low), (100, value)], env=env, name=name,
           seed=seed,
-        )
+        )  # fmt: skip
   out = tmp_path / 'scores.png'
   code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', '--out', str(out))
   assert code == 0 and out.exists()

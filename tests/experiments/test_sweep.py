@@ -188,15 +188,9 @@ def test_a_value_within_a_part_of_the_agent() -> None:
 
 def test_a_sweep_in_one_program(tmp_path: Path, capsys: Capture, several_seeds: None) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=1e-4,1e-2',
-    '--seeds',
-    '2',
-    *OPTIONS,
-    '--devices',
+    'catch', '--vary', 'agent.learning-rate=1e-4,1e-2', '--seeds', '2', *OPTIONS, '--devices',
     '1',
-  ]
+  ]  # fmt: skip
   found, said = sweep(tmp_path, capsys, *args)
   assert '2 settings' in said and found['trials'] == 2
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())
@@ -272,15 +266,8 @@ def test_a_population_of_what_is_no_program_is_refused(tmp_path: Path, capsys: C
 @pytest.mark.slow
 def test_a_sweep_in_processes_goes_on_after_a_kill(tmp_path: Path, capsys: Capture) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.network.hidden=8 8,16',
-    *OPTIONS,
-    '--jobs',
-    '2',
-    '--devices',
-    '1',
-  ]
+    'catch', '--vary', 'agent.network.hidden=8 8,16', *OPTIONS, '--jobs', '2', '--devices', '1',
+  ]  # fmt: skip
   folder = tmp_path / 'sweep'
   with Process(tmp_path / 'log', '-m', 'podrace', 'sweep', *args, '--dir', str(folder)) as process:
     until(lambda: (folder / '0000/config.json').exists())

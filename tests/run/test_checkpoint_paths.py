@@ -43,13 +43,9 @@ NAMES = [
 NUMBER = 4096  # elements, so that orbax keeps them in files of their own
 MERGED = '/jax/checkpoint/write/async/ocdbt_merge_duration_secs'  # orbax has indexed an item
 CONFIG = Config(
-  agent=Impala(network=ActorCritic(hidden=(16,), initializer='lecun')),
-  num_envs=4,
-  unroll_length=8,
-  total_steps=3200,
-  devices=1,
-  checkpoint_every=1600,
-)
+  agent=Impala(network=ActorCritic(hidden=(16,), initializer='lecun')), num_envs=4,
+  unroll_length=8, total_steps=3200, devices=1, checkpoint_every=1600,
+)  # fmt: skip
 
 
 def trees(seed: int) -> tuple[Any, Any]:

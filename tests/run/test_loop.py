@@ -46,14 +46,9 @@ from podrace.system import files, signals
 
 SMALL = ActorCritic(hidden=(16,), initializer='lecun')
 CONFIG = Config(
-  agent=Impala(network=SMALL),
-  num_envs=4,
-  unroll_length=8,
-  total_steps=3200,
-  devices=1,
-  log_every=320,
-  checkpoint_every=1600,
-)
+  agent=Impala(network=SMALL), num_envs=4, unroll_length=8, total_steps=3200, devices=1,
+  log_every=320, checkpoint_every=1600,
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module', autouse=True)

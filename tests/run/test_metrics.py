@@ -24,12 +24,9 @@ from podrace.system import files
 
 def line(step: int, **more: object) -> dict:
   plain = {
-    'step': step,
-    'wall_s': 0.5,
-    'steps_per_s': 10.0,
-    'episode_return': 1.0,
+    'step': step, 'wall_s': 0.5, 'steps_per_s': 10.0, 'episode_return': 1.0,
     'episode_length': 9.0,
-  }
+  }  # fmt: skip
   return {**plain, **more}
 
 

@@ -119,15 +119,8 @@ def test_trials_of_a_sweep_import_nothing_from_the_working_directory(tmp_path: P
     (tmp_path / f'{name}.py').write_text(FLAG)
   small = ['--total-steps', '64', '--num-envs', '4', '--unroll-length', '4', '--devices', '1']
   words = [
-    'sweep',
-    'catch',
-    *small,
-    '--vary',
-    'agent.discount=0.9',
-    '--processes',
-    '--dir',
-    'sweep',
-  ]
+    'sweep', 'catch', *small, '--vary', 'agent.discount=0.9', '--processes', '--dir', 'sweep',
+  ]  # fmt: skip
   done = podrace(tmp_path, *words)
   assert done.returncode == 0, done.stderr
   assert (tmp_path / 'sweep' / '0000' / 'summary.json').exists()
