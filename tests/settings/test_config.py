@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -191,6 +192,7 @@ def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:
     validate(dataclasses.replace(PRESETS['catch'](), **change))
 
 
+@functools.cache
 def attributes_read(of: str) -> set[str]:
   """The names after a dot in podrace, where something is read; `of`: only config.NAME."""
   names = set()
