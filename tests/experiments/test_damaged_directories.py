@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from damages import CONFIG, DAMAGES, ESCAPES, NAMES, line, make
-from shorthand import Capture, Patch
+from shorthand import Capture, Patch, slow_after
 from test_runs import called
 
 import podrace
@@ -354,8 +354,13 @@ PRODUCTS = {
 MEMORY = 3 * 2**30  # bytes of addresses of a command, of which the libraries take most
 
 
-@pytest.mark.parametrize('command', ['report', 'plot'])
-@pytest.mark.parametrize('damage', PRODUCTS)
+@pytest.mark.parametrize(
+  ('damage', 'command'),
+  slow_after(7,
+    *((damage, only or 'report') for damage, (_, only) in PRODUCTS.items()), (_many_settings, 'plot'),
+    *((damage, 'report' if only else 'plot') for damage, (_, only) in PRODUCTS.items() if damage is not _many_settings),
+  ),
+)  # fmt: skip
 def test_products_of_sizes_within_their_bounds_take_no_memory(
   damage: Callable[[Path], None], command: str, tmp_path: Path
 ) -> None:
