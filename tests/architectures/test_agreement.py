@@ -16,6 +16,7 @@ from collectives import collectives
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from processes import as_saved, fingerprints
+from shared_programs import shared_programs  # noqa: F401
 
 import podrace
 from podrace import hooks, topology

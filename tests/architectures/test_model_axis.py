@@ -17,6 +17,7 @@ import pytest
 from collectives import collectives
 from jax.sharding import PartitionSpec as P
 from processes import fingerprints
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import Capture
 
 import podrace

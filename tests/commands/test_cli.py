@@ -33,6 +33,7 @@ from processes import (
   podrace,
   summary,
 )
+from shared_programs import shared_programs
 from shorthand import Capture, Patch, slow_after
 
 import podrace as podrace_

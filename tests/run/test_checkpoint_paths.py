@@ -25,6 +25,7 @@ from processes import (  # noqa: F401 (two fixtures)
   signed,
   summary,
 )
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import Patch
 
 from podrace.agents.impala import Impala

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from processes import as_users_have_it, cache, checkpoints, every_file
+from shared_programs import shared_programs
 from shorthand import Patch
 
 from podrace import cli, errors

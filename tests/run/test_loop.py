@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from children import until
 from processes import StopAt, as_users_have_it, cache, checkpoints, every_file, lines, summary
+from shared_programs import shared_programs
 from shorthand import Capture, Patch, TempPaths, slow_after
 
 from podrace import envs, errors

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from children import Process
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import Capture
 from test_files import (
   Plant,

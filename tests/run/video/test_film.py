@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from PIL import Image
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import Capture, Patch
 from test_runs import called
 
