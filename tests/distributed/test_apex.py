@@ -491,7 +491,9 @@ def test_a_process_moves_to_other_environments(
     parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     publisher.publish(1, leaves)
-    ended, thread = in_background(lambda: acting_process.act_until_finished(resolve(config), options))
+    ended, thread = in_background(
+      lambda: acting_process.act_until_finished(resolve(config), options)
+    )
     until(lambda: ended or '0 to 1 of 4' in caplog.text)
     table = client.table('unrolls')
     until(lambda: ended or table.info().waiting_inserts)

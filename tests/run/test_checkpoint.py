@@ -28,7 +28,6 @@ from podrace.errors import CheckpointError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.checkpoint.arrays import fingerprint
-from podrace.run.checkpoint.stored import signed
 from podrace.system.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.

@@ -34,7 +34,6 @@ from podrace.networks import ActorCritic
 from podrace.run import loop
 from podrace.run.checkpoint import Checkpoints, arrays, library
 from podrace.run.checkpoint.arrays import fingerprint
-from podrace.run.checkpoint.stored import signed
 from podrace.settings.config import Config
 
 NAMES = [
