@@ -63,7 +63,7 @@ format: setup
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-BENCHMARKS := ppo_cartpole catch_podracer environments resets devices scores
+BENCHMARKS := ppo_cartpole catch_podracer environments resets scores
 
 # Hours. Each script writes benchmarks/results/NAME.json; benchmarks/README.md lists those that need more than `make setup`.
 bench: setup
@@ -72,8 +72,9 @@ bench: setup
 
 bench-gpu: setup
 	$(call install,cuda)
-	$(BIN)/python benchmarks/gpu/rates.py
-	$(BIN)/python benchmarks/pong.py --until 18 --minutes 60 --name pong_gpu
+	$(BIN)/python benchmarks/gpu/measure.py --budget 3600 --out build/gpu
+	$(BIN)/python benchmarks/gpu/measure.py --merge build/gpu
+	$(BIN)/python benchmarks/pong.py pong ppo-pong --until 18 --minutes 60 --name pong_gpu
 
 clean:
 	rm -rf .venv build runs

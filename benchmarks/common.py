@@ -1,55 +1,89 @@
-"""What the benchmarks share: a record of where and when, timing, agents on environments, workers.
+"""Shared parts of the benchmarks: arguments, result files, processes, peers and statistics.
 
-A benchmark writes `benchmarks/results/NAME.json`; every number in the README comes from there.
+A benchmark writes `benchmarks/results/NAME.json`. Every number in the README comes from such a file.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import argparse
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import os
 import pathlib
 import platform
+import signal
 import socket
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-PATH = os.pathsep.join(
-  [str(ROOT), str(ROOT / 'benchmarks')]
-)  # of processes: podrace, and these modules
-RESULTS = ROOT / 'benchmarks' / 'results'
-PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
+PATH = os.pathsep.join([str(ROOT), str(ROOT / 'benchmarks')])  # PYTHONPATH of processes
+RESULTS = pathlib.Path(os.environ.get('BENCHMARK_RESULTS') or ROOT / 'benchmarks' / 'results')
+PODRACE = (sys.executable, '-m', 'podrace')
+PACKAGES = ('jax', 'jaxlib', 'jax-cuda13-plugin', 'flax', 'optax', 'gymnax', 'brax', 'jumanji', 'navix', 'craftax', 'envpool',
             'ale-py', 'gymnasium', 'podrace')  # fmt: skip
 
 
-# --- the record -------------------------------------------------------------------------------
+def arguments(doc: str | None, cases: Iterable[str] = (), **options: Any) -> argparse.Namespace:
+  """Parses the command line: names of cases (none: all), and options.
+
+  An option is NAME=default or NAME=(default, help). `--worker` is for processes that a
+  benchmark starts itself.
+  """
+  parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawTextHelpFormatter)
+  if names := list(cases):
+    parser.add_argument('cases', nargs='*', metavar='CASE', help=f'none: all. {"; ".join(names)}')
+  parser.add_argument('--worker', nargs='*', help=argparse.SUPPRESS)
+  for name, option in options.items():
+    default, text = option if isinstance(option, tuple) else (option, None)
+    flag = f'--{name.replace("_", "-")}'
+    if default is False:
+      parser.add_argument(flag, action='store_true', help=text)
+    elif isinstance(default, list):
+      parser.add_argument(flag, nargs='+', type=type(default[0]), default=default, help=text)
+    else:
+      parser.add_argument(flag, type=type(default), default=default, help=text)
+  args = parser.parse_args()
+  if names:
+    if unknown := set(args.cases) - set(names):
+      parser.error(f'no case {", ".join(sorted(unknown))}, only {"; ".join(names)}')
+    args.cases = args.cases or names
+  return args
 
 
-def record(name: str, results: Any, peer: dict[str, str] | None = None) -> None:
-  """Writes results/NAME.json: the results, and all that somebody needs to doubt them."""
+def record(name: str, results: Any, peer: dict[str, Any] | None = None) -> None:
+  """Writes results/NAME.json: the results with their machine, versions, commit and command."""
   RESULTS.mkdir(parents=True, exist_ok=True)
   path = RESULTS / f'{name}.json'
-  document = dict(
-    name=name,
-    **origin(),
-    machine=machine(),
-    versions=versions(),
-    peer_versions=peer,
-    results=results,
-  )
+  document = dict(name=name, **origin(), machine=machine(), versions=versions(), peer_versions=peer, results=results)  # fmt: skip
   path.write_text(json.dumps(document, indent=1) + '\n')
-  print(f'wrote {path.relative_to(ROOT)}', flush=True)
+  print(f'wrote {portable(str(path))}', flush=True)
+
+
+def known(name: str) -> dict[str, Any]:
+  """Returns the results that results/NAME.json has; none if there is no file."""
+  path = RESULTS / f'{name}.json'
+  return json.loads(path.read_text())['results'] if path.exists() else {}
+
+
+def keep(
+  name: str, case: str, result: Any, order: Iterable[str] = (), peer: dict[str, Any] | None = None
+) -> dict[str, Any]:
+  """Adds the result of a case to the other cases in results/NAME.json. Returns all results."""
+  results = known(name) | {case: result}
+  if keys := list(order):
+    results = {key: results[key] for key in keys if key in results}
+  record(name, results, peer)
+  return results
 
 
 def origin() -> dict[str, Any]:
-  """When, by which command and of which commit; also for parts of a file that come from several runs."""
+  """Returns date, command and commit, for a file or for one of its cases."""
   return dict(
     date=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
     command=' '.join(['python', os.path.relpath(sys.argv[0], ROOT), *map(portable, sys.argv[1:])]),
@@ -58,32 +92,33 @@ def origin() -> dict[str, Any]:
 
 
 def portable(argument: str) -> str:
-  """A path of this machine, also behind NAME=, by its last part, which is all that it says to others."""
+  """Shortens an absolute path, also behind NAME=, to its last part."""
   name, is_given, path = argument.rpartition('=')
   return f'{name}{is_given}.../{pathlib.Path(path).name}' if os.path.isabs(path) else argument
 
 
-def commit() -> dict[str, Any]:
-  """The commit that is checked out, and whether podrace/ or benchmarks/*.py differ from it.
+def head(checkout: pathlib.Path = ROOT) -> str:
+  """Returns the commit that is checked out."""
+  git = ['git', '-C', str(checkout), 'rev-parse', 'HEAD']
+  return subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()
 
-  Where the tree is a copy without its history, BENCHMARK_COMMIT says what it is a copy of.
+
+def commit() -> dict[str, Any]:
+  """Returns the commit, and whether podrace/ or benchmarks/*.py differ from it.
+
+  BENCHMARK_COMMIT is the commit of a copy of the tree that has no history.
   """
   if known := os.environ.get('BENCHMARK_COMMIT'):
     return dict(hash=known, dirty=False)
-
-  def git(*args: str) -> str:
-    return subprocess.run(
-      ['git', *args], cwd=ROOT, check=True, capture_output=True, text=True
-    ).stdout.strip()
-
-  changed = git('status', '--porcelain', '--', 'podrace', 'benchmarks/*.py')
-  return dict(hash=git('rev-parse', 'HEAD'), dirty=bool(changed))
+  git = ['git', 'status', '--porcelain', '--', 'podrace', 'benchmarks/*.py']
+  changed = subprocess.run(git, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+  return dict(hash=head(), dirty=bool(changed.strip()))
 
 
 def machine() -> dict[str, Any]:
-  """CPU, cores this process may use, memory, load, and JAX's devices if JAX is in use."""
+  """Returns CPU, usable cores, memory, load, and JAX's devices if JAX is in use."""
   memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30
-  found = dict(
+  about: dict[str, Any] = dict(
     cpu=cpu_model(),
     cores=len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count(),
     memory_gib=round(memory, 1),
@@ -93,42 +128,165 @@ def machine() -> dict[str, Any]:
   if 'jax' in sys.modules:
     import jax
 
-    found['devices'] = [f'{d.platform}:{d.device_kind}' for d in jax.devices()]
-  return found
+    about['devices'] = [f'{d.platform}:{d.device_kind}' for d in jax.devices()]
+  return about
 
 
 def cpu_model() -> str:
-  """The processor's name with its family and model, as virtual machines shorten the name."""
+  """Returns the processor's name with family and model, as virtual machines shorten the name."""
   try:
     lines = pathlib.Path('/proc/cpuinfo').read_text().splitlines()
   except OSError:
     return platform.processor()
-  fields = dict(
-    (part.strip() for part in line.split(':', 1)) for line in reversed(lines) if ':' in line
-  )
+  pairs = (line.split(':', 1) for line in reversed(lines) if ':' in line)
+  fields = {key.strip(): value.strip() for key, value in pairs}
   return (
     f'{fields.get("model name", "?")} family {fields.get("cpu family")} model {fields.get("model")}'
   )
 
 
-def versions(
-  packages: Sequence[str] = PACKAGES,
-) -> dict[str, str]:
-  """Python's and the packages' versions; those that aren't installed are left out."""
-  found = {'python': platform.python_version()}
+def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+  """Returns the versions of Python and of the packages that are installed."""
+  installed = {'python': platform.python_version()}
   for package in packages:
-    try:
-      found[package] = importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-      continue
-  return found
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+      installed[package] = importlib.metadata.version(package)
+  return installed
 
 
-# --- peers ------------------------------------------------------------------------------------
+def pyplot(**settings: Any) -> Any:
+  """Returns matplotlib.pyplot, which draws to files that have equal bytes each time."""
+  import matplotlib
 
-PEERS = {  # what is installed in the virtual environment of each
+  matplotlib.use('Agg')
+  import matplotlib.pyplot as plt
+
+  look = {'svg.hashsalt': 'podrace', 'axes.spines.top': False, 'axes.spines.right': False}
+  matplotlib.rcParams.update(look | settings)
+  return plt
+
+
+def run(command: Sequence[str], **environ: str) -> str:
+  """Runs a process and returns its output; raises with its errors if it fails."""
+  env = {**os.environ, 'PYTHONPATH': PATH, **environ}
+  done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
+  if done.returncode:
+    raise RuntimeError(f'{command} ended with {done.returncode}:\n{done.stderr[-3000:]}')
+  return done.stdout
+
+
+def last_json(command: Sequence[str], **environ: str) -> Any:
+  """Returns the JSON of the last line that a process prints."""
+  return json.loads(run(command, **environ).splitlines()[-1])
+
+
+def podrace(*args: Any) -> str:
+  """Runs `podrace ARGS` and returns its output."""
+  return run([*PODRACE, *map(str, args)])
+
+
+def evaluate_run(run_dir: pathlib.Path, *args: Any) -> dict[str, Any]:
+  """Returns the line of JSON that ends `podrace eval RUN_DIR ARGS`."""
+  return json.loads(podrace('eval', run_dir, *args).splitlines()[-1])
+
+
+def start_podrace(log: pathlib.Path, *args: Any) -> subprocess.Popen[bytes]:
+  """Starts `podrace ARGS` with its output in a file."""
+  command = [*PODRACE, *map(str, args)]
+  env = {**os.environ, 'PYTHONPATH': PATH}
+  return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log.open('a'), stderr=subprocess.STDOUT)  # fmt: skip
+
+
+def read_json(path: pathlib.Path) -> Any:
+  """Returns the contents of a JSON file."""
+  return json.loads(path.read_text())
+
+
+def metrics(run_dir: pathlib.Path, name: str = 'metrics.jsonl') -> list[dict[str, Any]]:
+  """Returns the complete lines of a run's metrics, also while it writes them."""
+  path = run_dir / name
+  lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+  return [json.loads(line) for line in lines if line.endswith('\n')]
+
+
+def summary_of(run_dir: pathlib.Path) -> dict[str, Any]:
+  """Returns the summary of a run that has ended."""
+  return read_json(run_dir / 'summary.json')
+
+
+def stop(process: subprocess.Popen[Any], signum: int = signal.SIGTERM) -> int:
+  """Sends a signal and waits for the end. Returns the exit code."""
+  process.send_signal(signum)
+  return process.wait()
+
+
+def free_port() -> int:
+  """Returns a port of this machine at which nothing listened just now."""
+  with socket.create_server(('127.0.0.1', 0)) as listening:
+    port: int = listening.getsockname()[1]
+    return port
+
+
+class Worker:
+  """A process that answers each line of JSON with a line of JSON, and sleeps in between.
+
+  Owner: the caller, by `close` or `with`. Ends when its input closes. Raises RuntimeError if it dies.
+  """
+
+  def __init__(self, command: Sequence[str], **environ: str):
+    self.command = list(command)
+    env = {**os.environ, 'PYTHONPATH': PATH, 'PYTHONUNBUFFERED': '1', **environ}
+    self.process = subprocess.Popen(
+      self.command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+  def ask(self, **request: Any) -> Any:
+    """Sends a request and waits for its answer."""
+    assert self.process.stdin is not None
+    self.process.stdin.write(json.dumps(request) + '\n')
+    self.process.stdin.flush()
+    return self.read()
+
+  def read(self) -> Any:
+    """Waits for an answer, such as the first line of a server that was not asked for it."""
+    assert self.process.stdout is not None
+    if not (line := self.process.stdout.readline()):
+      raise RuntimeError(f'{self.command} ended with {self.process.wait()}; its error is above')
+    return json.loads(line)
+
+  def close(self) -> None:
+    assert self.process.stdin is not None
+    self.process.stdin.close()
+    self.process.wait()
+
+  def __enter__(self) -> Worker:
+    return self
+
+  def __exit__(self, *error: Any) -> None:
+    self.close()
+
+
+def requests() -> Iterator[dict[str, Any]]:
+  """In a worker: yields the requests, one by one."""
+  for line in sys.stdin:
+    yield json.loads(line)
+
+
+def answer(**reply: Any) -> None:
+  """In a worker: answers the request at hand."""
+  print(json.dumps(reply), flush=True)
+
+
+def serve(packages: Sequence[str] = PACKAGES, **handlers: Callable[..., dict[str, Any]]) -> None:
+  """In a worker: answers each request by the function that `do` names, and `versions`."""
+  handlers.setdefault('versions', lambda: versions(packages))
+  for request in requests():
+    answer(**handlers[request.pop('do')](**request))
+
+
+PEERS = {  # packages of the virtual environment of each
   'rejax': ('rejax==0.1.3', 'gymnax<1'),  # unpacks 5 values of `env.step`; gymnax 1.0 gives 6
-  'purejaxrl': ('gymnax<1', 'distrax', 'brax', 'navix'),  # what it imports, for CartPole as well
+  'purejaxrl': ('gymnax<1', 'distrax', 'brax', 'navix'),  # its imports, for CartPole as well
   'flashbax': ('flashbax==0.1.3',),
   'torch': ('torch==2.13.0', 'stable-baselines3', 'gymnasium', 'ale-py', 'opencv-python-headless'),
   'sf': ('sample-factory==2.1.1', 'torch==2.15.0', 'gymnasium<1.0', 'ale-py', 'opencv-python'),
@@ -137,197 +295,77 @@ PEERS = {  # what is installed in the virtual environment of each
   'groove-new': ('flax', 'optax', 'gymnax<1', 'chex', 'rich', 'six'),
   'reverb': ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0'),
 }  # fmt: skip
-OUR_JAX = ('rejax', 'purejaxrl', 'flashbax', 'groove-new')  # that are compared under the same JAX
+OUR_JAX = ('rejax', 'purejaxrl', 'flashbax', 'groove-new')  # are compared under the same JAX
 
 
 def peer(name: str) -> str:
-  """The Python of a peer's virtual environment, build/bench-NAME, which is made if it is missing."""
+  """Returns the Python of a peer's virtual environment, build/bench-NAME. Makes it if it is missing."""
   place = ROOT / 'build' / f'bench-{name}'
   python, installed = str(place / 'bin' / 'python'), place / 'installed'
   packages = list(PEERS[name])
   if name in OUR_JAX:
     packages.append(f'jax=={importlib.metadata.version("jax")}')
-  told = ' '.join(packages)
-  if not installed.exists() or installed.read_text() != told:
+  text = ' '.join(packages)
+  if not installed.exists() or installed.read_text() != text:
     subprocess.run([sys.executable, '-m', 'venv', str(place)], check=True)
     pip = [python, '-m', 'pip', 'install', '--quiet']
     if subprocess.run([*pip, *packages], check=False).returncode:
-      print(f'{told} do not install together: taking the newest jax that does', flush=True)
+      print(f'{text} do not install together: taking the newest jax that does', flush=True)
       subprocess.run([*pip, *PEERS[name]], check=True)
-    installed.write_text(told)
+    installed.write_text(text)
   return python
 
 
 def pins(python: str, *names: str) -> dict[str, str]:
-  """The versions of packages in a virtual environment."""
-  freeze = [python, '-m', 'pip', 'freeze']
-  told = subprocess.run(freeze, check=True, capture_output=True, text=True).stdout.split()
-  found = ((k.replace('_', '-'), v) for k, _, v in (pin.partition('==') for pin in told))
-  return {k: v for k, v in found if k in names}
+  """Returns the versions of packages in a virtual environment."""
+  lines = run([python, '-m', 'pip', 'freeze']).split()
+  pairs = ((k.replace('_', '-'), v) for k, _, v in (line.partition('==') for line in lines))
+  return {k: v for k, v in pairs if k in names}
 
 
-def last_json(command: Sequence[str], **environment: str) -> Any:
-  """What a process prints on its last line."""
-  done = subprocess.run(
-    command, capture_output=True, text=True, check=False, cwd=ROOT,
-    env={**os.environ, 'PYTHONPATH': PATH, **environment},
-  )  # fmt: skip
-  if done.returncode:
-    raise RuntimeError(f'{command} failed:\n{done.stderr}')
-  return json.loads(done.stdout.splitlines()[-1])
+def versus(
+  sides: dict[str, list[str]], rounds: int, setup: dict[str, Any], run: dict[str, Any],
+  then: Callable[[dict[str, Any]], None] = lambda answer: None,
+) -> dict[str, list[dict[str, Any]]]:  # fmt: skip
+  """Asks workers to set up and to run; `then` gets each answer.
+
+  Each side has a new process in each round, the sides in turn.
+  """
+  answers: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
+  for i in range(rounds):
+    for side in list(sides)[:: 1 - 2 * (i % 2)]:
+      with Worker(sides[side]) as worker:
+        answers[side].append(worker.ask(do='setup', **setup) | worker.ask(do='run', seed=i, **run))
+        then(answers[side][-1])
+  return answers
 
 
-# --- timing -----------------------------------------------------------------------------------
+def against_fastest(
+  name: str, ours: Sequence[float], theirs: dict[str, list[float]]
+) -> dict[str, Any]:
+  """Compares the median of a rate with that of the fastest setting of the peers."""
+  medians = {k: statistics.median(v) for k, v in theirs.items()}
+  fastest = max(medians, key=lambda k: medians[k])
+  ratio = statistics.median(ours) / medians[fastest]
+  print(f'{name}: podrace {statistics.median(ours):,.0f}/s, {fastest} {medians[fastest]:,.0f}/s; {ratio:.2f}x', flush=True)  # fmt: skip
+  return dict(podrace=summary(ours), peers=summaries(theirs), ratio_to_fastest=ratio)
 
 
 def summary(values: Sequence[float]) -> dict[str, Any]:
-  """The median with what it is the median of."""
+  """Returns the median, and the range and number of its values."""
   return dict(median=statistics.median(values), min=min(values), max=max(values), n=len(values))
 
 
-def timed(call: Callable[[], Any]) -> tuple[float, Any]:
-  """Seconds until everything that `call` returns is computed, and what it returns."""
-  import jax
-
-  start = time.perf_counter()
-  result = jax.block_until_ready(call())
-  return time.perf_counter() - start, result
+def summaries(values: Mapping[Any, Sequence[float]]) -> dict[Any, dict[str, Any]]:
+  """Returns the summary of each list."""
+  return {key: summary(each) for key, each in values.items()}
 
 
-def repeat(call: Callable[[], Any], repeats: int = 5) -> list[float]:
-  """Seconds of each of `repeats` runs, after one that isn't counted."""
-  timed(call)
-  return [timed(call)[0] for _ in range(repeats)]
+def columns(rows: Sequence[dict[str, Any]], *keys: str) -> dict[str, dict[str, Any]]:
+  """Returns the summaries of numbers that stand under the same keys in all rows."""
+  return {key: summary([row[key] for row in rows]) for key in keys or rows[0]}
 
 
-def interleave(calls: dict[str, Callable[[], Any]], repeats: int = 5) -> dict[str, list[float]]:
-  """Seconds of `repeats` runs of each, taken in turn, so that a busy moment hits all alike."""
-  for call in calls.values():
-    timed(call)
-  seconds: dict[str, list[float]] = {name: [] for name in calls}
-  for _ in range(repeats):
-    for name, call in calls.items():
-      seconds[name].append(timed(call)[0])
-  return seconds
-
-
-def updates_for(
-  call: Callable[[int], float], seconds: float, least: int = 1, most: int = 1_000_000
-) -> int:
-  """How many updates take about `seconds`; `call(n)` runs n of them and returns its seconds."""
-  n = least
-  while (took := call(n)) < seconds / 4 and n < most:
-    n = min(n * 4, most)
-  return max(least, min(most, round(n * seconds / took)))
-
-
-# --- podrace ----------------------------------------------------------------------------------
-
-
-def bind(agent: Any, env: Any, total_updates: int) -> Any:
-  """The agent with its network built for the environment, for a run of that many updates."""
-  network = agent.network.bind(env.observation_space, env.action_space)
-  return dataclasses.replace(agent, network=network, total_updates=total_updates)
-
-
-@dataclasses.dataclass
-class Run:
-  """An agent under Anakin, compiled, with its state; `seconds(n)` makes n updates."""
-
-  runner: Any
-  state: Any
-  run: Any
-  compile_s: dict[str, float]
-
-  @property
-  def steps_per_update(self) -> int:
-    return self.runner.num_envs * self.runner.unroll_length
-
-  def seconds(self, updates: int) -> float:
-    import jax.numpy as jnp
-
-    n = jnp.int32(updates)
-    took, self.state = timed(lambda: self.run(self.state, n))
-    return took
-
-  def reset(self, seed: int) -> None:
-    """Begins anew, from another seed."""
-    import jax
-
-    self.state = jax.block_until_ready(self.runner.init(jax.random.split(jax.random.key(seed), 1)))
-
-
-def start(agent: Any, env: Any, num_envs: int, unroll_length: int, seed: int = 0) -> Run:
-  """Compiles a run of a bound agent on all devices, and makes its state."""
-  import jax
-  import jax.numpy as jnp
-
-  from podrace import topology
-  from podrace.architectures import anakin
-  from podrace.replay import on_policy
-
-  mesh = topology.learner_mesh()
-  own = hasattr(agent, 'memory')
-  replay = agent.memory(num_envs, unroll_length) if own else on_policy()
-  runner = anakin.Anakin(agent, env, replay, mesh, num_envs, unroll_length)
-  keys = jax.random.split(jax.random.key(seed), 1)
-  begin = time.perf_counter()
-  init = runner.init.lower(keys).compile()
-  init_s = time.perf_counter() - begin
-  state = jax.block_until_ready(init(keys))
-  begin = time.perf_counter()
-  run = runner.run.lower(state, jnp.int32(1)).compile()
-  return Run(runner, state, run, dict(init=init_s, train=time.perf_counter() - begin))
-
-
-# --- workers ----------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-  """A port of this machine that nobody listened at just now."""
-  with socket.create_server(('127.0.0.1', 0)) as found:
-    port: int = found.getsockname()[1]
-    return port
-
-
-class Worker:
-  """A process that answers one JSON line with one JSON line, and sleeps in between."""
-
-  def __init__(self, command: Sequence[str], **environ: str):
-    self.command = list(command)
-    self.process = subprocess.Popen(
-      self.command,
-      cwd=ROOT,
-      env={**os.environ, 'PYTHONPATH': PATH, 'PYTHONUNBUFFERED': '1', **environ},
-      stdin=subprocess.PIPE,
-      stdout=subprocess.PIPE,
-      text=True,
-    )
-
-  def ask(self, **request: Any) -> Any:
-    """Sends a request and waits for its answer; raises if the worker has died."""
-    assert self.process.stdin and self.process.stdout
-    self.process.stdin.write(json.dumps(request) + '\n')
-    self.process.stdin.flush()
-    line = self.process.stdout.readline()
-    if not line:
-      raise RuntimeError(f'{self.command} ended with {self.process.wait()}; its error is above')
-    return json.loads(line)
-
-  def __enter__(self) -> Worker:
-    return self
-
-  def __exit__(self, *error: Any) -> None:
-    self.process.stdin.close()
-    self.process.wait()
-
-
-def requests() -> Iterator[dict[str, Any]]:
-  """In a worker: the requests, one by one."""
-  for line in sys.stdin:
-    yield json.loads(line)
-
-
-def answer(**reply: Any) -> None:
-  """In a worker: the answer to the request at hand."""
-  print(json.dumps(reply), flush=True)
+def pair_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+  """Returns the median of the ratios of pairs."""
+  return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))

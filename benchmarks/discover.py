@@ -1,43 +1,40 @@
-"""Meta-training: what its gradient costs, and what its rules are worth.
+"""Meta-training: the cost of its gradient, and the worth of its rules.
 
-    python benchmarks/discover.py speed            # steps/s, memory and compile time, by K, against no meta-gradient
-    python benchmarks/discover.py lpg RUN_DIR      # a run of `podrace discover` with --agent lpg on grid worlds
-    python benchmarks/discover.py disco RUN_DIR... # runs of `podrace discover disco-small`, one of each seed
+    python benchmarks/discover.py speed                # steps/s, memory and compile time, by K, against no meta-gradient
+    python benchmarks/discover.py lpg --runs RUN_DIR   # a run of `podrace discover` with --agent lpg on grid worlds
+    python benchmarks/discover.py disco --runs RUN_DIR ... # runs of `podrace discover disco-small`, one of each seed
     python benchmarks/discover.py picture
 
 `speed` times the program of meta-training and, in turn with it, the same agents in the same environments without a
-meta-gradient, in one program too. Memory is what XLA says the program needs besides its state.
+meta-gradient, in one program too. Memory is the program's need besides its state, by XLA.
 
-`lpg` lets 256 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones,
-and other environments. Against them: an advantage actor-critic (IMPALA on its newest unrolls) with the same layers,
-environments, unrolls and updates in the same worlds, with the best settings of a grid, found in 16 other worlds of the
-kind. The agents of the rule have the best learning rate of the same ones, found alike, and else the settings of
+`lpg` lets 256 agents live in worlds that meta-training has not seen: other grid worlds of the same kind, larger ones, and
+other environments. Against them: an advantage actor-critic (IMPALA on its newest unrolls) with the same layers,
+environments, unrolls and updates in the same worlds, with the best settings of a grid, chosen in 16 other worlds of the
+kind. The agents of the rule have the best learning rate of the same ones, chosen alike, and else the settings of
 meta-training. And agents of a rule that was not trained, alike.
 
 `disco` compares the rule of each run with the same before it was trained, in 32 lives of the kind it was trained in.
 
-Intervals are of 95%, by the bootstrap over lives. Writes benchmarks/results/discover.json after each case; what is not
-run keeps what the file has.
+Intervals are of 95%, by the bootstrap over lives. Writes benchmarks/results/discover.json after each case; cases that are
+not run keep their results.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
-import itertools
-import json
 import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, machine, origin, portable, record
-from learned_rewards import interval
+from learned_rewards import combinations, interval
 
 from podrace.agents.impala import Impala
 from podrace.agents.lpg import LPG
@@ -54,12 +51,8 @@ from podrace.settings.discovery_presets import PRESETS
 from podrace.types import Sample
 
 LIVES, TUNING, ROUNDS, SECONDS = 256, 16, 5, 5.0
-UPDATES_OF_SPEED = (1, 2, 5, 10, 20)
-GRID = dict(
-  learning_rate=(3e-3, 1e-2, 3e-2, 1e-1, 3e-1),
-  entropy_cost=(0.001, 0.01, 0.05, 0.1),
-  lambda_=(0.95,),
-)
+RATES = (3e-3, 1e-2, 3e-2, 1e-1, 3e-1)
+GRID = dict(learning_rate=RATES, entropy_cost=(0.001, 0.01, 0.05, 0.1), lambda_=(0.95,))
 WORLDS = {
   'grid worlds': '',  # as in meta-training
   'grid worlds, larger': 'podrace:grid_worlds,size=7,objects=3',
@@ -71,41 +64,34 @@ WORLDS = {
 
 @dataclasses.dataclass(frozen=True)
 class ByRule(LPG):
-  """An agent that is given its settings with the rule."""
+  """An agent that gets its settings with the rule."""
 
-  def learn_by(self, given: Any, train: Any, window: Any) -> Any:
-    values, rule = given
+  def learn_by(self, values_and_rule: Any, train: Any, window: Any) -> Any:
+    values, rule = values_and_rule
     return LPG.learn_by(with_values(self, values), rule, train, window)
 
 
 @dataclasses.dataclass(frozen=True)
 class A2C(Impala):
-  """In the place of an agent that learns by a rule, of which it is given none."""
+  """Learns by its own loss, in the place of an agent that learns by a rule."""
 
-  def learn_by(self, given: Any, train: Any, window: Any) -> Any:
-    values, _ = given
+  def learn_by(self, values_and_rule: Any, train: Any, window: Any) -> Any:
+    values, _ = values_and_rule
     one = jnp.ones(window.timesteps.reward.shape[1])
     agent = with_values(self, values)
     train, _, metrics = agent.learn(train, Sample(window, one, one), jax.random.key(0))
     return train, metrics
 
 
-# --- lives ----------------------------------------------------------------------------------------------
-
-
-def trained_rule(config: Any, run_dir: Path) -> Any:
-  """Where it has come to."""
-  path = str(run_dir / 'rule.npz')
-  return dict(storage.load(path, storage.sha256(path), settings.rules_of(config.agent).Sizes))
-
-
-def untrained_rule(config: Any) -> Any:
-  """One of the same widths that nothing was learned for."""
-  return settings.rules_of(config.agent).init(jax.random.key(config.seed), config.rule)
+def rules(config: Any, run_dir: Path) -> tuple[Any, Any]:
+  """Returns the trained rule of a run, and one of the same widths that was not trained."""
+  path, module = str(run_dir / 'rule.npz'), settings.rules_of(config.agent)
+  trained = dict(storage.load(path, storage.sha256(path), module.Sizes))
+  return trained, module.init(jax.random.key(config.seed), config.rule)
 
 
 def lives(kind: Kind, rule: Any, key: Any, count: int) -> tuple[Any, Any]:
-  """(sum of returns, episodes), [lives, updates] each, of agents from the beginning to the end of a life."""
+  """Returns the sum of returns and the episodes, [lives, updates] each, of whole lives of agents."""
 
   def life(number: Any) -> Any:
     begin_key, run_key = jax.random.split(key)
@@ -124,94 +110,74 @@ def lives(kind: Kind, rule: Any, key: Any, count: int) -> tuple[Any, Any]:
     keys = jax.random.split(jax.random.fold_in(run_key, number), kind.lifetime)
     return jax.lax.scan(update, member, keys)[1]
 
-  found: tuple[Any, Any] = jax.vmap(life)(jnp.arange(count, dtype=jnp.int32))
-  return found
+  sums: tuple[Any, Any] = jax.vmap(life)(jnp.arange(count, dtype=jnp.int32))
+  return sums
 
 
-def of_life(found: Any) -> np.ndarray:
-  """The mean return of an episode over each life [lives]."""
-  returns, episodes = (np.asarray(x, np.float64) for x in found)
+def of_life(sums: Any) -> np.ndarray:
+  """Returns the mean return of an episode over each life [lives]."""
+  returns, episodes = (np.asarray(x, np.float64) for x in sums)
   return returns.sum(axis=-1) / np.maximum(episodes.sum(axis=-1), 1)
 
 
-def told(found: Any) -> dict[str, Any]:
-  """Of lives: the mean of an episode, over the life and in its last tenth, and a curve."""
-  returns, episodes = (np.asarray(x, np.float64) for x in found)
-  last = returns.shape[1] // 10
-  parts = np.array_split(np.arange(returns.shape[1]), 25)
+def describe(sums: Any) -> dict[str, Any]:
+  """Returns the mean of an episode, over the life and in its last tenth, and a curve."""
+  returns, episodes = (np.asarray(x, np.float64) for x in sums)
+  last, parts = returns.shape[1] // 10, np.array_split(np.arange(returns.shape[1]), 25)
   curve = [float(returns[:, p].sum() / max(1.0, episodes[:, p].sum())) for p in parts]
   return dict(
-    life=interval(of_life(found)),
+    life=interval(of_life(sums)),
     last_tenth=interval(of_life((returns[:, -last:], episodes[:, -last:]))),
     curve=np.round(curve, 4).tolist(),
   )
 
 
-def paired(one: Any, other: Any) -> dict[str, float]:
-  """By how much the lives of one are better, world by world."""
-  return interval(of_life(one) - of_life(other))
-
-
 def kind_of(config: Any, env: str, agent: Any = None) -> Kind:
-  """The members of a group; with another agent if it is given."""
+  """Returns the members of a group, with another agent if there is one."""
   kind = build.meta_training(dataclasses.replace(config, env=env, agents=1, widths=())).kinds[0]
   return kind if agent is None else dataclasses.replace(kind, agent=bind(agent, kind.env))
 
 
-def tuned(kind: Kind, rule: Any, of: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-  """Lives with the best settings of a grid, which are those of other worlds."""
-  rows = np.array(list(itertools.product(*of.values())), np.float32)
-  grid = {name: jnp.asarray(rows[:, i]) for i, name in enumerate(of)}
+def tune(kind: Kind, rule: Any, grid: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+  """Returns lives with the settings of a grid that are the best in other worlds, and their description."""
+  values = combinations(grid)
 
+  @functools.partial(jax.jit, static_argnums=2)
   def run(values: Any, key: Any, count: int) -> Any:
     return jax.lax.map(lambda v: lives(kind, (v, rule), key, count), values)
 
-  run = jax.jit(run, static_argnums=2)
-  found = run(grid, jax.random.key(1), TUNING)
-  each = [of_life((r, n)).mean() for r, n in zip(*found, strict=True)]
-  best = {name: x[int(np.argmax(each))][None] for name, x in grid.items()}
+  each = [of_life(x).mean() for x in zip(*run(values, jax.random.key(1), TUNING), strict=True)]
+  best = {name: x[int(np.argmax(each))][None] for name, x in values.items()}
   returns, episodes = run(best, jax.random.key(2), LIVES)
-  said = dict(
-    settings={k: float(x[0]) for k, x in best.items()}, grid={k: list(v) for k, v in of.items()},
-    of_each=np.round(each, 4).tolist(),
-  )  # fmt: skip
-  return (returns[0], episodes[0]), said
+  sums = returns[0], episodes[0]
+  chosen = {k: float(x[0]) for k, x in best.items()}
+  return sums, describe(sums) | dict(settings=chosen, grid=grid, of_each=np.round(each, 4).tolist())
 
 
 def lpg(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   (run_dir,) = run_dirs
   config = load_any(run_dir)
-  rule = trained_rule(config, run_dir)
-  first = untrained_rule(config)
-  network = ActorCritic(
-    hidden=config.agent.network.hidden, initializer='lecun', activation='relu', shared=False
-  )
+  trained, first = rules(config, run_dir)
+  hidden = config.agent.network.hidden
+  network = ActorCritic(hidden=hidden, initializer='lecun', activation='relu', shared=False)
   worlds = {}
   for name, env in WORLDS.items():
-    began = time.perf_counter()
     env = env or config.env
-    learning = kind_of(config, env, ByRule(**vars(config.agent)))
-    rates = {'learning_rate': GRID['learning_rate']}
-    by_rule, rate = tuned(learning, rule, rates)
-    untrained, rate_untrained = tuned(learning, first, rates)
-    a2c, best = tuned(kind_of(config, env, A2C(network)), (), GRID)
-    worlds[name] = dict(
-      env=env,
-      rule=told(by_rule) | rate, untrained=told(untrained) | rate_untrained, a2c=told(a2c) | best,
-      rule_minus_a2c=paired(by_rule, a2c),
-    )  # fmt: skip
-    print(name, {k: v['life'] for k, v in worlds[name].items() if isinstance(v, dict) and 'life' in v},
-          worlds[name]['rule_minus_a2c'], best['settings'], f'{time.perf_counter() - began:.0f} s', flush=True)  # fmt: skip
+    learning, rates = kind_of(config, env, ByRule(**vars(config.agent))), dict(learning_rate=RATES)
+    by_rule, rule = tune(learning, trained, rates)
+    _, untrained = tune(learning, first, rates)
+    by_a2c, a2c = tune(kind_of(config, env, A2C(network)), (), GRID)
+    difference = interval(of_life(by_rule) - of_life(by_a2c))
+    worlds[name] = dict(env=env, rule=rule, untrained=untrained, a2c=a2c, rule_minus_a2c=difference)
+    print(name, rule['life'], untrained['life'], a2c['life'], difference, flush=True)
     yield dict(training=training(run_dir), lives=LIVES, worlds=worlds)
 
 
 def training(run_dir: Path) -> dict[str, Any]:
-  """How a rule was made: its settings, its size, and returns by the age of agents as it learned."""
-  lines = [json.loads(x) for x in (run_dir / 'metrics.jsonl').read_text().splitlines()]
-  lines = [x for x in lines if x.get('episode_return_by_age')]
-  summary = json.loads((run_dir / 'summary.json').read_text())
-  config = json.loads((run_dir / 'config.json').read_text())
-  config['agent']['rule'] = portable(config['agent']['rule'])
+  """Returns the settings of a rule's training, its size, and returns by the age of agents as it learned."""
+  lines = [x for x in common.metrics(run_dir) if x.get('episode_return_by_age')]
+  summary, config = common.summary_of(run_dir), common.read_json(run_dir / 'config.json')
+  config['agent']['rule'] = common.portable(config['agent']['rule'])
   return dict(
     config=config,
     summary={k: summary[k] for k in ('step', 'steps_per_s', 'params_sha256') if k in summary},
@@ -223,30 +189,22 @@ def disco(run_dirs: list[Path]) -> Iterator[dict[str, Any]]:
   seeds = []
   for run_dir in run_dirs:
     config = load_any(run_dir)
-    rule = trained_rule(config, run_dir)
-    first = untrained_rule(config)
     run = jax.jit(functools.partial(lives, kind_of(config, config.env), count=32))
-    trained, untrained = (run(r, jax.random.key(2)) for r in (rule, first))
-    one = dict(
-      training=training(run_dir), rule=told(trained), untrained=told(untrained),
-      improvement=paired(trained, untrained),
-    )  # fmt: skip
-    print(run_dir, one['rule']['life'], one['untrained']['life'], flush=True)
-    seeds.append(one)
-  yield dict(
-    seeds=seeds,
-    improvement=interval(np.array([s['improvement']['mean'] for s in seeds])),
-  )
+    trained, untrained = (run(r, jax.random.key(2)) for r in rules(config, run_dir))
+    seeds.append(dict(
+      training=training(run_dir), rule=describe(trained), untrained=describe(untrained),
+      improvement=interval(of_life(trained) - of_life(untrained)),
+    ))  # fmt: skip
+    print(run_dir, seeds[-1]['rule']['life'], seeds[-1]['untrained']['life'], flush=True)
+  improvement = interval(np.array([s['improvement']['mean'] for s in seeds]))
+  yield dict(seeds=seeds, improvement=improvement)
 
 
-# --- speed ----------------------------------------------------------------------------------------------
-
-
-def plain(program: Any) -> Any:
-  """(rule, groups, key) -> groups after as many updates as a meta-step has unrolls, without a meta-gradient."""
+def without_gradient(program: Any) -> Any:
+  """Returns a function that makes as many updates as a meta-step has unrolls, without a meta-gradient."""
 
   def run(rule: Any, groups: Any, key: Any) -> Any:
-    found = []
+    after = []
     for kind, members in zip(program.kinds, groups, strict=True):
       keys = jax.random.split(key, kind.updates + 1)
 
@@ -254,14 +212,14 @@ def plain(program: Any) -> Any:
         each = jax.vmap(functools.partial(jax.random.fold_in, key))(members.number)
         return jax.vmap(functools.partial(kind.update, rule))(members, each)[0], ()
 
-      found.append(jax.lax.scan(update, members, keys)[0])
-    return tuple(found)
+      after.append(jax.lax.scan(update, members, keys)[0])
+    return tuple(after)
 
   return jax.jit(run)
 
 
-def timed(step: Any, state: Any, seconds: float) -> tuple[float, Any]:
-  """Calls a second."""
+def calls_per_s(step: Any, state: Any, seconds: float) -> tuple[float, Any]:
+  """Returns calls/s, and the state after them."""
   began, calls = time.perf_counter(), 0
   while time.perf_counter() - began < seconds or calls < 3:
     state = jax.block_until_ready(step(state))
@@ -269,81 +227,49 @@ def timed(step: Any, state: Any, seconds: float) -> tuple[float, Any]:
   return calls / (time.perf_counter() - began), state
 
 
-def of_updates(config: Any, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, Any]:
-  """What K updates cost; without rounds, what needs only compiling."""
+def measure_updates(config: Any, rounds: int = ROUNDS, seconds: float = SECONDS) -> dict[str, Any]:
+  """Measures the cost of K updates; without rounds, only figures of compiling."""
   program = build.meta_training(config)
   state = program.init(jnp.stack([jax.random.key(0)]))
-  began = time.perf_counter()
+  clock = [time.perf_counter()]
   meta = program.run.lower(program.shapes, jnp.int32(1)).compile()
-  compile_s = time.perf_counter() - began
-  began = time.perf_counter()
-  without = plain(program).lower(state.train.params, state.groups, state.key).compile()
-  compile_plain_s = time.perf_counter() - began
-  rule = jax.tree.map(jnp.copy, state.train.params)
-  groups, key, rates = jax.tree.map(jnp.copy, state.groups), jax.random.key(1), []
+  clock.append(time.perf_counter())
+  without = without_gradient(program).lower(state.train.params, state.groups, state.key).compile()
+  clock.append(time.perf_counter())
+  rule, groups = jax.tree.map(jnp.copy, (state.train.params, state.groups))
+  key, rates = jax.random.key(1), []
   for _ in range(rounds):
-    a, state = timed(lambda s: meta(s, jnp.int32(1)), state, seconds)
-    b, groups = timed(lambda g: without(rule, g, key), groups, seconds)
+    a, state = calls_per_s(lambda s: meta(s, jnp.int32(1)), state, seconds)
+    b, groups = calls_per_s(lambda g: without(rule, g, key), groups, seconds)
     rates.append((a * config.steps_per_update, b * config.steps_per_update))
-  found = dict(
-    agent_updates=config.agent_updates,
+  result: dict[str, Any] = dict(
+    agent_updates=config.agent_updates, compile_s=clock[1] - clock[0], compile_s_without=clock[2] - clock[1],
     temp_mib=meta.memory_analysis().temp_size_in_bytes / 2**20,
     temp_mib_without=without.memory_analysis().temp_size_in_bytes / 2**20,
-    compile_s=compile_s,
-    compile_s_without=compile_plain_s,
-  )
+  )  # fmt: skip
   if rates:
-    found |= dict(
-      steps_per_s=statistics.median(a for a, _ in rates),
-      steps_per_s_without=statistics.median(b for _, b in rates),
-      ratio=statistics.median(a / b for a, b in rates),
-      ratios=[round(a / b, 3) for a, b in rates],
-    )
-  print({k: v if isinstance(v, list | int) else round(v, 3) for k, v in found.items()}, flush=True)
-  return found
+    ours, others = (statistics.median(x) for x in zip(*rates, strict=True))
+    ratios = [round(a / b, 3) for a, b in rates]
+    result |= dict(steps_per_s=ours, steps_per_s_without=others, ratio=statistics.median(ratios), ratios=ratios)  # fmt: skip
+  print(result, flush=True)
+  return result
 
 
-def speed(_: list[Path]) -> Iterator[dict[str, Any]]:
-  found = {}
+def speed(updates: list[int], rounds: int, seconds: float) -> Iterator[dict[str, Any]]:
+  results: dict[str, Any] = {}
   for name in ('lpg-catch', 'disco-small'):
-    config = PRESETS[name]()
     print(name, flush=True)
-    each = [
-      of_updates(dataclasses.replace(config, agent_updates=k, devices=1)) for k in UPDATES_OF_SPEED
-    ]
-    found[name] = dict(updates=each, machine=machine())
-    yield found
-
-
-CASES = {'speed': speed, 'lpg': lpg, 'disco': disco}
-
-
-def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-  )
-  parser.add_argument('case', choices=[*CASES, 'picture'])
-  parser.add_argument('run_dirs', nargs='*', type=Path)
-  args = parser.parse_args()
-  path = RESULTS / 'discover.json'
-  results = json.loads(path.read_text())['results'] if path.exists() else {}
-  if args.case == 'picture':
-    picture(results)
-    return
-  for found in CASES[args.case](args.run_dirs):
-    results[args.case] = dict(**origin(), machine=machine(), results=found)
-    record('discover', results)
+    base = dataclasses.replace(PRESETS[name](), devices=1)
+    configs = [dataclasses.replace(base, agent_updates=k) for k in updates]
+    each = [measure_updates(config, rounds, seconds) for config in configs]
+    results[name] = dict(updates=each, machine=common.machine())
+    yield results
 
 
 def picture(results: dict[str, Any]) -> None:
-  """Agents' returns by their age, as the rule learns; and their lives against the actor-critic's."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot as plt
-
-  found = results['lpg']['results']
-  worlds, curve = found['worlds'], found['training']['curve']
+  """Draws agents' returns by their age, as the rule learns; and their lives against the actor-critic's."""
+  plt = common.pyplot(**{'legend.fontsize': 6})
+  worlds, curve = results['worlds'], results['training']['curve']
   figure, grid = plt.subplots(2, 3, figsize=(9.6, 5.6))
   first, *axes = grid.flat
   shown = np.unique(np.geomspace(1, len(curve), 6).astype(int)) - 1
@@ -352,15 +278,34 @@ def picture(results: dict[str, Any]) -> None:
     colour = plt.get_cmap('viridis')(i / max(1, len(shown) - 1))
     first.plot(np.arange(10) * 10 + 5, by_age, color=colour, label=f'{step / 1e6:.0f}M steps')
   first.set(title='agents, as the rule learns', xlabel="% of an agent's life", ylabel='return')
-  first.legend(fontsize=6)
-  for axis, (name, of) in zip(axes, worlds.items(), strict=True):
-    for what in ('rule', 'a2c', 'untrained'):
-      x = (np.arange(25) + 0.5) * 4
-      axis.plot(x, of[what]['curve'], label={'rule': 'LPG', 'a2c': 'A2C, tuned'}.get(what, what))
+  labels = {'rule': 'LPG', 'a2c': 'A2C, tuned', 'untrained': 'untrained'}
+  for axis, (name, world) in zip(axes, worlds.items(), strict=True):
+    for part, label in labels.items():
+      axis.plot((np.arange(25) + 0.5) * 4, world[part]['curve'], label=label)
     axis.set(title=name, xlabel='% of a life')
-    axis.legend(fontsize=6)
+  for axis in grid.flat:
+    axis.legend()
   figure.tight_layout()
-  figure.savefig(ROOT / 'docs' / 'discovery_rules.png', dpi=110)
+  figure.savefig(common.ROOT / 'docs' / 'discovery_rules.png', dpi=110)
+
+
+def main() -> None:
+  args = common.arguments(
+    __doc__, ('speed', 'lpg', 'disco', 'picture'), runs=([''], 'run directories'), updates=([1, 2, 5, 10, 20], 'K of speed'),
+    rounds=ROUNDS, seconds=SECONDS,
+  )  # fmt: skip
+  runs = [Path(x) for x in args.runs]
+  for case in args.cases:
+    if case == 'picture':
+      picture(common.known('discover')['lpg']['results'])
+      continue
+    if case != 'speed' and not args.runs[0]:
+      print(f'{case}: needs --runs', flush=True)
+      continue
+    steps = speed(args.updates, args.rounds, args.seconds) if case == 'speed' else {'lpg': lpg, 'disco': disco}[case](runs)  # fmt: skip
+    for results in steps:
+      about = dict(**common.origin(), machine=common.machine())
+      common.keep('discover', case, about | dict(results=results))
 
 
 if __name__ == '__main__':

@@ -1,47 +1,42 @@
 """Rewards that are learned over lifetimes, against policies that learn from the rewards of the world.
 
-    python benchmarks/learned_rewards.py [CASE ...] [--seeds N] [--updates N]
-    python benchmarks/learned_rewards.py picture
-
 `NAME, without memory` has a reward that knows the newest step only, and `NAME, by episode` one that is learned from
-returns that end with the episode.
+returns that end with the episode. --draw draws docs/learned_rewards.png and does nothing else.
 
 Each case learns a reward in a small form of a world of Zheng et al. 2020 (arXiv 1912.05500), from N seeds one after the
-other. It keeps the reward at the end of that twentieth of the training in which episodes gave the most, as it is, for 64 new
-lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the
-reward of the world; with it and a bonus for places that were seldom visited, b / sqrt(n) (Strehl and Littman 2008); and
-an advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world.
-These three have the settings, of a grid, that give the most in 64 other lifetimes; the grids are in the result. The
-learned reward's policies have the settings that it was learned with, which were chosen by a few short runs. Intervals are of 95%, by the bootstrap over lifetimes; of several seeds, over the
-lifetimes of all. Writes benchmarks/results/learned_rewards.json after each case; what is not run keeps what the file
-has.
+other. It keeps the reward at the end of that twentieth of the training in which episodes gave the most, as it is, for 64
+new lifetimes of policies that begin as nothing. Against it, in 64 lifetimes with the same tasks: the same policies with the
+reward of the world; with it and a bonus for places that were seldom visited, b / sqrt(n) (Strehl and Littman 2008); and an
+advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world. These three
+have the settings, of a grid, that give the most in 64 other lifetimes; the grids are in the result. The learned reward's
+policies have the settings that it was learned with, which were chosen by a few short runs. Intervals are of 95%, by the
+bootstrap over lifetimes; of several seeds, over the lifetimes of all. Writes benchmarks/results/learned_rewards.json after
+each case; cases that are not run keep their results.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import time
 from typing import Any, NamedTuple
 
+import common
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, machine, origin, record
+import timing
 
 from podrace import topology
 from podrace.agents.impala import Impala
 from podrace.agents.intrinsic import Intrinsic, IntrinsicParams
 from podrace.agents.population import with_values
 from podrace.architectures import unroll as actor
-from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.base import batch
+from podrace.experiments import curves
 from podrace.networks import ActorCritic, LifetimeNetwork
-from podrace.replay import on_policy
 from podrace.settings.agents import bind
 from podrace.types import FIRST, LAST, Sample
 
@@ -59,44 +54,35 @@ class Case:
   period: int = 0  # episodes between swaps
   unroll: int = 64
   settings: Any = dataclasses.field(default_factory=dict)
-  with_others: bool = True  # whether what it is compared with is run as well
+  with_baselines: bool = True
 
   def env(self, episodes: int) -> Any:
     return make(f'podrace:{self.world},steps={self.steps},episodes={episodes}')
 
 
-CASES = {
+WORLDS = {
   'empty_rooms': Case('empty_rooms,size=7', 50, 30, 1500),
   'nonstationary_abc': Case(
-    'nonstationary_abc,period=40',
-    160,
-    20,
-    1200,
-    period=40,
-    unroll=256,
+    'nonstationary_abc,period=40', 160, 20, 1200, period=40, unroll=256,
     settings=dict(policy_learning_rate=30.0, policy_entropy_cost=0.3, learning_rate=5e-4),
   ),
   'random_abc': Case('random_abc', 50, 20, 2000),
   'key_box': Case('key_box', 50, 30, 2000),
+}  # fmt: skip
+CHANGES: dict[str, dict[str, Any]] = {
+  'without memory': dict(reward=LifetimeNetwork(core='none')),
+  'by episode': dict(objective='episode'),
 }
-for _name in ('empty_rooms', 'nonstationary_abc', 'random_abc', 'key_box'):
-  for _what, _changed in (
-    ('without memory', dict(reward=LifetimeNetwork(core='none'))),
-    ('by episode', dict(objective='episode')),
-  ):
-    _case = CASES[_name]
-    CASES[f'{_name}, {_what}'] = dataclasses.replace(
-      _case, settings=_case.settings | _changed, with_others=False
-    )
+CASES = WORLDS | {
+  f'{name}, {change}': dataclasses.replace(case, settings=case.settings | settings, with_baselines=False)
+  for name, case in WORLDS.items() for change, settings in CHANGES.items()
+}  # fmt: skip
+DISCOUNT = (0.9, 0.97)
 GRID = dict(
-  policy_learning_rate=(5.0, 20.0, 60.0, 200.0),
-  policy_entropy_cost=(0.01, 0.05, 0.2),
-  policy_discount=(0.9, 0.97),
-)
-BONUS = (0.05, 0.2, 1.0)
-A2C_GRID = dict(
-  learning_rate=(0.01, 0.03, 0.1, 0.3), entropy_cost=(0.01, 0.05, 0.2), discount=(0.9, 0.97)
-)
+  policy_learning_rate=(5.0, 20.0, 60.0, 200.0), policy_entropy_cost=(0.01, 0.05, 0.2), policy_discount=DISCOUNT,
+)  # fmt: skip
+BONUS = {'reward.bonus': (0.05, 0.2, 1.0)}
+A2C_GRID = dict(learning_rate=(0.01, 0.03, 0.1, 0.3), entropy_cost=(0.01, 0.05, 0.2), discount=DISCOUNT)  # fmt: skip
 
 
 class Lived(NamedTuple):
@@ -104,9 +90,6 @@ class Lived(NamedTuple):
 
   returns: np.ndarray
   lengths: np.ndarray
-
-
-# --- rewards that nobody learns -------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,40 +110,35 @@ class World(LifetimeNetwork):
       n = jnp.sum(count * t.observation, axis=-1)
       return count, 0.5 * (t.reward + self.bonus / jnp.sqrt(n))
 
-    state, found = jax.lax.scan(visit, state, timesteps)
-    return jnp.arctanh(jnp.clip(found, -0.999, 0.999)), state
+    state, reward = jax.lax.scan(visit, state, timesteps)
+    return jnp.arctanh(jnp.clip(reward, -0.999, 0.999)), state
 
 
-# --- lifetimes ------------------------------------------------------------------------------------------
-
-
-def learned(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, Any]]:
-  """A reward: (agent, parameters, how it was learned)."""
-  env = case.env(case.episodes)
-  agent = bind(Intrinsic(**case.settings), env)
-  program = Anakin(agent, env, on_policy(), topology.learner_mesh(1), ENVS, case.unroll)
-  state = program.init(jnp.stack([jax.random.key(seed)]))
-  began, run = time.process_time(), program.run.lower(program.shapes, jnp.int32(1)).compile()
-  compiled, curve, chunk = time.process_time() - began, [], max(1, updates // 20)
-  best, params = -np.inf, None
-  began = time.process_time()
+def learn(case: Case, seed: int, updates: int) -> tuple[Any, Any, dict[str, Any]]:
+  """Learns a reward; returns the agent, its parameters, and figures of the training."""
+  begin = time.process_time()
+  run = timing.start(Intrinsic(**case.settings), case.env(case.episodes), ENVS, case.unroll)
+  compiled = time.process_time() - begin
+  run.reset(seed)
+  curve, best, params, chunk = [], -np.inf, None, max(1, updates // 20)
+  begin = time.process_time()
   for done in range(chunk, updates + 1, chunk):
-    log, state = program.read_log(run(state, jnp.int32(chunk)))
+    log, run.state = run.runner.read_log(run.run(run.state, jnp.int32(chunk)))
     curve.append((done * ENVS * case.unroll, float(log['return_sum'] / log['episodes'])))
     if curve[-1][1] > best:
-      best, params = curve[-1][1], jax.tree.map(np.array, state.train.params)
-    print(seed, curve[-1], f'{time.process_time() - began:.0f} s of CPU', flush=True)
-  told = dict(
-    seed=seed, curve=curve, compile_cpu_s=compiled, cpu_s=time.process_time() - began,
-    steps=updates * ENVS * case.unroll, lifetimes=ENVS,
-  )  # fmt: skip
+      best, params = curve[-1][1], jax.tree.map(np.array, run.state.train.params)
+    print(seed, curve[-1], f'{time.process_time() - begin:.0f} s of CPU', flush=True)
   if params is None:
     raise SystemExit('no episode ended: more steps for each twentieth of the updates')
-  return agent, params, told
+  figures = dict(
+    seed=seed, curve=curve, compile_cpu_s=compiled, cpu_s=time.process_time() - begin,
+    steps=updates * ENVS * case.unroll, lifetimes=ENVS,
+  )  # fmt: skip
+  return run.runner.agent, params, figures
 
 
 def of_policies(case: Case, agent: Any, params: Any, keys: Any, env_id: Any) -> Any:
-  """The trajectory [T, lives] of lifetimes without end; policies learn as they act."""
+  """Returns the trajectory [T, lives] of lifetimes without end; policies learn as they act."""
   env = case.env(0)
   many = batch(env, env_id.shape[0])
   state = actor.begin(agent, many, env_id, keys[0])
@@ -169,7 +147,7 @@ def of_policies(case: Case, agent: Any, params: Any, keys: Any, env_id: Any) -> 
 
 
 def of_actor_critic(case: Case, agent: Any, key: Any) -> Any:
-  """(rewards, types of timesteps) [T] of one lifetime, in which an agent learns from one environment."""
+  """Returns rewards and types of timesteps [T] of a lifetime in which an agent learns from one environment."""
   many = batch(case.env(0), 1)
   begin_key, init_key, run_key = jax.random.split(key, 3)
   state = actor.begin(agent, many, jnp.zeros(1, jnp.int32), begin_key)
@@ -188,12 +166,12 @@ def of_actor_critic(case: Case, agent: Any, key: Any) -> Any:
 
   updates = -(-case.episodes * (case.steps + 1) // A2C_UNROLL)
   carry = agent.init(init_key), state
-  _, found = jax.lax.scan(update, carry, jax.random.split(run_key, updates))
-  return jax.tree.map(lambda x: x.reshape(-1), found)
+  _, parts = jax.lax.scan(update, carry, jax.random.split(run_key, updates))
+  return jax.tree.map(lambda x: x.reshape(-1), parts)
 
 
 def by_episode(reward: Any, step_type: Any, episodes: int) -> Lived:
-  """From [T, lives] to episodes; all have at least so many."""
+  """Turns [T, lives] into episodes, of which each life has at least that many."""
   reward, kind = np.asarray(reward, np.float64), np.asarray(step_type)
   number = np.cumsum(kind == FIRST, axis=0) - 1
   counts = number < episodes
@@ -204,33 +182,31 @@ def by_episode(reward: Any, step_type: Any, episodes: int) -> Lived:
   return Lived(returns, lengths)
 
 
-def settings_of(grid: dict[str, tuple[float, ...]]) -> dict[str, np.ndarray]:
-  """All combinations, [settings] each."""
+def combinations(grid: dict[str, tuple[float, ...]]) -> dict[str, np.ndarray]:
+  """Returns all combinations of the values of a grid, [settings] each."""
   rows = np.array(list(itertools.product(*grid.values())), np.float32)
   return {name: rows[:, i] for i, name in enumerate(grid)}
 
 
-def tuned(case: Case, run: Any, grid: dict[str, tuple[float, ...]]) -> tuple[Lived, dict[str, Any]]:
-  """Lifetimes with the best setting of a grid; `run(values, key) -> (rewards, types)` [T, lives].
+def tune(case: Case, run: Any, grid: dict[str, tuple[float, ...]]) -> tuple[Lived, dict[str, Any]]:
+  """Returns lifetimes with that setting of a grid which is the best in other lifetimes.
 
-  The best is that of other lifetimes.
+  `run(values, key)` returns rewards and types [T, lives].
   """
-  values = settings_of(grid)
+  values = combinations(grid)
   step = jax.jit(lambda values, key: jax.lax.map(lambda v: run(v, key), values))
-  found = step(values, jax.random.key(1))
-  each = [by_episode(*x, case.episodes).returns.mean() for x in zip(*found, strict=True)]
+  sums = step(values, jax.random.key(1))
+  each = [by_episode(*x, case.episodes).returns.mean() for x in zip(*sums, strict=True)]
   best = {name: x[[int(np.argmax(each))]] for name, x in values.items()}
   rewards, types = step(best, jax.random.key(2))
-  told = dict(
-    settings={k: float(x[0]) for k, x in best.items()}, grid={k: list(v) for k, v in grid.items()}
-  )
-  return by_episode(rewards[0], types[0], case.episodes), told
+  settings = {k: float(x[0]) for k, x in best.items()}
+  return by_episode(rewards[0], types[0], case.episodes), dict(settings=settings, grid=grid)
 
 
 def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
   env, env_id = case.env(0), jnp.arange(LIVES, dtype=jnp.int32) + 1000
   plain = bind(Intrinsic(reward=World()), env)
-  params = IntrinsicParams((), plain.value.init(jax.random.key(0)))  # whose values nobody asks for
+  params = IntrinsicParams((), plain.value.init(jax.random.key(0)))  # its values are not used
 
   def of_world(values: Any, key: Any) -> Any:
     agent = with_values(plain, values)
@@ -244,57 +220,52 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
     each = jax.vmap(functools.partial(of_actor_critic, case, agent), out_axes=1)
     return each(jax.random.split(key, LIVES))
 
-  found = {}
+  lives = {}
   for name, run, grid in (
     ('extrinsic', of_world, GRID),
-    ('count bonus', of_world, GRID | {'reward.bonus': BONUS}),
+    ('count bonus', of_world, GRID | BONUS),
     ('extrinsic, actor-critic', a2c, A2C_GRID),
   ):
-    began = time.process_time()
-    found[name] = tuned(case, run, grid)
-    print(name, round(found[name][0].returns.mean(), 3), found[name][1]['settings'],
-          f'{time.process_time() - began:.0f} s of CPU', flush=True)  # fmt: skip
-  return found
-
-
-# --- what is said of them -------------------------------------------------------------------------------
+    lives[name] = tune(case, run, grid)
+    print(name, round(lives[name][0].returns.mean(), 3), lives[name][1]['settings'], flush=True)
+  return lives
 
 
 def interval(x: np.ndarray) -> dict[str, float]:
-  """The mean of numbers [lives], and the bootstrap's 95%."""
-  rng = np.random.default_rng(0)
-  means = rng.choice(x, (2000, len(x))).mean(axis=1)
-  low, high = np.quantile(means, [0.025, 0.975])
+  """Returns the mean of numbers [lives], and the bootstrap's 95%."""
+  low, high = curves.bootstrap_interval([x], curves.mean)
   return dict(mean=float(x.mean()), low=float(low), high=float(high))
 
 
-def summary(case: Case, lived: Lived) -> dict[str, Any]:
-  """Of lifetimes: the return of all episodes, and what shows exploration, exploitation and recovery."""
+def summarize(case: Case, lived: Lived) -> dict[str, Any]:
+  """Returns the return of all episodes, and figures of exploration, exploitation and recovery."""
   r = lived.returns
-  told: dict[str, Any] = dict(
+  result: dict[str, Any] = dict(
     lifetime=interval(r.mean(axis=1)),
     last_quarter=interval(r[:, -r.shape[1] // 4 :].mean(axis=1)),
     by_episode=r.mean(axis=0).round(4).tolist(),
     lives=len(r),
   )
   if 'rooms' in case.world:
-    found = r > 0
-    first = np.where(found.any(axis=1), found.argmax(axis=1), r.shape[1])
-    told['episodes_until_found'] = interval(first.astype(float))
-    told['never_found'] = float((~found.any(axis=1)).mean())
-    after = [found[i, n + 1 :].mean() for i, n in enumerate(first) if n + 1 < r.shape[1]]
-    told['found_again'] = interval(np.array(after))
+    is_found = r > 0
+    first = np.where(is_found.any(axis=1), is_found.argmax(axis=1), r.shape[1])
+    result['episodes_until_found'] = interval(first.astype(float))
+    result['never_found'] = float((~is_found.any(axis=1)).mean())
+    after = [is_found[i, n + 1 :].mean() for i, n in enumerate(first) if n + 1 < r.shape[1]]
+    result['found_again'] = interval(np.array(after))
   if case.period:
     swaps = range(case.period, case.episodes, case.period)
     window = case.period // 4
-    told['before_swaps'] = interval(np.mean([r[:, s - window : s].mean(1) for s in swaps], axis=0))
-    told['after_swaps'] = interval(np.mean([r[:, s : s + window].mean(1) for s in swaps], axis=0))
-    told['episodes_to_recover'] = recovery(r, swaps, case.period)
-  return told
+    result['before_swaps'] = interval(
+      np.mean([r[:, s - window : s].mean(1) for s in swaps], axis=0)
+    )
+    result['after_swaps'] = interval(np.mean([r[:, s : s + window].mean(1) for s in swaps], axis=0))
+    result['episodes_to_recover'] = recovery(r, swaps, case.period)
+  return result
 
 
 def recovery(r: np.ndarray, swaps: Any, period: int) -> dict[str, float]:
-  """Episodes after a swap until three in a row give 1; the whole period if that never comes."""
+  """Returns the episodes after a swap until three in a row give 1; the whole period if that never comes."""
 
   def one(row: np.ndarray) -> int:
     three = np.convolve(row > 0, np.ones(3), 'valid') == 3
@@ -303,104 +274,80 @@ def recovery(r: np.ndarray, swaps: Any, period: int) -> dict[str, float]:
   return interval(np.array([np.mean([one(row[s : s + period]) for s in swaps]) for row in r]))
 
 
-def shown(case: Case, agent: Any, params: Any, trajectory: Any) -> dict[str, Any]:
-  """Of the learned reward, for the picture: by episode, the mean over lifetimes."""
+def show(case: Case, agent: Any, params: Any, trajectory: Any) -> dict[str, Any]:
+  """Returns the learned reward and the policies' entropy of a step, by episode, as means over lifetimes."""
   _, raw, _, _, entropy = jax.jit(agent.relive)(params, trajectory)
-  intrinsic = jnp.tanh(raw)
   kind = trajectory.timesteps.step_type[:-1]
-  of_reward = by_episode(jnp.where(kind == FIRST, 0.0, intrinsic[:-1]), kind, case.episodes)
-  of_entropy = by_episode(jnp.where(kind == LAST, 0.0, entropy), kind, case.episodes)
-  steps = np.maximum(of_reward.lengths, 1)
-  return dict(
-    intrinsic=(of_reward.returns / steps).mean(0).round(4).tolist(),
-    entropy=(of_entropy.returns / steps).mean(0).round(4).tolist(),
+  parts = dict(
+    intrinsic=jnp.where(kind == FIRST, 0.0, jnp.tanh(raw)[:-1]),
+    entropy=jnp.where(kind == LAST, 0.0, entropy),
   )
+  means = {}
+  for name, values in parts.items():
+    lived = by_episode(values, kind, case.episodes)
+    means[name] = (lived.returns / np.maximum(lived.lengths, 1)).mean(0).round(4).tolist()
+  return means
 
 
-def run(name: str, seeds: int, updates: int) -> dict[str, Any]:
+def run_case(name: str, seeds: int, updates: int) -> dict[str, Any]:
   case = CASES[name]
   updates = updates or case.updates
   env_id = jnp.arange(LIVES, dtype=jnp.int32) + 1000
   learning, every, shows = [], [], []
   for seed in range(seeds):
-    agent, params, told = learned(case, seed, updates)
+    agent, params, figures = learn(case, seed, updates)
     agent = dataclasses.replace(agent, environment=case.env(0))
     act = jax.jit(lambda p, keys, agent=agent: of_policies(case, agent, p, keys, env_id))
     x = act(params, jax.random.split(jax.random.key(2)))
     kept = jax.tree.map(lambda y: y[:-1], (x.timesteps.reward, x.timesteps.step_type))
-    lived = by_episode(*kept, case.episodes)
-    told['lifetime'] = interval(lived.returns.mean(axis=1))
-    print(name, seed, 'learned', told['lifetime'], flush=True)
-    learning.append(told)
-    every.append(lived)
-    shows.append(shown(case, agent, params, x))
+    every.append(by_episode(*kept, case.episodes))
+    learning.append(figures | dict(lifetime=interval(every[-1].returns.mean(axis=1))))
+    print(name, seed, 'learned', learning[-1]['lifetime'], flush=True)
+    shows.append(show(case, agent, params, x))
   whole = Lived(*(np.concatenate(y) for y in zip(*every, strict=True)))
-  sizes = (
-    dataclasses.asdict(case)
-    | dict(settings=str(case.settings))
-    | dict(updates=updates, environments=ENVS)
-  )
-  found = {'learned': summary(case, whole) | dict(seeds=learning, shows=shows)}
-  for other, (lived, told) in baselines(case).items() if case.with_others else ():
-    found[other] = summary(case, lived) | told
-  return dict(sizes=sizes, **origin(), machine=machine(), agents=found)
+  sizes = dict(dataclasses.asdict(case), settings=str(case.settings), updates=updates)
+  agents = {'learned': summarize(case, whole) | dict(seeds=learning, shows=shows)}
+  for other, (lived, figures) in baselines(case).items() if case.with_baselines else ():
+    agents[other] = summarize(case, lived) | figures
+  sizes['environments'] = ENVS
+  return dict(sizes=sizes, **common.origin(), machine=common.machine(), agents=agents)
 
 
-def picture() -> None:
-  """The learned reward over a lifetime, before and after the world changes."""
-  import matplotlib
-
-  matplotlib.use('Agg')
-  from matplotlib import pyplot as plt
-
-  results = json.loads((RESULTS / 'learned_rewards.json').read_text())['results']
+def draw(results: dict[str, Any]) -> None:
+  """Draws the learned reward over a lifetime, before and after the world changes."""
+  plt = common.pyplot(**{'legend.fontsize': 7})
   names = [name for name in ('empty_rooms', 'nonstationary_abc') if name in results]
-  figure, axes = plt.subplots(
-    2, len(names), figsize=(5 * len(names), 5), sharex='col', squeeze=False
-  )
+  shape = dict(figsize=(5 * len(names), 5), sharex='col', squeeze=False)
+  figure, axes = plt.subplots(2, len(names), **shape)
   for (top, bottom), name in zip(axes.T, names, strict=True):
-    found = results[name]['agents']
-    for agent, told in found.items():
-      x = np.array(told['by_episode'])
+    agents, sizes = results[name]['agents'], results[name]['sizes']
+    for agent, one in agents.items():
+      x = np.array(one['by_episode'])
       width = max(1, len(x) // 40)
       smooth = np.convolve(x, np.ones(width) / width, 'valid')
-      top.plot(
-        np.arange(len(smooth)) + width / 2,
-        smooth,
-        label=agent,
-        lw=1.8 if agent == 'learned' else 1.2,
-      )
-    for i, show in enumerate(found['learned']['shows']):
-      label = ('learned reward of a step', "the policy's entropy") if not i else (None, None)
-      bottom.plot(show['intrinsic'], color='C0', lw=1, label=label[0])
-      bottom.plot(show['entropy'], color='C4', lw=1, ls=':', label=label[1])
-    period = results[name]['sizes']['period']
+      thick = 1.8 if agent == 'learned' else 1.2
+      top.plot(np.arange(len(smooth)) + width / 2, smooth, label=agent, lw=thick)
+    for i, shown in enumerate(agents['learned']['shows']):
+      labels = ('learned reward of a step', "the policy's entropy") if not i else (None, None)
+      bottom.plot(shown['intrinsic'], color='C0', lw=1, label=labels[0])
+      bottom.plot(shown['entropy'], color='C4', lw=1, ls=':', label=labels[1])
     for axis in (top, bottom):
-      for swap in range(period, len(x), period) if period else ():
-        axis.axvline(swap, color='0.8', lw=1, zorder=0)
-      axis.legend(fontsize=7)
+      for swap in range(sizes['period'], sizes['episodes'], sizes['period'] or 1):
+        if sizes['period']:
+          axis.axvline(swap, color='0.8', lw=1, zorder=0)
+      axis.legend()
     top.set(title=name, ylabel='return of an episode')
     bottom.set(xlabel='episode of the lifetime')
   figure.tight_layout()
-  figure.savefig(ROOT / 'docs' / 'learned_rewards.png', dpi=110)
+  figure.savefig(common.ROOT / 'docs' / 'learned_rewards.png', dpi=110)
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-  )
-  parser.add_argument('cases', nargs='*', default=['empty_rooms', 'nonstationary_abc'])
-  parser.add_argument('--seeds', type=int, default=10)
-  parser.add_argument('--updates', type=int, default=0)
-  args = parser.parse_args()
-  if args.cases == ['picture']:
-    picture()
-    return
-  path = RESULTS / 'learned_rewards.json'
-  results = json.loads(path.read_text())['results'] if path.exists() else {}
-  for name in args.cases:
-    results[name] = run(name, args.seeds, args.updates)
-    record('learned_rewards', results)
+  args = common.arguments(__doc__, CASES, draw=False, seeds=10, updates=0)
+  for name in () if args.draw else args.cases:
+    common.keep('learned_rewards', name, run_case(name, args.seeds, args.updates))
+  if args.draw:
+    draw(common.known('learned_rewards'))
 
 
 if __name__ == '__main__':

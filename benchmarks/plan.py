@@ -1,19 +1,15 @@
-"""`podrace plan`: its one constant, its error on recorded runs, and published costs made again from printed assumptions.
-
-    python benchmarks/plan.py [recorded] [published]
+"""`podrace plan`: its one constant, its error on recorded runs, and published costs made again from assumptions.
 
 `recorded` takes stages and whole runs of Sebulba that other benchmarks measured (results/sebulba.json, results/gpu.json:
-two machines). HANDOVER is fitted on FITTED; all others are predicted from the rates of their stages alone.
-`published` computes what a run of a paper would have cost from that paper's rate and machines, and prices that are
-assumptions of ours, as printed; and what `podrace plan` says of SEED with the rates measured here.
+two machines). HANDOVER is fitted on FITTED; all other runs are predicted from the rates of their stages alone.
+`published` computes the cost of a paper's run from its rate and machines, and prices that are assumptions of ours, as
+printed; and the figures of `podrace plan` for SEED with the rates measured here.
 
 Writes benchmarks/results/plan.json. No run on several machines was predicted and then measured.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 from typing import Any
 
@@ -37,95 +33,77 @@ PUBLISHED = {
 }  # fmt: skip
 
 
-def recorded() -> dict[str, dict[str, Any]]:
-  """The rates of stages, and the run itself, of what other benchmarks have measured."""
-  found = {}
-  for name in ('sebulba', 'gpu'):
-    cases = json.loads((common.RESULTS / f'{name}.json').read_text())['results']
-    for case, one in cases.items():
-      if 'combined' in one.get('rates', {}):
-        found[f'{name}: {case.removeprefix("sebulba ")}'] = one
-  return found
+def recorded_runs() -> dict[str, dict[str, Any]]:
+  """Returns the runs of other benchmarks that have rates of their stages and of the whole."""
+  return {
+    f'{name}: {case.removeprefix("sebulba ")}': one
+    for name in ('sebulba', 'gpu')
+    for case, one in common.known(name).items()
+    if 'combined' in one.get('rates', {})
+  }
 
 
 def rates_of(one: dict[str, Any]) -> Rates:
-  """As `podrace bench` prints them; medians."""
+  """Returns the medians, as `podrace bench` prints rates."""
   args = one['args']
-  num_envs = int(args[len(args) - 1 - args[::-1].index('--num-envs') + 1])
-  threads = len(one['actor_time_by_thread'])
-  medians = {k: v['median'] for k, v in one['rates'].items()}
-  if '--unroll-length' in args:
-    unroll = int(args[args.index('--unroll-length') + 1])
-  else:
-    unroll = podrace.configure(args[0]).unroll_length
-  return Rates.from_bench(
-    medians | dict(num_envs=num_envs, threads=threads, unroll_length=unroll, bytes=one['bytes'])
-  )
+  sizes = dict(
+    num_envs=int(args[len(args) - args[::-1].index('--num-envs')]),
+    threads=len(one['actor_time_by_thread']), bytes=one['bytes'],
+    unroll_length=int(args[args.index('--unroll-length') + 1])
+    if '--unroll-length' in args else podrace.configure(args[0]).unroll_length,
+  )  # fmt: skip
+  return Rates.from_bench({k: v['median'] for k, v in one['rates'].items()} | sizes)
 
 
 def handover(one: dict[str, Any]) -> float:
-  """Seconds of a batch that its stages do not explain."""
+  """Returns the seconds of a batch that its stages do not explain."""
   r = rates_of(one)
   stages = 1 / r.environment + 1 / r.inference + 1 / r.learner
   return (1 / one['rates']['combined']['median'] - stages) * r.batch
 
 
-def errors() -> dict[str, Any]:
-  """Of predictions, relative to what was measured."""
-  found = recorded()
-  fitted = statistics.mean(handover(found[name]) for name in FITTED)
-  rows = {}
-  for name, one in found.items():
+def recorded() -> dict[str, Any]:
+  """Returns the errors of predictions, relative to the measured rates."""
+  runs, rows = recorded_runs(), {}
+  fitted = statistics.mean(handover(runs[name]) for name in FITTED)
+  for name, one in runs.items():
     measured = one['rates']['combined']['median']
     predicted = capacity.one_machine(rates_of(one)).steps_per_s
     rows[name] = dict(measured=measured, predicted=predicted, error=predicted / measured - 1, fitted=name in FITTED)  # fmt: skip
     print(f'{name:<52} {measured:>12,.0f} {predicted:>12,.0f} {predicted / measured - 1:+.0%}')
-  others = [r for r in rows.values() if not r['fitted']]
-  near = sum(abs(r['error']) <= NEAR for r in others)
-  print(f'handover {fitted * 1e6:.0f} us; {near} of {len(others)} within {NEAR:.0%}', flush=True)
-  return dict(handover_s=fitted, runs=rows, within=near, of=len(others))
+  errors = [abs(r['error']) for r in rows.values() if not r['fitted']]
+  near = sum(error <= NEAR for error in errors)
+  print(f'handover {fitted * 1e6:.0f} us; {near} of {len(errors)} within {NEAR:.0%}', flush=True)
+  return dict(handover_s=fitted, runs=rows, within=near, of=len(errors))
 
 
 def published() -> dict[str, Any]:
-  """Costs of papers' runs, and of SEED here."""
+  """Returns the costs of papers' runs, and SEED's rates here."""
   rows = {}
-  for name, (rate, tpus, cpus, price, frames, said) in PUBLISHED.items():
+  for name, (rate, tpus, cpus, price, frames, paper) in PUBLISHED.items():
     hours = frames / rate / 3600
     dollars = hours * (tpus * price + cpus * CPU_CORE)
-    rows[name] = dict(frames_per_s=rate, tpu_cores=tpus, cpu_cores=cpus, frames=frames, hours=hours, dollars=dollars, paper=said)  # fmt: skip
-    print(f'{name:<40} {hours:8.2f} h  ${dollars:8.2f}  (paper: {said})')
-  return dict(
-    prices=dict(tpu_core=TPU_CORE, preemptible_tpu_core=PREEMPTIBLE_TPU_CORE, cpu_core=CPU_CORE),
-    runs=rows,
-    seed=here(),
-  )
+    rows[name] = dict(frames_per_s=rate, tpu_cores=tpus, cpu_cores=cpus, frames=frames, hours=hours, dollars=dollars, paper=paper)  # fmt: skip
+    print(f'{name:<40} {hours:8.2f} h  ${dollars:8.2f}  (paper: {paper})')
+  prices = dict(tpu_core=TPU_CORE, preemptible_tpu_core=PREEMPTIBLE_TPU_CORE, cpu_core=CPU_CORE)
+  return dict(prices=prices, runs=rows, seed=seed())
 
 
-def here() -> list[dict[str, Any]]:
-  """SEED with Pong: the learner's rates from gpu.json, the environments' from there, too; 16 cores a machine."""
-  rates = rates_of(recorded()['gpu: pong'])
-  found = []
+def seed() -> list[dict[str, Any]]:
+  """Returns SEED's rates with Pong: all speeds from gpu.json; 16 cores a machine."""
+  rates, rows = rates_of(recorded_runs()['gpu: pong']), []
   for n in (1, 4, 16, 64):
     for gbits in (10.0, 100.0):
       one = capacity.seed(rates, rates, Machines(n, gbits))
-      found.append(dict(machines=n, gbits=gbits, steps_per_s=one.steps_per_s, waits_for=one.waits_for, limits=dict(one.limits)))  # fmt: skip
-      print(
-        f'{n} machines, {gbits:.0f} Gbit/s: {one.steps_per_s:,.0f} steps/s, waits for {one.waits_for}'
-      )
-  return found
+      rows.append(dict(machines=n, gbits=gbits, steps_per_s=one.steps_per_s, waits_for=one.waits_for, limits=dict(one.limits)))  # fmt: skip
+      print(f'{n} machines, {gbits:.0f} Gbit/s: {one.steps_per_s:,.0f} steps/s, waits for {one.waits_for}')  # fmt: skip
+  return rows
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(
-    description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-  )
-  parser.add_argument('cases', nargs='*', help='recorded, published; none: both')
-  cases = parser.parse_args().cases or ['recorded', 'published']
-  path = common.RESULTS / 'plan.json'
-  results = json.loads(path.read_text())['results'] if path.exists() else {}
-  for case in cases:
-    results[case] = {'recorded': errors, 'published': published}[case]()
-  common.record('plan', results)
+  cases = {'recorded': recorded, 'published': published}
+  for case in common.arguments(__doc__, cases).cases:
+    common.keep('plan', case, cases[case]())
 
 
 if __name__ == '__main__':

@@ -1,30 +1,21 @@
-"""What resets cost: steps/s of a batch of environments, by the share of resets done per step.
+"""The cost of resets: steps/s of a batch of environments, by the share of resets computed per step.
 
-`fresh_fraction` 1 resets every environment on every step; less keeps a pool of fresh states (see
-`podrace.envs.base`). The adapters' defaults are chosen from what this prints. The policy is random,
-so episodes are as short as they get; `episode_steps` is their mean length with the reset step
-counted. Of the two rates, `steps_per_cpu_s` (all threads) is the one to compare on a shared machine.
-A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
-
-  python benchmarks/resets.py [--num-envs 64] [--seconds 2] [--envs NAME ...]
+`fresh_fraction` 1 resets every environment on every step; less keeps a pool of fresh states (see `podrace.envs.base`).
+The adapters' defaults are chosen by these numbers. The policy is random, so episodes are as short as they get;
+`episode_steps` is their mean length with the reset step counted. Compare `steps_per_cpu_s` (all threads) on a shared
+machine. A pool keeps up where `fresh_fraction * episode_steps >= 1`; below, states are used twice.
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import common
-import gymnasium
-import jax
-import jax.numpy as jnp
+from environments import Rollout
 
-import podrace.envs
-from podrace.envs.base import batch
+from podrace import envs
 
 FRACTIONS = (1.0, 1 / 4, 1 / 16, 1 / 64)
 ENVS = {  # name: steps per compiled call, fractions (craftax compiles for a minute each)
@@ -39,79 +30,36 @@ ENVS = {  # name: steps per compiled call, fractions (craftax compiles for a min
 }
 
 
-def random_action(space: gymnasium.Space, key: jax.Array, n: int) -> jax.Array:
-  """[n, ...] uniform over a Discrete or a Box."""
-  shape = (n, *space.shape)
-  if isinstance(space, gymnasium.spaces.Discrete):
-    return jax.random.randint(key, shape, 0, space.n)
-  return jax.random.uniform(key, shape, minval=space.low, maxval=space.high)
-
-
-def compile_rollout(env: Any, num_envs: int, steps: int) -> tuple[Callable, Any]:
-  """A compiled function from state and key to state and number of episodes ended."""
-  many = batch(env, num_envs)
-
-  def step(state: Any, key: jax.Array) -> tuple[Any, jax.Array]:
-    act_key, env_key = jax.random.split(key)
-    state, timestep = many.step(
-      state, random_action(env.action_space, act_key, num_envs), jax.random.split(env_key, num_envs)
-    )
-    # The observation is used, so that it is computed.
-    seen = sum(jnp.sum(x, dtype=jnp.float32) for x in jax.tree.leaves(timestep.observation))
-    return state, (jnp.sum(timestep.last), seen)
-
-  def rollout(state: Any, key: jax.Array) -> tuple[Any, jax.Array, jax.Array]:
-    state, (ends, seen) = jax.lax.scan(step, state, jax.random.split(key, steps))
-    return state, jnp.sum(ends), jnp.sum(seen)
-
-  state, _ = jax.jit(many.reset)(jax.random.key(0))
-  run = jax.jit(rollout, donate_argnums=0).lower(state, jax.random.key(0)).compile()
-  return run, state
-
-
-def measure(name: str, fraction: float, num_envs: int, steps: int, seconds: float) -> dict:
-  """One row of the table."""
-  env = dataclasses.replace(podrace.envs.make(name), fresh_fraction=fraction)
-  start = time.perf_counter()
-  run, state = compile_rollout(env, num_envs, steps)
-  compiled = time.perf_counter()
-  state, ends, _ = jax.block_until_ready(run(state, jax.random.key(1)))  # leave the start behind
-  calls, total_ends, start_run, start_cpu = 0, 0, time.perf_counter(), time.process_time()
-  while time.perf_counter() - start_run < seconds or calls < 2:
-    state, ends, _ = jax.block_until_ready(run(state, jax.random.key(2 + calls)))
-    calls, total_ends = calls + 1, total_ends + int(ends)
-  wall, cpu = time.perf_counter() - start_run, time.process_time() - start_cpu
-  env_steps = calls * steps * num_envs
-  return {
-    'env': name,
-    'fresh_fraction': fraction,
-    'steps_per_s': round(env_steps / wall),
-    'steps_per_cpu_s': round(env_steps / cpu),
-    'episode_steps': round(env_steps / total_ends, 1) if total_ends else None,
-    'compile_s': round(compiled - start, 1),
-  }
+def measure(
+  name: str, fraction: float, num_envs: int, steps: int, seconds: float
+) -> dict[str, Any]:
+  """Returns one row of the table."""
+  rollout = Rollout(dataclasses.replace(envs.make(name), fresh_fraction=fraction), num_envs, steps)
+  rollout.seconds(1)  # leave the start behind
+  before, wall, cpu, calls = rollout.ends, 0.0, time.process_time(), 0
+  while wall < seconds or calls < 2:
+    wall, calls = wall + rollout.seconds(1), calls + 1
+  cpu, ends, env_steps = time.process_time() - cpu, rollout.ends - before, calls * steps * num_envs
+  return dict(
+    env=name, fresh_fraction=fraction, steps_per_s=round(env_steps / wall), steps_per_cpu_s=round(env_steps / cpu),
+    episode_steps=round(env_steps / ends, 1) if ends else None, compile_s=round(rollout.compile_s, 1),
+    num_envs=num_envs,
+  )  # fmt: skip
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('--num-envs', type=int, default=64)
-  parser.add_argument('--seconds', type=float, default=2.0, help='of measuring, per row')
-  parser.add_argument('--envs', nargs='*', default=tuple(ENVS), choices=tuple(ENVS), metavar='NAME')
-  args = parser.parse_args()
-  path = common.RESULTS / 'resets.json'
-  rows = json.loads(path.read_text())['results'] if path.exists() else []
-  rows = [  # the others stay
-    row for row in rows if row['env'] not in args.envs or row['num_envs'] != args.num_envs
-  ]
-  origin = common.origin()
-  for name in args.envs:
+  args = common.arguments(__doc__, ENVS, num_envs=64, seconds=(2.0, 'of measuring, per row'))
+  rows = [  # other rows stay
+    row for row in common.known('resets') or ()
+    if row['env'] not in args.cases or row['num_envs'] != args.num_envs
+  ]  # fmt: skip
+  for name in args.cases:
     steps, fractions = ENVS[name]
     for fraction in fractions:
-      rows.append(measure(name, fraction, args.num_envs, steps, args.seconds))
-      print(json.dumps(rows[-1]), flush=True)
-      rows[-1] |= dict(num_envs=args.num_envs, origin=origin)
+      row = measure(name, fraction, args.num_envs, steps, args.seconds)
+      print(row, flush=True)
+      rows.append(row | dict(origin=common.origin()))
       common.record('resets', rows)
-    jax.clear_caches()
 
 
 if __name__ == '__main__':

@@ -1,17 +1,12 @@
 """Sebulba against its ceilings: environments, inference and learner alone, and the run itself.
 
-Each setting is `podrace bench sebulba`, in a process of its own and repeated; medians are told. On a
-CPU the stages share the cores, so the run is compared with 1/(1/e + 1/i + 1/l). The lags are
-measured as the combined rate of one setting with each. Settings that are not named keep what the result
-file has of them.
+Each setting is `podrace bench sebulba`, in a process of its own and repeated; figures are medians. On a CPU the
+stages share the cores, so the run is compared with 1/(1/e + 1/i + 1/l). `lags` is the combined rate of one
+setting with each lag. Settings that are not run keep their results.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
 from typing import Any
 
 import common
@@ -39,50 +34,36 @@ RATES = ('environment', 'inference', 'learner', 'combined', 'parallel')
 
 
 def bench(args: list[str], seconds: float) -> dict[str, Any]:
-  command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
-  command += ['--seconds', str(seconds)]
-  if '--learner-devices' in args:
-    return common.last_json(command, XLA_FLAGS='--xla_force_host_platform_device_count=8')
-  return common.last_json(command)
+  """Runs `podrace bench sebulba`."""
+  flags = '--xla_force_host_platform_device_count=8' if '--learner-devices' in args else ''
+  command = [*common.PODRACE, 'bench', 'sebulba', *args, '--seconds', str(seconds)]
+  return common.last_json(command, **({'XLA_FLAGS': flags} if flags else {}))
 
 
 def measure(args: list[str], repeats: int, seconds: float) -> dict[str, Any]:
+  """Returns the medians of runs, and shares and bytes of the last one."""
   runs = [bench(args, seconds) for _ in range(repeats)]
-  return dict(
-    args=args,
-    rates={k: common.summary([r[k] for r in runs]) for k in RATES},
-    combined_over_parallel=statistics.median(r['combined_over_parallel'] for r in runs),
-    combined_over_environment=statistics.median(r['combined_over_environment'] for r in runs),
-    actor_time=runs[-1]['actor_time'],
-    actor_time_by_thread=runs[-1]['actor_time_by_thread'],
-    bytes=runs[-1]['bytes'],
-    origin=common.origin(),
-  )
+  ratios = common.columns(runs, 'combined_over_parallel', 'combined_over_environment')
+  over = {k: one['median'] for k, one in ratios.items()}
+  last = {k: runs[-1][k] for k in ('actor_time', 'actor_time_by_thread', 'bytes')}
+  return dict(args=args, rates=common.columns(runs, *RATES), **over, **last, origin=common.origin())
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('settings', nargs='*', help=f'of {[*SETTINGS, "lags"]}; none: all')
-  parser.add_argument('--repeats', type=int, default=3)
-  parser.add_argument('--seconds', type=float, default=5.0)
-  args = parser.parse_args()
-  path = common.RESULTS / 'sebulba.json'
-  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
-  for name in args.settings or [*SETTINGS, 'lags']:
+  args = common.arguments(__doc__, [*SETTINGS, 'lags'], repeats=3, seconds=5.0)
+  for name in args.cases:
     if name == 'lags':
-      continue
-    r = results[name] = measure(SETTINGS[name], args.repeats, args.seconds)
-    told = ', '.join(f'{k} {r["rates"][k]["median"]:,.0f}' for k in RATES)
-    print(f'{name}: {told}; {r["combined_over_parallel"]:.2f} of parallel', flush=True)
-    common.record('sebulba', results)
-  if 'lags' in (args.settings or ['lags']):
-    lags: dict[str, list[float]] = {lag: [] for lag in LAGS}
-    for _ in range(args.repeats):
-      for lag in LAGS:
-        lags[lag].append(bench([*PONG, '--lag', lag], args.seconds)['combined'])
-    results['lags'] = {lag: common.summary(rates) for lag, rates in lags.items()}
-    print({lag: round(r['median']) for lag, r in results['lags'].items()}, flush=True)
-  common.record('sebulba', results)
+      lags: dict[str, list[float]] = {lag: [] for lag in LAGS}
+      for _ in range(args.repeats):
+        for lag, rates in lags.items():
+          rates.append(bench([*PONG, '--lag', lag], args.seconds)['combined'])
+      result: dict[str, Any] = common.summaries(lags)
+      shown = result
+    else:
+      result = measure(SETTINGS[name], args.repeats, args.seconds)
+      shown = result['rates']
+    print(f'{name}:', {k: round(r['median']) for k, r in shown.items()}, flush=True)
+    common.keep('sebulba', name, result)
 
 
 if __name__ == '__main__':

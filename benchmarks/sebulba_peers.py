@@ -1,11 +1,11 @@
 """Sebulba against stable-baselines3's PPO and sample-factory's APPO, and the learner against PyTorch.
 
 CartPole: Gymnasium's environment on both sides, 64 environments, unrolls of 32, 4 epochs of 4 minibatches,
-2 x 64 tanh, separate networks. SB3 is measured with both of its vector environments and the
-faster one counts. Pong: 16 environments, unrolls of 64, 4 epochs of 4 minibatches, the Nature network;
-the peers through their own wrappers, podrace through ale-py's. sample-factory runs asynchronously with one
-worker and with two, and the faster one counts. The learner: one update of the shallow IMPALA
-network from 640 frames; PyTorch in both memory layouts, the faster one counts.
+2 x 64 tanh, separate networks. SB3 is measured with both of its vector environments and the faster one counts.
+Pong: 16 environments, unrolls of 64, 4 epochs of 4 minibatches, the Nature network; the peers through their own
+wrappers, podrace through ale-py's. sample-factory runs asynchronously with one worker and with two, and the faster
+one counts. The learner: one update of the shallow IMPALA network from 640 frames; PyTorch in both memory
+layouts, the faster one counts.
 
 The sides take turns, each in a process of its own. The peers have virtual environments of their own
 (build/bench-torch, build/bench-sf), which the first run makes.
@@ -13,10 +13,7 @@ The sides take turns, each in a process of its own. The peers have virtual envir
 
 from __future__ import annotations
 
-import argparse
-import json
-import statistics
-import sys
+from collections.abc import Iterator
 from typing import Any
 
 import common
@@ -29,82 +26,50 @@ PONG = ['--env', 'ale:pong', *PPO, '--agent.network.torso', 'nature', '--agent.n
         '512', '--agent.network.activation', 'relu', '--num-envs', '16', '--unroll-length', '64']  # fmt: skip
 FRAMES = 32 * 20  # of an update, as in `sebulba.PONG`
 SF_SECONDS = 40  # its log has a rate every 5 s, over the last 10
-
-# Their virtual environments.
-PEERS = dict(learner=['torch'], cartpole=['torch', 'sf'], pong=['torch', 'sf'])
+PARTS = {  # podrace's side and which of its rates, peers' virtual environments
+  'learner': (sebulba.PONG, 'learner', ['torch']),
+  'cartpole': (CARTPOLE, 'combined', ['torch', 'sf']),
+  'pong': (PONG, 'combined', ['torch', 'sf']),
+}
 PINNED = ('torch', 'stable-baselines3', 'sample-factory', 'gymnasium', 'ale-py', 'numpy')
 
 
-def ours(args: list[str], seconds: float) -> dict[str, Any]:
-  command = [sys.executable, '-m', 'podrace.cli', 'bench', 'sebulba', *args]
-  return common.last_json([*command, '--seconds', str(seconds)])
+def theirs(part: str, seconds: float) -> Iterator[tuple[str, float]]:
+  """Yields the rates of the peers, each with its settings."""
 
+  def measure(peer: str, script: str, *args: Any) -> Any:
+    return common.last_json([common.peer(peer), f'benchmarks/peers/{script}', *map(str, args)])
 
-def theirs(script: str, *args: Any, peer: str = 'torch') -> dict[str, Any]:
-  return common.last_json([common.peer(peer), f'benchmarks/peers/{script}', *map(str, args)])
-
-
-def compare(name: str, ours: list[float], theirs: dict[str, list[float]]) -> dict[str, Any]:
-  fastest = max(theirs, key=lambda k: statistics.median(theirs[k]))
-  ratio = statistics.median(ours) / statistics.median(theirs[fastest])
-  print(
-    f'{name}: podrace {statistics.median(ours):,.0f}, {fastest} '
-    f'{statistics.median(theirs[fastest]):,.0f} steps/s; {ratio:.2f}x', flush=True,
-  )  # fmt: skip
-  return dict(
-    podrace=common.summary(ours),
-    peers={k: common.summary(v) for k, v in theirs.items()},
-    ratio_to_fastest=ratio,
-  )
+  if part == 'learner':
+    for layout in ('contiguous', 'channels_last'):
+      result = measure('torch', 'peer_torch.py', FRAMES, seconds, layout)
+      yield f'torch {layout}', result['frames_per_s']
+    return
+  sizes = (64, 32, 4, 4) if part == 'cartpole' else (16, 64, 4, 4)
+  for vector in ('dummy', 'subproc') if part == 'cartpole' else ('subproc',):
+    longer = seconds if part == 'cartpole' else 3 * seconds
+    result = measure('torch', 'peer_sb3.py', part, *sizes, longer, vector)
+    yield f'stable-baselines3 {vector}', result['steps_per_s']
+  for workers in (1, 2):
+    result = measure('sf', 'peer_sf.py', part, *sizes, SF_SECONDS, workers)
+    yield f'sample-factory, {workers} workers', result['rate']
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-  parser.add_argument('parts', nargs='*', help='cartpole, pong, learner; none: all')
-  parser.add_argument('--repeats', type=int, default=3)
-  parser.add_argument('--seconds', type=float, default=5.0)
-  args = parser.parse_args()
-  parts = args.parts or ['learner', 'cartpole', 'pong']
-  path = common.RESULTS / 'sebulba_peers.json'
-  results: dict[str, Any] = json.loads(path.read_text())['results'] if path.exists() else {}
-  mine: list[float] = []
-  others: dict[str, list[float]] = {}
-
-  def add(name: str, rate: float) -> None:
-    others.setdefault(name, []).append(rate)
-
-  for part in parts:
-    mine, others = [], {}
+  args = common.arguments(__doc__, PARTS, repeats=3, seconds=5.0)
+  for part in args.cases:
+    flags, key, peers = PARTS[part]
+    ours: list[float] = []
+    rates: dict[str, list[float]] = {}
     for _ in range(args.repeats):
-      if part == 'learner':
-        mine.append(ours(sebulba.PONG, args.seconds)['learner'])
-        for layout in ('contiguous', 'channels_last'):
-          add(
-            f'torch {layout}', theirs('peer_torch.py', FRAMES, args.seconds, layout)['frames_per_s']
-          )
-      elif part == 'cartpole':
-        mine.append(ours(CARTPOLE, args.seconds)['combined'])
-        for vector in ('dummy', 'subproc'):
-          r = theirs('peer_sb3.py', 'cartpole', 64, 32, 4, 4, args.seconds, vector)
-          add(f'stable-baselines3 {vector}', r['steps_per_s'])
-        for workers in (1, 2):
-          r = theirs('peer_sf.py', 'cartpole', 64, 32, 4, 4, SF_SECONDS, workers, peer='sf')
-          add(f'sample-factory, {workers} workers', r['rate'])
-      else:
-        mine.append(ours(PONG, args.seconds)['combined'])
-        r = theirs('peer_sb3.py', 'pong', 16, 64, 4, 4, 3 * args.seconds, 'subproc')
-        add('stable-baselines3 subproc', r['steps_per_s'])
-        for workers in (1, 2):
-          r = theirs('peer_sf.py', 'pong', 16, 64, 4, 4, SF_SECONDS, workers, peer='sf')
-          add(f'sample-factory, {workers} workers', r['rate'])
-    results[part] = dict(
-      compare(part, mine, others),
-      repeats=args.repeats,
-      seconds=args.seconds,
-      peer_versions={peer: common.pins(common.peer(peer), *PINNED) for peer in PEERS[part]},
-      origin=common.origin(),
-    )
-    common.record('sebulba_peers', results)
+      ours.append(sebulba.bench(flags, args.seconds)[key])
+      for name, rate in theirs(part, args.seconds):
+        rates.setdefault(name, []).append(rate)
+    result = common.against_fastest(part, ours, rates) | dict(
+      repeats=args.repeats, seconds=args.seconds, origin=common.origin(),
+      peer_versions={peer: common.pins(common.peer(peer), *PINNED) for peer in peers},
+    )  # fmt: skip
+    common.keep('sebulba_peers', part, result)
 
 
 if __name__ == '__main__':

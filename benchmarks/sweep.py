@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -13,42 +10,32 @@ from pathlib import Path
 import common
 
 
-def seconds(*args: str) -> float:
-  """Of `podrace sweep` with these arguments, as a whole process."""
+def sweep(folder: str, settings: int, steps: int, *more: str) -> tuple[float, dict[float, float]]:
+  """Returns the seconds of `podrace sweep` as a whole process, and the score of each learning rate."""
   began = time.perf_counter()
-  subprocess.run([sys.executable, '-m', 'podrace', 'sweep', *args], check=True, capture_output=True)
-  return time.perf_counter() - began
+  common.podrace(
+    'sweep', 'cartpole', '--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random',
+    '--trials', settings, '--total-steps', steps, '--dir', folder, *more,
+  )  # fmt: skip
+  seconds = time.perf_counter() - began
+  rows = common.read_json(Path(folder) / 'results.json')
+  return seconds, {r['settings']['agent.learning-rate']: r['score'] or 0.0 for r in rows}
 
 
 def main() -> None:
-  parser = argparse.ArgumentParser(description=__doc__)
-  parser.add_argument('--settings', type=int, default=64)
-  parser.add_argument('--steps', type=int, default=100_000)
-  args = parser.parse_args()
+  args = common.arguments(__doc__, settings=64, steps=100_000)
+  sizes = (args.settings, args.steps)
   with tempfile.TemporaryDirectory() as folder:
-    shared = ['cartpole', '--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random',
-              '--trials', str(args.settings), '--total-steps', str(args.steps)]  # fmt: skip
-    together = seconds(*shared, '--dir', f'{folder}/together')
-    each = seconds(*shared, '--dir', f'{folder}/each', '--processes')
-    scores = {
-      name: {
-        r['settings']['agent.learning-rate']: r['score']
-        for r in json.loads(Path(folder, name, 'results.json').read_text())
-      }
-      for name in ('together', 'each')
-    }
+    together, scores = sweep(f'{folder}/together', *sizes)
+    each, single = sweep(f'{folder}/each', *sizes, '--processes')
   steps = args.settings * args.steps
-  different = [
-    x for x in scores['each'] if abs((scores['each'][x] or 0) - (scores['together'][x] or 0)) > 1e-2
-  ]
-  found = {
-    'settings': args.settings, 'steps': args.steps,
-    'together': {'seconds': together, 'steps_per_s': steps / together},
-    'each': {'seconds': each, 'steps_per_s': steps / each},
-    'ratio': each / together, 'settings_whose_return_differs': len(different),
-  }  # fmt: skip
-  print(json.dumps(found, indent=2))
-  common.record('sweep', found)
+  results = dict(
+    settings=args.settings, steps=args.steps,
+    together=dict(seconds=together, steps_per_s=steps / together), each=dict(seconds=each, steps_per_s=steps / each),
+    ratio=each / together, settings_whose_return_differs=sum(abs(single[x] - scores[x]) > 1e-2 for x in single),
+  )  # fmt: skip
+  print(json.dumps(results, indent=2))
+  common.record('sweep', results)
 
 
 if __name__ == '__main__':

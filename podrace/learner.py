@@ -28,6 +28,9 @@ RESERVED_PREFIXES = (
   'acting_', 'episode_', 'info_', 'policy_lag_', 'reanalysing_', 'replay_', 'remote_', 'unrolls_',
 )  # fmt: skip
 
+Learned = tuple[TrainState, Array, Metrics]
+"""Result of `Agent.learn`: the new state, a priority [B] of each trajectory, and metrics."""
+
 EPS_ROOT = 1e-16  # of squared gradients; it changes an update by rounding only
 
 
@@ -221,7 +224,7 @@ def sample_learner(agent: Agent, mesh: Mesh, sample: Callable[[Any], Sample]) ->
   `(train, batch, key) -> (train, priority [n], metrics)`.
   """
 
-  def step(train: TrainState, batch: Any, key: Array) -> tuple[TrainState, Array, Metrics]:
+  def step(train: TrainState, batch: Any, key: Array) -> Learned:
     return agent.learn(train, sample(batch), key)
 
   flat = P(AXIS)

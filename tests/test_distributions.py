@@ -244,15 +244,11 @@ def test_no_rounding_leads_out_of_the_space(squash: bool) -> None:
 def test_the_unit_of_a_normal_is_half_the_range() -> None:
   x = jnp.array([-1.5, 0.0, 0.5])
   cases = {
-    (-1.0, 1.0): [-1.0, 0.0, 0.5],
-    (-2.0, 2.0): [-2.0, 0.0, 1.0],
-    (100.0, 200.0): [100.0, 150.0, 175.0],
-    (5.0, np.inf): [5.0, 5.0, 5.5],
-    (-np.inf, -5.0): [-6.5, -5.0, -5.0],
-    (-np.inf, np.inf): [-1.5, 0.0, 0.5],
-    (-HUGE, HUGE): [-1.5, 0.0, 0.5],
-    (7.0, 7.0): [7.0, 7.0, 7.0],
-  }
+    (-1.0, 1.0): [-1.0, 0.0, 0.5], (-2.0, 2.0): [-2.0, 0.0, 1.0],
+    (100.0, 200.0): [100.0, 150.0, 175.0], (5.0, np.inf): [5.0, 5.0, 5.5],
+    (-np.inf, -5.0): [-6.5, -5.0, -5.0], (-np.inf, np.inf): [-1.5, 0.0, 0.5],
+    (-HUGE, HUGE): [-1.5, 0.0, 0.5], (7.0, 7.0): [7.0, 7.0, 7.0],
+  }  # fmt: skip
   for (low, high), expected in cases.items():
     box = spaces.Box(low, high, (3,))
     assert distributions.for_space(box).to_action(x).tolist() == expected, box
@@ -326,9 +322,9 @@ def test_bounds_that_float32_does_not_reach_are_refused(
   bounds: tuple[float, float], squash: bool
 ) -> None:
   space = spaces.Box(*bounds, (1,), np.float64)
-  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+  with pytest.raises(ValueError, match='float32'):
     distributions.for_space(space, squash)
-  with pytest.raises(ValueError, match='beyond the numbers of float32'):
+  with pytest.raises(ValueError, match='float32'):
     distributions.for_space(in_jax(space), squash)
 
 

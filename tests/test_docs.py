@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import rule_files
+from shorthand import Patch
 
 import podrace.hooks
 from podrace.agents import AGENTS
@@ -57,7 +58,7 @@ def blocks(page: Path, language: str = '') -> list[str]:
   [pytest.param(p, marks=pytest.mark.slow) if name_of(p) in SLOW else p for p in PAGES],
   ids=name_of,
 )
-def test_page(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.chdir(tmp_path)
   module = {'__name__': f'docs_{page.stem.replace("-", "_")}'}
   assert blocks(page, 'python')
@@ -117,7 +118,7 @@ def commands(page: Path) -> list[list[str]]:
 
 
 @pytest.mark.parametrize('page', [p for p in ALL if commands(p)], ids=name_of)
-def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_commands(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
   """Each is run until its work begins."""
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', [str(tmp_path), *sys.path])
@@ -137,7 +138,7 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
       del sys.modules[module]
 
 
-def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+def stub(monkeypatch: Patch) -> None:
   """Nothing begins its work, joins other processes, or makes environments."""
 
   def begun(*_: Any, **__: Any) -> None:
@@ -171,7 +172,7 @@ def read(args: list[str]) -> None:
     assert Options(args[1:], command.COMMAND).arguments
 
 
-def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.chdir(tmp_path)
   stub(monkeypatch)
   for wrong in ('train cartpol', 'train cartpole --agent.rate 1', 'plot runs --output x.png'):

@@ -17,6 +17,7 @@ import nbclient
 import nbformat
 import pytest
 from children import STARTED
+from shorthand import Patch
 from test_export import made, observations
 
 from podrace.commands.templates import agent as template
@@ -27,7 +28,7 @@ EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 
 
 @pytest.fixture
-def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_quickly(monkeypatch: Patch) -> None:
   """Most of the time here is compilation; what is computed stays the same up to rounding."""
   options = {'xla_backend_optimization_level': 0}
   monkeypatch.setattr(jax, 'jit', functools.partial(jax.jit, compiler_options=options))
@@ -169,7 +170,7 @@ def test_what_a_served_policy_refuses(served: Served) -> None:
 # --- notebooks ------------------------------------------------------------------------------------
 
 
-def outputs_of(name: str, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def outputs_of(name: str, folder: pathlib.Path, monkeypatch: Patch) -> list[Any]:
   """All outputs of a notebook, which a kernel of its own has run; what is committed has none."""
   notebook = nbformat.read(EXAMPLES / name, as_version=4)
   nbformat.validate(notebook)
@@ -188,9 +189,7 @@ def text(outputs: list[Any]) -> str:
 
 
 @pytest.mark.slow
-def test_the_notebook_that_trains_and_looks(
-  tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_notebook_that_trains_and_looks(tmp_path: pathlib.Path, monkeypatch: Patch) -> None:
   outputs = outputs_of('train_and_look.ipynb', tmp_path, monkeypatch)
   shown = [o.data for o in outputs if o.output_type == 'display_data']
   progress, picture = shown  # one line that has changed to its last
@@ -203,7 +202,7 @@ def test_the_notebook_that_trains_and_looks(
 
 
 @pytest.mark.slow
-def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: Patch) -> None:
   found = text(outputs_of('callbacks.ipynb', tmp_path, monkeypatch))
   assert 'an interruption' in found and 'resuming at step' in found
   assert 'ended: no better return than' in found and 'the same parameters: True' in found

@@ -38,14 +38,10 @@ GROUPS = {
 }  # of other extras, for developers, or of several GB
 ENVS = {
   'gymnax': ('gymnax:CartPole-v1', 'gymnax:Breakout-MinAtar', 'gymnax:Reacher-misc'),
-  'brax': ('brax:inverted_pendulum',),
-  'jumanji': ('jumanji:Snake-v1',),
-  'navix': ('navix:Navix-Empty-5x5-v0',),
-  'craftax': ('craftax:Craftax-Classic-Symbolic-v1',),
-  'pgx': ('pgx:tic_tac_toe',),
-  'ale': ('ale:pong',),
-  'envpool': ('envpool:CartPole-v1',),
-}
+  'brax': ('brax:inverted_pendulum',), 'jumanji': ('jumanji:Snake-v1',),
+  'navix': ('navix:Navix-Empty-5x5-v0',), 'craftax': ('craftax:Craftax-Classic-Symbolic-v1',),
+  'pgx': ('pgx:tic_tac_toe',), 'ale': ('ale:pong',), 'envpool': ('envpool:CartPole-v1',),
+}  # fmt: skip
 # What an extra is for, as a program.
 PROGRAMS = {
   'remote': 'from podrace.distributed import net; net.require(); from podrace import cli; cli.main(["keys", "new", "keys"])',

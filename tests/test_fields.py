@@ -236,16 +236,9 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN,
-  'r2d2': R2D2,
-  'sac': SAC,
-  'd4pg': D4PG,
-  'muzero': MuZero,
-  'muesli': Muesli,
-  'disco': Disco,
-  'lpg': LPG,
-  'intrinsic': Intrinsic,
-}
+  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
+  'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
+}  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not

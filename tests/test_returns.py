@@ -39,12 +39,9 @@ def stream(draw: Any) -> dict[str, np.ndarray]:
   rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
   types = streams.step_types(rng, T + 1, draw(st.sampled_from([0.0, 0.2, 0.6])))
   return dict(
-    types=types,
-    reward=draw(floats(-10, 10, T + 1)),
-    discount=streams.discounts(rng, types),
-    value=draw(floats(-10, 10, T + 1)),
-    rho=draw(floats(0, 4, T)),
-  )
+    types=types, reward=draw(floats(-10, 10, T + 1)), discount=streams.discounts(rng, types),
+    value=draw(floats(-10, 10, T + 1)), rho=draw(floats(0, 4, T)),
+  )  # fmt: skip
 
 
 def inputs(s: dict[str, np.ndarray]) -> tuple[np.ndarray, ...]:

@@ -49,16 +49,13 @@ def compile_update(preset: str, devices: list[Any]) -> str:
   import jax.numpy as jnp
 
   import podrace
-  from podrace import envs, topology
+  from podrace import topology
   from podrace.architectures import anakin
-  from podrace.replay import on_policy
-  from podrace.settings.agents import bind
+  from podrace.settings.resolved import resolve
 
   config = podrace.configure(preset)
-  env, n, length = envs.make(config.env), config.num_envs, config.unroll_length
-  agent = bind(config.agent, env, 10_000, n)
-  replay = agent.memory(n, length) if hasattr(agent, 'memory') else on_policy()
-  runner = anakin.Anakin(agent, env, replay, topology.mesh_of(devices), n, length)
+  r, sizes = resolve(config), (config.num_envs, config.unroll_length)
+  runner = anakin.Anakin(r.agent, r.env, r.replay, topology.mesh_of(devices), *sizes)
   traced = runner.run.trace(runner.shapes, jax.ShapeDtypeStruct((), jnp.int32))
   return traced.lower(lowering_platforms=('cuda',)).compile().as_text()
 

@@ -13,191 +13,153 @@ import tempfile
 import time
 from typing import Any
 
+import common
 import session
 from session import TINY
 
 DETERMINISTIC = '--xla_gpu_deterministic_ops=true'
+WIDE = ('minatar-breakout', '--num-envs', '2048', '--unroll-length', '32', '--total-steps', '60_000_000')  # fmt: skip
+PONG = (
+  'ppo-pong', '--num-envs', '64', '--unroll-length', '32', '--agent.minibatches', '8', '--total-steps', '20_000_000',
+  '--log-every', '50_000', '--checkpoint-every', '500_000',
+)  # fmt: skip
+SMOKE = {  # runs of `smoke`: XLA's flags, and the cache of programs; the second four start later
+  'plain': ('', 'a'), 'anew': ('', 'b'), 'ordered': (DETERMINISTIC, 'c'), 'ordered_anew': (DETERMINISTIC, 'd'),
+  'again': ('', 'a'), 'killed': ('', 'a'), 'ordered_again': (DETERMINISTIC, 'c'),
+}  # fmt: skip
 
 
-def podrace(*args: str, flags: str = '', cache: str = '', **more: Any) -> subprocess.Popen[str]:
+def podrace(*args: str, flags: str = '', cache: str = '') -> subprocess.Popen[str]:
   environ = dict(os.environ, XLA_FLAGS=flags or os.environ.get('XLA_FLAGS', ''))
   if cache:
     environ['JAX_COMPILATION_CACHE_DIR'] = cache
-  return subprocess.Popen(
-    [sys.executable, '-m', 'podrace', *args], env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **more
-  )  # fmt: skip
+  command = [sys.executable, '-m', 'podrace', *args]
+  return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
 
 
-def lines(run_dir: pathlib.Path) -> list[dict[str, Any]]:
-  path = run_dir / 'metrics.jsonl'
-  told = path.read_text().splitlines(keepends=True) if path.exists() else []
-  return [json.loads(x) for x in told if x.endswith('\n')]
-
-
-def ended(process: subprocess.Popen[str], timeout: float) -> str:
-  """Its last words; raises if it failed or takes too long."""
+def finish(process: subprocess.Popen[str], timeout: float, codes: tuple[int, ...] = (0,)) -> str:
+  """Returns the output; raises if the process fails or takes too long."""
   try:
     out, _ = process.communicate(timeout=timeout)
   except subprocess.TimeoutExpired:
     process.kill()
     out, _ = process.communicate()
     raise RuntimeError(f'took more than {timeout:.0f} s: {out[-600:]}') from None
-  if process.returncode:
+  if process.returncode not in codes:
     raise RuntimeError(f'exit code {process.returncode}: {out[-1500:]}')
   return out
 
 
-def smoke() -> dict[str, Any]:
-  """`podrace train catch` to its end: its return; the same parameters again, after SIGKILL, by a program compiled anew,
-  and with operations that are deterministic by XLA's word. All at once: no time here is a measurement."""
-  folder = pathlib.Path(tempfile.mkdtemp(prefix='smoke-'))
-  steps, every = (100_000, '20_000') if TINY else (2_000_000, '100_000')
-  base = [
-    'train',
-    'catch',
-    '--total-steps',
-    str(steps),
-    '--checkpoint-every',
-    every,
-    '--quiet',
-    '--run-dir',
-  ]
+class Smoke:
+  """Runs of `podrace train catch`, all at once: no time here is a measurement."""
 
-  def start(name: str, flags: str, cache: str) -> subprocess.Popen[str]:
-    return podrace(*base, str(folder / name), flags=flags, cache=str(folder / cache))
+  def __init__(self, folder: pathlib.Path) -> None:
+    self.folder, self.runs = folder, {}
 
-  def told(name: str) -> dict[str, Any]:
-    said = json.loads((folder / name / 'summary.json').read_text())
-    last = lines(folder / name)[-1]
-    return dict(
-      sha256=said['params_sha256'], episode_return=last['episode_return'], compile_s=said['compile_s'],
-      steps_per_s=said['steps_per_s'], wall_s=said['wall_s'],
+  def start(self, name: str) -> subprocess.Popen[str]:
+    flags, cache = SMOKE[name]
+    steps, every = ('100_000', '20_000') if TINY else ('2_000_000', '100_000')
+    sizes = ('--total-steps', steps, '--checkpoint-every', every, '--quiet')
+    run_dir = str(self.folder / name)
+    return podrace('train', 'catch', *sizes, '--run-dir', run_dir, flags=flags, cache=str(self.folder / cache))  # fmt: skip
+
+  def collect(self, processes: dict[str, subprocess.Popen[str]], timeout: float) -> None:
+    """Waits for runs, and reports after each, in case that the rest takes too long."""
+    for name, process in processes.items():
+      try:
+        finish(process, timeout)
+        summary = common.summary_of(self.folder / name)
+        keys = ('compile_s', 'steps_per_s', 'wall_s')
+        self.runs[name] = {k: summary[k] for k in keys} | dict(
+          sha256=summary['params_sha256'],
+          episode_return=common.metrics(self.folder / name)[-1]['episode_return'],
+        )
+      except RuntimeError as e:
+        self.runs[name] = dict(error=str(e)[-800:])
+      session.NOTES['report'](self.verdict())
+
+  def verdict(self) -> dict[str, Any]:
+    """Returns which runs have the same parameters; None where one is missing."""
+    sha = {name: x.get('sha256') for name, x in self.runs.items()}
+    pairs = dict(
+      same_again=('plain', 'again'), same_after_kill=('plain', 'killed'), same_compiled_anew=('plain', 'anew'),
+      ordered_same_again=('ordered', 'ordered_again'), ordered_same_compiled_anew=('ordered', 'ordered_anew'),
+      ordered_as_plain=('ordered', 'plain'),
     )  # fmt: skip
+    same = {
+      name: sha[a] == sha[b] if sha.get(a) and sha.get(b) else None for name, (a, b) in pairs.items()
+    }  # fmt: skip
+    return dict(same, runs=self.runs)
 
-  found: dict[str, Any] = {}
-  first = dict(
-    plain=('', 'a'), anew=('', 'b'), ordered=(DETERMINISTIC, 'c'), ordered_anew=(DETERMINISTIC, 'd')
-  )
-  started = {name: start(name, *how) for name, how in first.items()}
-  for name, process in started.items():
-    try:
-      ended(process, 240)
-      found[name] = told(name)
-    except RuntimeError as e:
-      found[name] = dict(error=str(e)[-800:])
-    session.NOTES['tell'](verdict(found))  # in case that the rest takes too long
-  second = dict(
-    again=('', 'a'), killed=('', 'a'), ordered_again=(DETERMINISTIC, 'c')
-  )  # from kept programs
-  started = {name: start(name, *how) for name, how in second.items()}
-  deadline = time.monotonic() + 60
-  while started['killed'].poll() is None and time.monotonic() < deadline:
-    saved = list((folder / 'killed' / 'checkpoints').glob('[0-9]*'))
-    if len(saved) >= 2:
-      started['killed'].send_signal(signal.SIGKILL)
+
+def smoke() -> dict[str, Any]:
+  """Trains catch to its end: its return; the same parameters again, after SIGKILL, by a program compiled anew, and with
+  operations that are deterministic by XLA's word."""
+  folder = pathlib.Path(tempfile.mkdtemp(prefix='smoke-'))
+  every, names = Smoke(folder), list(SMOKE)
+  every.collect({name: every.start(name) for name in names[:4]}, 240)
+  started = {name: every.start(name) for name in names[4:]}  # from kept programs
+  killed, deadline = started['killed'], time.monotonic() + 60
+  while killed.poll() is None and time.monotonic() < deadline:
+    if len(list((folder / 'killed' / 'checkpoints').glob('[0-9]*'))) >= 2:
+      killed.send_signal(signal.SIGKILL)
       break
     time.sleep(0.02)
-  code = started['killed'].wait(60)
-  at = lines(folder / 'killed')[-1:]
-  started['killed'] = start('killed', '', 'a')
-  for name, process in started.items():
-    try:
-      ended(process, 90)
-      found[name] = told(name)
-    except RuntimeError as e:
-      found[name] = dict(error=str(e)[-800:])
-  found['killed']['by'] = dict(signal=-code, at_step=at[0]['step'] if at else None)
+  code = killed.wait(60)
+  at = common.metrics(folder / 'killed')[-1:]
+  started['killed'] = every.start('killed')
+  every.collect(started, 90)
+  every.runs['killed']['by'] = dict(signal=-code, at_step=at[0]['step'] if at else None)
   shutil.rmtree(folder, ignore_errors=True)
-  return verdict(found)
+  return every.verdict()
 
 
-def verdict(found: dict[str, Any]) -> dict[str, Any]:
-  """Which runs of `smoke` have the same parameters; None where one is missing."""
-  sha = {name: x.get('sha256') for name, x in found.items()}
-
-  def same(*names: str) -> bool | None:
-    return len({sha[n] for n in names}) == 1 if all(sha.get(n) for n in names) else None
-
-  return dict(
-    same_again=same('plain', 'again'), same_after_kill=same('plain', 'killed'),
-    same_compiled_anew=same('plain', 'anew'), ordered_same_again=same('ordered', 'ordered_again'),
-    ordered_same_compiled_anew=same('ordered', 'ordered_anew'), ordered_as_plain=same('ordered', 'plain'), runs=found,
-  )  # fmt: skip
+def compile_ahead(args: tuple[str, ...], limit: float) -> dict[str, Any]:
+  """Trains until the first line of metrics, for its programs only."""
+  with tempfile.TemporaryDirectory(prefix='ahead-') as folder:
+    run_dir, end = pathlib.Path(folder) / 'run', time.monotonic() + limit
+    process = podrace('train', *args, '--quiet', '--run-dir', str(run_dir))
+    while process.poll() is None and not common.metrics(run_dir) and time.monotonic() < end:
+      time.sleep(0.25)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 60, (0, 143))
+  return {}
 
 
 def learn(*args: str, targets: tuple[float, ...], name: str, limit: float) -> dict[str, Any]:
-  """`podrace train` until the last of the targets, its end or the limit; goes on with what --state has."""
-  run_dir = pathlib.Path(os.environ['GPU_STATE']) / 'runs' / name
-  tiny = ('--total-steps', '3_000') if TINY else ()
-  if session.NOTES['ahead']:  # only for its programs
-    run_dir = pathlib.Path(tempfile.mkdtemp(prefix='ahead-'))
-  process = podrace('train', *args, *tiny, '--quiet', '--run-dir', str(run_dir))
-  end = time.monotonic() + limit
-  stopped = False
-  while process.poll() is None:
-    curve = [x for x in lines(run_dir) if x['episodes']]
-    enough = (
-      bool(lines(run_dir))
-      if session.NOTES['ahead']
-      else bool(curve) and curve[-1]['episode_return'] >= targets[-1]
-    )
-    if (
-      (enough and not args[0].startswith('minatar'))
-      or (enough and session.NOTES['ahead'])
-      or time.monotonic() > end
-    ):
-      process.send_signal(signal.SIGTERM)
-      stopped = True
-      break
-    time.sleep(0.25)
-  out, _ = process.communicate(timeout=60)
-  if process.returncode not in (0, 143):
-    raise RuntimeError(f'exit code {process.returncode}: {out[-1500:]}')
+  """Runs `podrace train` until its end or the limit, Pong until the last target; goes on with a run of --state."""
+  args = (*args, *(('--total-steps', '3_000') if TINY else ()))
   if session.NOTES['ahead']:
-    shutil.rmtree(run_dir, ignore_errors=True)
-    return {}
-  if not (every := lines(run_dir)):
+    return compile_ahead(args, limit)
+  run_dir = pathlib.Path(os.environ['GPU_STATE']) / 'runs' / name
+  process = podrace('train', *args, '--quiet', '--run-dir', str(run_dir))
+  end, stopped = time.monotonic() + limit, False
+
+  def curve() -> list[list[float]]:
+    rows = [x for x in common.metrics(run_dir) if x['episodes']]
+    return [[x['step'], round(x['wall_s'], 2), round(x['episode_return'], 2)] for x in rows]
+
+  while process.poll() is None and not stopped:
+    is_enough = name == 'pong' and (curve() or [[0, 0, -99]])[-1][2] >= targets[-1]
+    if stopped := is_enough or time.monotonic() > end:
+      process.send_signal(signal.SIGTERM)
+    time.sleep(0.25)
+  out = finish(process, 60, (0, 143))
+  if not (every := common.metrics(run_dir)):
     raise RuntimeError(f'no line of metrics within {limit:.0f} s: {out[-1500:]}')
-  curve = [
-    [x['step'], round(x['wall_s'], 2), round(x['episode_return'], 2)]
-    for x in every
-    if x['episodes']
-  ]
-  said = (
-    json.loads((run_dir / 'summary.json').read_text())
-    if (run_dir / 'summary.json').exists()
-    else {}
-  )
+  path, points = run_dir / 'summary.json', curve()
+  summary = common.read_json(path) if path.exists() else {}
   return dict(
-    args=list(args),
-    stopped=stopped,
-    step=every[-1]['step'] if every else 0,
-    wall_s=every[-1]['wall_s'] if every else None,
-    compile_s=said.get('compile_s'),
-    steps_per_s=said.get('steps_per_s'),
-    last_return=curve[-1][2] if curve else None,
-    best_return=max((x[2] for x in curve), default=None),
-    reached={str(t): next((x for x in curve if x[2] >= t), None) for t in targets},
-    curve=curve[:: max(1, len(curve) // 150)],
-  )
-
-
-WIDE = (
-  'minatar-breakout',
-  '--num-envs',
-  '2048',
-  '--unroll-length',
-  '32',
-  '--total-steps',
-  '60_000_000',
-)
-PONG = (
-  'ppo-pong', '--num-envs', '64', '--unroll-length', '32', '--agent.minibatches', '8', '--total-steps', '20_000_000',
-  '--log-every', '50_000', '--checkpoint-every', '500_000',
-)  # fmt: skip
+    args=list(args), stopped=stopped, step=every[-1]['step'], wall_s=every[-1]['wall_s'],
+    compile_s=summary.get('compile_s'), steps_per_s=summary.get('steps_per_s'),
+    last_return=points[-1][2] if points else None, best_return=max((x[2] for x in points), default=None),
+    reached={str(t): next((x for x in points if x[2] >= t), None) for t in targets},
+    curve=points[:: max(1, len(points) // 150)],
+  )  # fmt: skip
 
 
 def evaluated() -> dict[str, Any]:
-  """The greedy return of MinAtar's run, as docs/presets.md has it."""
+  """Returns the greedy return of MinAtar's run, as docs/presets.md has it."""
   run_dir = pathlib.Path(os.environ['GPU_STATE']) / 'runs' / 'minatar'
-  return json.loads(ended(podrace('eval', str(run_dir), '--episodes', '100'), 100).splitlines()[-1])
+  out = finish(podrace('eval', str(run_dir), '--episodes', '100'), 100)
+  return json.loads(out.splitlines()[-1])

@@ -11,6 +11,4 @@ PATH = [str(ROOT), str(ROOT / 'benchmarks'), str(ROOT / 'benchmarks' / 'gpu')]
 sys.path[:0] = PATH
 TINY = '--tiny' in sys.argv  # sizes that take seconds on a CPU
 SECONDS, REPEATS = (0.02, 1) if TINY else (0.4, 3)
-NOTES: dict[
-  str, Any
-] = {}  # notes on the item that is being measured: its run, and a function that reports
+NOTES: dict[str, Any] = {}  # of the item that is measured: `ahead`, and a function that reports

@@ -1,7 +1,7 @@
 """The other side of discover_peers.py: groove's meta-training of LPG, from its checkout, in an environment of its own.
 
-Its `train.make_train` is one program: a population from its beginning, and so many meta-steps. It is left as it is, but
-for the evaluation of each agent after each meta-step, which podrace has none of: a constant stands in its place.
+Its `train.make_train` is one program: a population from its beginning, and some meta-steps. It is left as it is, but for
+the evaluation of each agent after each meta-step, which podrace does not have: a constant stands in its place.
 
 groove was written for JAX 0.4.13. Under a newer one the names that it imports from JAX are put back, and packages that
 only its evolution strategies and its logging need are empty if they are missing.
@@ -15,27 +15,21 @@ import importlib.util
 import inspect
 import pathlib
 import sys
-import time
 import types
 from typing import Any
 
 import common
 import jax
 import jax.numpy as jnp
+import timing
 from flax import linen as nn
 
 PACKAGES = ('jax', 'jaxlib', 'flax', 'optax', 'gymnax', 'evosax')
 OPTIONS = {  # ours in its words
-  'agents': 'num_agents',
-  'num_envs': 'env_workers',
-  'unroll_length': 'train_rollout_len',
-  'agent_updates': 'num_agent_updates',
-  'trajectory': 'lpg_gru_width',
-  'predictions': 'lpg_target_width',
-  'embedding': 'lpg_embedding_net_width',
-  'mini_batches': 'num_mini_batches',
-  'meta_steps': 'train_steps',
-}
+  'agents': 'num_agents', 'num_envs': 'env_workers', 'unroll_length': 'train_rollout_len',
+  'agent_updates': 'num_agent_updates', 'trajectory': 'lpg_gru_width', 'predictions': 'lpg_target_width',
+  'embedding': 'lpg_embedding_net_width', 'mini_batches': 'num_mini_batches', 'meta_steps': 'train_steps',
+}  # fmt: skip
 
 
 class SizedGRU(nn.Module):
@@ -49,13 +43,13 @@ class SizedGRU(nn.Module):
 
 
 def module(name: str, **contents: Any) -> None:
-  """Makes a module of a name, where there is none."""
-  sys.modules[name] = found = types.ModuleType(name)
-  vars(found).update(contents)
+  """Makes a module of a name."""
+  sys.modules[name] = types.ModuleType(name)
+  vars(sys.modules[name]).update(contents)
 
 
 def restore_names() -> None:
-  """What a newer JAX has no more, or has elsewhere."""
+  """Restores the names that a newer JAX has no more, or has elsewhere."""
   if not hasattr(jax, 'tree_map'):
     jax.tree_map = jax.tree.map
     module('jax.config', config=jax.config)
@@ -69,7 +63,7 @@ def restore_names() -> None:
 
 
 def load(checkout: str) -> Any:
-  """(parse_args, make_train) of groove, which evaluates nothing."""
+  """Returns parse_args and make_train of groove, which evaluates nothing."""
   ours = pathlib.Path(__file__).resolve().parent.parent
   others = [p for p in sys.path if ours not in (pathlib.Path(p), *pathlib.Path(p).parents)]
   sys.path[:] = [checkout, *others]  # modules of the benchmarks have names of its packages
@@ -83,28 +77,26 @@ def load(checkout: str) -> Any:
 
 
 def main() -> None:
-  """Answers the requests."""
   parse_args, make_train = load(sys.argv[1])
-  run: Any = None
-  for request in common.requests():
-    match request['do']:
-      case 'versions':
-        common.answer(**common.versions(PACKAGES))
-      case 'setup':
-        config = request['config']
-        given = [f'--{theirs}={config[ours]}' for ours, theirs in OPTIONS.items()]
-        args = parse_args([*given, f'--env_mode={config["worlds"]}'])
-        key = jax.random.PRNGKey(0)
-        clock = time.perf_counter(), time.process_time()
-        run = jax.jit(make_train(args)).lower(key).compile()
-        took = time.perf_counter() - clock[0], time.process_time() - clock[1]
-        memory = run.memory_analysis().temp_size_in_bytes / 2**20  # 0: JAX 0.4.13 does not say it
-        common.answer(wall_s=took[0], cpu_s=took[1], temp_mib=memory or None)
-      case 'run':
-        key = jax.random.PRNGKey(request['seed'])
-        clock = time.perf_counter(), time.process_time()
-        jax.block_until_ready(run(key))
-        common.answer(wall_s=time.perf_counter() - clock[0], cpu_s=time.process_time() - clock[1])
+  program: Any = None
+
+  def setup(config: dict[str, Any]) -> dict[str, Any]:
+    options = [f'--{theirs}={config[ours]}' for ours, theirs in OPTIONS.items()]
+    args = parse_args([*options, f'--env_mode={config["worlds"]}'])
+
+    def build() -> None:
+      nonlocal program
+      program = jax.jit(make_train(args)).lower(jax.random.PRNGKey(0)).compile()
+
+    took = timing.clocked(build)
+    size = program.memory_analysis().temp_size_in_bytes / 2**20  # 0: JAX 0.4.13 does not say it
+    return took | dict(temp_mib=size or None)
+
+  def run(seed: int) -> dict[str, Any]:
+    key = jax.random.PRNGKey(seed)
+    return timing.clocked(lambda: jax.block_until_ready(program(key)))
+
+  common.serve(PACKAGES, setup=setup, run=run)
 
 
 if __name__ == '__main__':

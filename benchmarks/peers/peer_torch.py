@@ -49,9 +49,8 @@ def main() -> None:
     update()
     count += 1
   rate = count * frames / (time.perf_counter() - start)
-  print(
-    json.dumps(dict(frames_per_s=rate, torch=torch.__version__, threads=torch.get_num_threads()))
-  )
+  about = dict(torch=torch.__version__, threads=torch.get_num_threads())
+  print(json.dumps(dict(frames_per_s=rate, **about)))
 
 
 if __name__ == '__main__':

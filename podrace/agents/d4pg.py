@@ -22,10 +22,10 @@ from jax import lax
 from podrace import returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import separately, sgd
+from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
-from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
 
 
 class D4PGLearned(NamedTuple):
@@ -97,9 +97,7 @@ class D4PG:
     outputs, _ = self.actor.step(actor, (), timestep)
     return self.actor.distribution.only_free(jnp.tanh(outputs))
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     del key
     rest: D4PGRest = train.rest

@@ -34,9 +34,8 @@ from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.agents.search import mask_policy
-from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
-from podrace.learner import clip_each, flatten, scale_by_adam, sgd
+from podrace.learner import Learned, clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
 from podrace.networks.planning import decode, number_loss
 from podrace.replay import Buffer, windows
@@ -124,20 +123,12 @@ class Disco:
     return windows(buffer, unroll_length, num_envs, unroll_length, keep_state=True, stack=stack)
 
   def params(self) -> dict[str, np.ndarray]:
-    """Return the arrays of the rule.
-
-    Raises:
-      UsageError: if there is no rule, or it does not fit this agent.
-    """
-    if not self.rule:
-      raise UsageError(
-        'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released '
-        'one, is at '
-        f'{rules.SOURCE}'
-      )
-    params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
-    storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
-    return params
+    """Return the arrays of the rule, as `storage.params_of`."""
+    usage = (
+      'disco learns by a rule: give its file by --agent.rule PATH.npz. Disco103, the released one, '
+      f'is at {rules.SOURCE}'
+    )
+    return storage.params_of(self, rules.Sizes, usage)
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
     """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
@@ -146,9 +137,7 @@ class Disco:
       '--agent.lifetime': (self.lifetime, sizes.lifetime),
     }
 
-  def opening(self) -> str:
-    """Return the line about the rule that a run prints when it begins."""
-    return storage.opening(self.rule, self.rule_sha256)
+  opening = storage.opening
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -174,9 +163,7 @@ class Disco:
 
   # --- learning
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     train, metrics, _ = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics

@@ -33,20 +33,11 @@ from jax import lax
 from podrace import returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import (
-  ActorOutput,
-  Array,
-  Metrics,
-  Replay,
-  Sample,
-  TimeStep,
-  TrainState,
-  Trajectory,
-)
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
 
 
 class DQNParams(NamedTuple):
@@ -99,8 +90,8 @@ class DQN:
     if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
       raise ValueError(
         'actor_priorities needs an n_step of at least 2, so that acting has seen what is '
-        'bootstrapped from, '
-        f"and the head 'value', not n_step {self.n_step} and the head {self.network.head!r}"
+        "bootstrapped from, and the head 'value', "
+        f'not n_step {self.n_step} and the head {self.network.head!r}'
       )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
@@ -160,9 +151,7 @@ class DQN:
     error = step.r_t + step.discount_t * best - extras.value[0]
     return step.mask * (jnp.abs(error) + 1e-6)
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest: DQNRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)
@@ -227,8 +216,7 @@ class DQN:
       return loss, jnp.abs(error)
     if self.network.categorical:
       loss = -jnp.sum(target * jax.nn.log_softmax(q), axis=-1)
-      # Rainbow, section 3, ranks by the divergence: the loss without the target's own
-      # entropy.
+      # Rainbow, section 3, ranks by the divergence: the loss without the target's own entropy.
       negative_entropy = jnp.sum(jax.scipy.special.xlogy(target, target), axis=-1)
       return loss, jnp.maximum(loss + negative_entropy, 0.0)
     loss = jax.vmap(lambda q, t: returns.quantile_loss(q, t, self.huber))(q, target)

@@ -33,7 +33,7 @@ from podrace.envs.base import select
 from podrace.envs.own.lifetimes import Lifetimes
 from podrace.errors import UsageError
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
@@ -196,9 +196,7 @@ class Intrinsic:
 
   # --- learning
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
 
     def loss(params: IntrinsicParams) -> tuple[Array, Metrics]:

@@ -23,9 +23,8 @@ from jax import lax
 from podrace.agents.rules import lpg as rules
 from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
-from podrace.errors import UsageError
 from podrace.fields import FilePath, PlainText, check_fields
-from podrace.learner import clip_norm, flatten, scale_by_adam, sgd
+from podrace.learner import Learned, clip_norm, flatten, scale_by_adam, sgd
 from podrace.networks import PolicyPrediction, PolicyPredictor
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -51,27 +50,18 @@ class LPG:
     storage.pin(self)
 
   def params(self) -> dict[str, np.ndarray]:
-    """Return the arrays of the rule.
-
-    Raises:
-      UsageError: if there is no rule, or it does not fit this agent.
-    """
-    if not self.rule:
-      raise UsageError(
-        'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how '
-        'one is made'
-      )
-    params = storage.load(self.rule, self.rule_sha256, rules.Sizes)
-    storage.check_fits(self.rule, self.fits(rules.Sizes.of(params)))
-    return params
+    """Return the arrays of the rule, as `storage.params_of`."""
+    usage = (
+      'lpg learns by a rule: give its file by --agent.rule PATH.npz; docs/discovery.md says how '
+      'one is made'
+    )
+    return storage.params_of(self, rules.Sizes, usage)
 
   def fits(self, sizes: rules.Sizes) -> dict[str, tuple[int, int]]:
     """Return options -> (the agent's value, the value that a rule of these sizes needs)."""
     return {'--agent.network.predictions': (self.network.predictions, sizes.predictions)}
 
-  def opening(self) -> str:
-    """Return the line about the rule that a run prints when it begins."""
-    return storage.opening(self.rule, self.rule_sha256)
+  opening = storage.opening
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -89,9 +79,7 @@ class LPG:
     x = kind.mode(predictions.policy) if self.greedy else kind.sample(predictions.policy, key)
     return ActorOutput(kind.to_action(x)), state
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     train, metrics = self.step(self.params(), train, sample.trajectory)
     return train, jnp.ones_like(sample.weight), metrics

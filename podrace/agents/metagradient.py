@@ -41,7 +41,7 @@ from jax import lax
 
 from podrace.agents.population import with_values
 from podrace.fields import check_fields
-from podrace.learner import sgd, varying
+from podrace.learner import Learned, sgd, varying
 from podrace.topology import AXIS
 from podrace.types import Agent, Array, Metrics, Sample, TrainState, Trajectory
 
@@ -92,7 +92,7 @@ class Tunable(Agent, Protocol):
 
 
 AgentClass = TypeVar('AgentClass', bound=type[Tunable])
-Update = Callable[[Any, TrainState, Sample, Array], tuple[TrainState, Array, Metrics]]
+Update = Callable[[Any, TrainState, Sample, Array], Learned]
 
 
 def self_tuned(cls: AgentClass) -> AgentClass:
@@ -115,9 +115,7 @@ def self_tuned(cls: AgentClass) -> AgentClass:
     return begin(agent.tuning, train) if agent.self_tuning else train
 
   @functools.wraps(update)
-  def learn_all(
-    agent: Tunable, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn_all(agent: Tunable, train: TrainState, sample: Sample, key: Array) -> Learned:
     if agent.self_tuning:
       return learn(agent, update, train, sample, key)
     return update(agent, train, sample, key)
@@ -176,9 +174,7 @@ def begin(tuning: Tuning, train: TrainState) -> TrainState:
   return TrainState(train.params, rest)
 
 
-def learn(
-  agent: Tunable, update: Update, train: TrainState, sample: Sample, key: Array
-) -> tuple[TrainState, Array, Metrics]:
+def learn(agent: Tunable, update: Update, train: TrainState, sample: Sample, key: Array) -> Learned:
   """Make one update of the agent, and one of its metaparameters.
 
   There are three all-reduces where the update alone has one: of its gradient, of the outer loss'

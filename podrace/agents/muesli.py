@@ -28,7 +28,6 @@ once while it is new and replay_share / (1 - replay_share) times more from repla
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Annotated, Any, NamedTuple
 
@@ -39,24 +38,23 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents.model_unroll import ends, imagine, spread
+from podrace.agents.model_unroll import (
+  ModelGoals,
+  make_goals,
+  number_losses,
+  represent,
+  spread,
+  unroll_model,
+  unroll_weights,
+)
 from podrace.agents.search import mask_policy
 from podrace.fields import check_fields, no_limit
-from podrace.learner import clip_each, flatten, sgd
+from podrace.learner import Learned, clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import decode, number_loss
+from podrace.networks.planning import decode
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import (
-  ActorOutput,
-  Array,
-  Metrics,
-  Replay,
-  Sample,
-  TimeStep,
-  TrainState,
-  Trajectory,
-)
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
 
 
 class MuesliRest(NamedTuple):
@@ -80,16 +78,6 @@ class MuesliTargets(NamedTuple):
   policy: Array  # [L, B, A] f32 CMPO's; sampled ones add up to 1 on average only
   value: Array  # f32
   advantage: Array  # f32 of the actions that were taken, as they are
-
-
-class MuesliGoals(NamedTuple):
-  """Targets of the model after 0 to U actions from each of N states: [U + 1, N, ...]."""
-
-  targets: MuesliTargets
-  reward: Array  # f32 of the action before; unused after 0 actions
-  policy_mask: Array  # f32
-  value_mask: Array
-  reward_mask: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,9 +162,7 @@ class Muesli:
 
   # --- learning
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest, window = train.rest, sample.trajectory
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
@@ -184,7 +170,8 @@ class Muesli:
     variance = rest.square / jnp.where(known, rest.weight, 1.0)
     scale = jnp.where(known, lax.rsqrt(variance + self.advantage_epsilon), 0.0)
     targets = self.targets(rest.target, window, scale, own_key)
-    goals = goals_of(jax.tree.map(lambda x: x[:-1], window.timesteps), targets, self.unroll)
+    states = jax.tree.map(lambda x: x[:-1], window.timesteps)
+    goals = make_goals(states, targets, len(states.reward) - self.unroll, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
     limited = self.limit_scale(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
@@ -226,10 +213,8 @@ class Muesli:
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
     predictions = self.network.predict(target, hidden)
-    prior, v = (
-      mask_policy(predictions.policy, merge_time(t.observation)),
-      self.numbers(predictions.value),
-    )
+    prior = mask_policy(predictions.policy, merge_time(t.observation))
+    v = decode(predictions.value, self.network.support)
     # The last state has no action. Its value is used for bootstrapping only.
     action, log_prob = (
       merge_time(jnp.concatenate([x, x[-1:]])) for x in (outputs.action, outputs.extras.log_prob)
@@ -243,18 +228,15 @@ class Muesli:
     retrace = jax.vmap(returns.retrace, in_axes=1, out_axes=1)
     g = retrace(t.reward[1:], self.discount * t.discount[1:], c[1:], q_taken[1:], expected[1:])
     value = expected[:-1] + c[:-1] * (g - q_taken[:-1])
-    policy = split_time(self.cmpo(prior, candidates, advantage), length)
+    policy = split_time(self.improve(prior, candidates, advantage), length)
     return MuesliTargets(policy[:-1], value, g - v[:-1])
-
-  def numbers(self, outputs: Array) -> Array:
-    """Return the numbers that outputs of the model stand for."""
-    return decode(outputs, self.network.support)
 
   def one_step(self, target: Any, hidden: Any, action: Array) -> Array:
     """Return the values [N] of actions [N]: the model's reward plus the discounted next value."""
     hidden, reward = self.network.dynamics(target, hidden, action)
     value = self.network.predict(target, hidden).value
-    return self.numbers(reward) + self.discount * self.numbers(value)
+    reward, value = (decode(x, self.network.support) for x in (reward, value))
+    return reward + self.discount * value
 
   def action_values(
     self, target: Any, hidden: Any, prior: Array, key: Array
@@ -271,38 +253,43 @@ class Muesli:
     each = jax.vmap(lambda a: self.one_step(target, hidden, a), in_axes=1, out_axes=1)
     return candidates, share, each(candidates)
 
-  def cmpo(self, prior: Array, candidates: Array, advantage: Array) -> Array:
+  def improve(self, prior: Array, candidates: Array, advantage: Array) -> Array:
     """Return CMPO's policy [N, A] of the prior's logits [N, A] and scaled advantages [N, C]."""
+    limit = no_limit(self.clip_advantage)
     if not self.sampled_actions:
-      return cmpo(prior, advantage, no_limit(self.clip_advantage))
-    weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, no_limit(self.clip_advantage))
+      return cmpo(prior, advantage, limit)
+    weights = jax.vmap(sampled_cmpo, in_axes=(0, None))(advantage, limit)
     code = jax.nn.one_hot(candidates, prior.shape[-1])
     return jnp.sum(code * weights[..., None], axis=1)
 
   def losses(
-    self, network: Any, window: Trajectory, goals: MuesliGoals, scale: Array
+    self, network: Any, window: Trajectory, goals: ModelGoals, scale: Array
   ) -> tuple[Array, dict[str, Array]]:
     """Return the loss of a batch, a mean over states with masked ones as 0, and metrics."""
-    policy, value, reward = self.unroll_model(network, window)
-    share = jnp.ones(self.unroll + 1).at[1:].set(1 / self.unroll)[:, None]
+    taken, support = window.outputs, self.network.support
+    roots = len(taken.action) - self.unroll
+    root = merge_time(represent(self.network, network, window, 0, roots))
+    actions = spread(taken.action, roots, self.unroll)
+    outputs = unroll_model(self.network, network, root, actions)
+    observation = jax.tree.map(lambda x: x[:roots], window.timesteps.observation)
+    first = mask_policy(outputs.policy[0], merge_time(observation))
+    log_p = jax.nn.log_softmax(jnp.concatenate([first[None], outputs.policy[1:]]))
+    cross = -jnp.sum(goals.targets.policy * log_p, axis=-1)
+    advantage = scale * goals.targets.advantage[0]
+    gradient, rho = self.policy_gradient(first, actions[0], window, advantage)
+    mask, share = goals.policy_mask, unroll_weights(self.unroll)
+    values = number_losses(outputs.value, goals.targets.value, support)
+    rewards = number_losses(outputs.reward, goals.reward[1:], support)
 
     def mean(weight: Array, each: Array) -> Array:
       return jnp.mean(jnp.sum(weight * each, axis=0))
 
-    def of_numbers(outputs: Array, x: Array) -> Array:
-      each = number_loss(merge_time(outputs), x.reshape(-1), self.network.support)
-      return split_time(each, x.shape[0])
-
-    log_p = jax.nn.log_softmax(policy)
-    cross = -jnp.sum(goals.targets.policy * log_p, axis=-1)
-    gradient, rho = self.policy_gradient(policy[0], window, scale * goals.targets.advantage[0])
-    mask = goals.policy_mask
     parts = dict(
       policy_loss=jnp.mean(mask[0] * gradient),
       cmpo_loss=jnp.mean(mask[0] * cross[0]),
       model_loss=mean((share * mask)[1:], cross[1:]),
-      value_loss=mean(share * goals.value_mask, of_numbers(value, goals.targets.value)),
-      reward_loss=mean((share * goals.reward_mask)[1:], of_numbers(reward, goals.reward[1:])),
+      value_loss=mean(share * goals.value_mask, values),
+      reward_loss=mean((share * goals.reward_mask)[1:], rewards),
     )
     costs = self.policy_cost, self.cmpo_cost, self.model_cost, self.value_cost, self.reward_cost
     total = sum((c * x for c, x in zip(costs, parts.values(), strict=True)), jnp.float32(0))
@@ -310,28 +297,16 @@ class Muesli:
     return total, parts | dict(
       entropy=jnp.mean(mask[0] * entropy),
       rho=jnp.mean(mask[0] * rho),
-      value=jnp.mean(self.numbers(value[0])),
+      value=jnp.mean(decode(outputs.value[0], support)),
     )
 
-  def unroll_model(self, network: Any, window: Trajectory) -> tuple[Array, Array, Array]:
-    """Return policies and values [U + 1, N, ...] of the model, and rewards [U, N, bins]."""
-    roots = window.outputs.action.shape[0] - self.unroll
-    action = spread(window.outputs.action, roots, self.unroll)[:-1]
-    t = jax.tree.map(lambda x: x[:roots], window.timesteps)
-    root = merge_time(self.network.represent(network, window.agent_state, t)[0])
-    hidden, reward = imagine(self.network, network, root, action)
-    predictions = split_time(self.network.predict(network, merge_time(hidden)), self.unroll + 1)
-    first = mask_policy(predictions.policy[0], merge_time(t.observation))
-    return jnp.concatenate([first[None], predictions.policy[1:]]), predictions.value, reward
-
   def policy_gradient(
-    self, policy: Array, window: Trajectory, advantage: Array
+    self, policy: Array, action: Array, window: Trajectory, advantage: Array
   ) -> tuple[Array, Array]:
     """Return a loss [N] with the policy gradient as its gradient, and the clipped ratios."""
-    roots = window.outputs.action.shape[0] - self.unroll
-    outputs = window.outputs
-    action, before = (merge_time(x[:roots]) for x in (outputs.action, outputs.extras.log_prob))
+    before = window.outputs.extras.log_prob
     log_prob = self.network.distribution.log_prob(policy, action)
+    before = merge_time(before[: len(before) - self.unroll])
     rho = lax.stop_gradient(jnp.minimum(1.0, jnp.exp(log_prob - before)))
     return -rho * advantage * log_prob, rho
 
@@ -349,16 +324,6 @@ class Muesli:
         optax.scale_by_learning_rate(rate),
       )
     )
-
-
-def goals_of(t: TimeStep, targets: MuesliTargets, unroll: int) -> MuesliGoals:
-  """Return the targets of the model from timesteps [L, B] and the values of the prior."""
-  roots = t.reward.shape[0] - unroll
-  wide = functools.partial(spread, roots=roots, actions=unroll)
-  end, spread_targets = ends(t, roots, unroll), jax.tree.map(wide, targets)
-  spread_targets = spread_targets._replace(value=jnp.where(end.within, spread_targets.value, 0.0))
-  reward = jnp.where(end.passed, 0.0, wide(t.reward))
-  return MuesliGoals(spread_targets, reward, end.policy_mask, end.value_mask, end.reward_mask)
 
 
 def cmpo(prior: Array, advantage: Array, limit: float) -> Array:

@@ -32,22 +32,26 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import distributions
-from podrace.agents import muzero_losses, muzero_targets, value_based
+from podrace.agents import muzero_losses, value_based
 from podrace.agents import search as tree
-from podrace.agents.model_unroll import imagine
+from podrace.agents.model_unroll import (
+  ModelGoals,
+  make_goals,
+  represent,
+  spread,
+  unroll_model,
+)
 from podrace.agents.search import MuZeroParams, Plan, plan, predict
 from podrace.envs.states import rules
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
-from podrace.networks import LearnedModel, merge_time, split_time
+from podrace.learner import Learned, clip_norm, flatten, sgd
+from podrace.networks import LearnedModel, is_recurrent, merge_time, split_time
 from podrace.networks.planning import decode
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,
   Array,
-  Metrics,
   Replay,
   Sample,
   TimeStep,
@@ -55,8 +59,6 @@ from podrace.types import (
   Trajectory,
   take_batch,
 )
-
-CANDIDATES = 16  # of continuous and multi-discrete actions, unless a number is given
 
 
 class MuZeroRest(NamedTuple):
@@ -126,25 +128,17 @@ class MuZero:
     check_settings(self)
 
   @property
-  def num_candidates(self) -> int:
-    """Candidates of each state; 0: all actions."""
-    countable = isinstance(self.network.distribution, distributions.Categorical)
-    return self.sampled_actions or (0 if countable else CANDIDATES)
-
-  @property
   def search_settings(self) -> tree.SearchSettings:
     """The settings of a search, as `plan` takes them."""
-    network, puct = self.network, self.search == 'puct'
-    true = tree.TrueDynamics(network, self.environment)
+    network, learned = self.network, tree.LearnedDynamics(self.network)
+    kind, sampled = network.distribution, self.sampled_actions
+    gumbel = tree.Gumbel(self.considered_actions, self.value_scale, self.rescale_values)
+    puct = tree.Puct(self.dirichlet_alpha, self.dirichlet_fraction, self.temperature)
     return tree.SearchSettings(
       model=network,
-      dynamics=true if self.model == 'rules' else tree.LearnedDynamics(network),
-      candidates=tree.Candidates(
-        network.distribution, self.num_candidates, self.sampled_temperature
-      ),
-      algorithm=tree.Puct(self.dirichlet_alpha, self.dirichlet_fraction, self.temperature)
-      if puct
-      else tree.Gumbel(self.considered_actions, self.value_scale, self.rescale_values),
+      dynamics=learned if self.model == 'learned' else tree.TrueDynamics(network, self.environment),
+      candidates=tree.Candidates(kind, sampled, self.sampled_temperature),
+      algorithm=gumbel if self.search == 'gumbel' else puct,
       discount=self.discount,
       max_depth=self.max_depth,
       greedy=self.greedy,
@@ -159,18 +153,15 @@ class MuZero:
     check_memory(self, unroll_length)
     return windows(
       self.buffer, self.burn_in + self.positions, num_envs, unroll_length,
-      keep_state=self.recurrent, stack=stack, initial_priority=self.initial_priority,
+      keep_state=is_recurrent(self.network), stack=stack, initial_priority=self.initial_priority,
     )  # fmt: skip
-
-  @property
-  def recurrent(self) -> bool:
-    """Whether the network has a recurrent state."""
-    return bool(jax.tree.leaves(jax.eval_shape(lambda: self.network.initial_state(1))))
 
   @property
   def positions(self) -> int:
     """Steps of a window behind the burn-in with searches that are learned from."""
     return self.sequence + self.ahead + self.n_step
+
+  searches = positions  # of each window that is refreshed
 
   @property
   def ahead(self) -> int:
@@ -223,32 +214,25 @@ class MuZero:
 
   def advice(self, line: dict[str, Any]) -> str:
     """Return advice for the user about a line of metrics."""
-    return muzero_targets.support_advice(line.get('outside_support') or 0.0, self.network.support)
+    return muzero_losses.support_advice(line.get('outside_support') or 0.0, self.network.support)
 
   # --- learning
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest, before = train.rest, train.params
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other searches on each device
     window = sample.trajectory
     plans = self.renew_plans(rest.target, before.steps, window, own_key)
-    goals = muzero_targets.make_goals(
-      self.behind(window.timesteps),
-      plans,
-      sequence=self.sequence,
-      unroll=self.ahead,
-      n_step=self.n_step,
-      discount=self.discount,
-    )
+    timesteps = self.behind(window.timesteps)
+    value = muzero_losses.value_targets(timesteps, plans.value, self.n_step, self.discount)
+    goals = make_goals(timesteps, plans._replace(value=value), self.sequence, self.ahead)
     weight = jnp.tile(sample.weight, self.sequence)
 
     def loss(network: Any) -> tuple[Array, Any]:
       each, value, metrics = self.losses(network, window, goals)
       total = jnp.mean(weight * each)
-      error = goals.value_mask[0] * (jnp.abs(value - goals.value[0]) + 1e-6)
+      error = goals.value_mask[0] * (jnp.abs(value - goals.targets.value[0]) + 1e-6)
       priority = jnp.mean(error.reshape(self.sequence, -1), axis=0)
       return total, (dict(loss=total, **metrics), priority)
 
@@ -264,27 +248,59 @@ class MuZero:
     """Return the part of a tree [T, ...] behind the burn-in."""
     return jax.tree.map(lambda x: x[self.burn_in :], tree)
 
-  def represent(self, network: Any, window: Trajectory, length: int) -> Any:
-    """Return hidden states of the first `length` timesteps [length, B, ...] behind the burn-in."""
-    timesteps, state = window.timesteps, window.agent_state if self.recurrent else ()
-    if self.burn_in:
-      early = jax.tree.map(lambda x: x[: self.burn_in], timesteps)
-      _, state = self.network.represent(lax.stop_gradient(network), state, early)
-    late = jax.tree.map(lambda x: x[:length], self.behind(timesteps))
-    return self.network.represent(network, state, late)[0]
+  def losses(
+    self, network: Any, window: Trajectory, goals: ModelGoals
+  ) -> tuple[Array, Array, dict[str, Array]]:
+    """Return the loss [N] of each state, the value [N] there, and metrics."""
+    roots, unroll, support = self.sequence, self.ahead, self.network.support
+    seen = roots + (unroll if self.consistency else 0)
+    observed = represent(self.network, network, window, self.burn_in, seen)
+    root = merge_time(jax.tree.map(lambda x: x[:roots], observed))
+    samples = spread(self.behind(window.outputs.extras.sample), roots, unroll)
+    outputs = unroll_model(self.network, network, root, samples)
+    parts = muzero_losses.model_losses(
+      outputs, goals, self.search_settings.candidates, support, self.entropy_cost
+    )
+    total = parts['policy_loss'] + self.value_cost * parts['value_loss']
+    total += self.reward_cost * parts['reward_loss']
+    value = decode(outputs.value[0], support)
+    if self.consistency:
+      observed = spread(observed, roots, unroll)
+      distance = muzero_losses.consistency_loss(self.network, network, outputs, goals, observed)
+      parts['consistency_loss'] = distance
+      total += self.consistency * distance
+    return total, value, {name: jnp.mean(x) for name, x in (parts | dict(value=value)).items()}
 
-  @property
-  def searches(self) -> int:
-    """Searches in each window that is refreshed."""
-    return self.positions
+  def initial_priority(self, window: Trajectory) -> Array:
+    """Return the priority [B] of new windows: the error of the searches' values."""
+    timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
+    target = muzero_losses.value_targets(timesteps, value, self.n_step, self.discount)
+    error = jnp.abs(value[: self.sequence] - target[: self.sequence]) if self.n_step else 1.0
+    valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
+    return jnp.mean(valid * (error + 1e-6), axis=0)
+
+  # --- Reanalyse
+
+  def refresh(self, params: MuZeroParams, window: Trajectory, key: Array) -> Trajectory:
+    """Return the window with plans of new searches behind its burn-in."""
+    hidden = represent(self.network, params.network, window, self.burn_in, self.positions)
+    observation = self.behind(window.timesteps.observation)
+    observation = jax.tree.map(lambda x: x[: self.positions], observation)
+    hidden, observation = merge_time((hidden, observation))
+    simulations = self.reanalyse_simulations or self.simulations
+    _, plans = plan(self.search_settings, params, hidden, observation, key, simulations)
+    plans = plans._replace(reanalysed=jnp.ones_like(plans.reanalysed))
+    fresh, extras = split_time(plans, self.positions), window.outputs.extras
+    plans = jax.tree.map(lambda old, new: old.at[self.burn_in :].set(new), extras.plan, fresh)
+    return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
 
   def renew_plans(self, target: Any, steps: Array, window: Trajectory, key: Array) -> Plan:
     """Return the plans [positions, B, ...] of a window, in part renewed by the target network."""
     kept: Plan = self.behind(window.outputs.extras.plan)
     if self.bootstrap == 'target':
-      hidden = merge_time(self.represent(target, window, self.positions))
-      value = split_time(predict(self.network, target, hidden)[1], self.positions)
-      kept = kept._replace(value=value)
+      hidden = represent(self.network, target, window, self.burn_in, self.positions)
+      value = predict(self.network, target, merge_time(hidden))[1]
+      kept = kept._replace(value=split_time(value, self.positions))
     batch = window.env_id.shape[0]
     count = round(self.reanalyse * batch)
     if not count:
@@ -292,80 +308,8 @@ class MuZero:
     pick_key, search_key = jax.random.split(key)
     rows = jax.random.permutation(pick_key, batch)[:count]  # a batch may be sorted by stream
     params = MuZeroParams(target, steps - steps % self.target_period)
-    fresh = self.search_window(params, take_batch(window, rows), search_key)
-    return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, fresh)
-
-  def search_window(self, params: MuZeroParams, window: Trajectory, key: Array) -> Plan:
-    """Return the plans [positions, B, ...] of new searches in a window's states."""
-    hidden = merge_time(self.represent(params.network, window, self.positions))
-    observation = self.behind(window.timesteps.observation)
-    observation = merge_time(jax.tree.map(lambda x: x[: self.positions], observation))
-    simulations = self.reanalyse_simulations or self.simulations
-    _, plans = plan(self.search_settings, params, hidden, observation, key, simulations)
-    plans = plans._replace(reanalysed=jnp.ones_like(plans.reanalysed))
-    return split_time(plans, self.positions)
-
-  def refresh(self, params: MuZeroParams, window: Trajectory, key: Array) -> Trajectory:
-    """Return the window with plans of new searches behind its burn-in."""
-    extras, behind = window.outputs.extras, slice(self.burn_in, self.burn_in + self.positions)
-    fresh = self.search_window(params, window, key)
-    plans = jax.tree.map(lambda old, new: old.at[behind].set(new), extras.plan, fresh)
-    return window._replace(outputs=window.outputs._replace(extras=extras._replace(plan=plans)))
-
-  def losses(
-    self, network: Any, window: Trajectory, goals: muzero_targets.MuZeroGoals
-  ) -> tuple[Array, Array, dict[str, Array]]:
-    """Return the loss [N] of each state, the value [N] there, and metrics."""
-    roots = self.sequence + (self.ahead if self.consistency else 0)
-    observed = self.represent(network, window, roots)
-    root = merge_time(jax.tree.map(lambda x: x[: self.sequence], observed))
-    samples = muzero_targets.spread_all(
-      self.behind(window.outputs.extras.sample), self.sequence, self.ahead
-    )
-    actions = jax.tree.map(lambda x: x[:-1], samples)
-    hidden, reward = imagine(self.network, network, root, actions)
-    predictions = split_time(self.network.predict(network, merge_time(hidden)), self.ahead + 1)
-    share = jnp.ones(self.ahead + 1).at[1:].set(1 / self.unroll)[:, None]
-    support = self.network.support
-
-    policy, entropy = muzero_losses.policy_losses(
-      self.network.distribution, predictions.policy, goals.plan, self.num_candidates
-    )
-    policy = jnp.sum(share * goals.policy_mask * (policy - self.entropy_cost * entropy), axis=0)
-    value = jnp.sum(
-      share
-      * goals.value_mask
-      * muzero_losses.number_losses(predictions.value, goals.value, support),
-      axis=0,
-    )
-    rewards = jnp.zeros_like(value)
-    if self.ahead:
-      each = goals.reward_mask[1:] * muzero_losses.number_losses(reward, goals.reward[1:], support)
-      rewards = jnp.sum(share[1:] * each, axis=0)
-    total = policy + self.value_cost * value + self.reward_cost * rewards
-    now = decode(predictions.value[0], support)
-    parts = dict(policy_loss=policy, value_loss=value, reward_loss=rewards, value=now)
-    metrics = muzero_losses.mean_metrics(parts, goals.policy_mask[0] * entropy[0], goals.plan)
-    if support is not None:
-      metrics['outside_support'] = jnp.mean(muzero_targets.is_outside(goals.value[0], support))
-    if self.consistency:
-      observed = muzero_targets.spread_all(observed, self.sequence, self.ahead)
-      distance = muzero_losses.consistency_losses(self.network, network, hidden, observed)
-      distance = jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
-      metrics['consistency_loss'] = jnp.mean(distance)
-      total += self.consistency * distance
-    return total, now, metrics
-
-  def initial_priority(self, window: Trajectory) -> Array:
-    """Return the priority [B] of new windows: the error of the searches' values."""
-    timesteps, value = self.behind((window.timesteps, window.outputs.extras.plan.value))
-    target = muzero_targets.value_targets(
-      timesteps, value, n_step=self.n_step, discount=self.discount
-    )
-    target = target[: self.sequence]
-    error = jnp.abs(value[: self.sequence] - target) if self.n_step else 1.0
-    valid = 1.0 - timesteps.last[: self.sequence].astype(jnp.float32)
-    return jnp.mean(valid * (error + 1e-6), axis=0)
+    fresh = self.refresh(params, take_batch(window, rows), search_key).outputs.extras.plan
+    return jax.tree.map(lambda old, new: old.at[:, rows].set(new), kept, self.behind(fresh))
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""
@@ -381,14 +325,13 @@ def check_settings(agent: MuZero) -> None:
   if not agent.n_step and agent.bootstrap == 'target':
     raise ValueError(
       'n_step 0 takes the value of the search as the target, and bootstrap target the target '
-      "network's: give "
-      '--agent.bootstrap search, or an n_step of at least 1'
+      "network's: give --agent.bootstrap search, or an n_step of at least 1"
     )
   if agent.model == 'rules' and agent.consistency:
     raise ValueError(f'consistency {agent.consistency} is for a learned model, not for the rules')
   if agent.environment is not None:
     tree.check_discount(agent.discount, agent.environment)
-    if agent.model == 'rules' and agent.recurrent:
+    if agent.model == 'rules' and is_recurrent(agent.network):
       raise ValueError(f'model rules has no core {agent.network.core!r}: it knows the state')
   if agent.sampled_actions == 1:
     raise ValueError(
@@ -401,21 +344,19 @@ def check_memory(agent: MuZero, unroll_length: int) -> None:
   if agent.simulations < 1 and (agent.reanalyse < 1 or agent.reanalyse_simulations < 1):
     raise ValueError(
       f'simulations {agent.simulations}: training needs a search to learn from, so simulations '
-      'must be at least 1; '
-      'or give reanalyse 1 and reanalyse_simulations of at least 1, to act without a search'
+      'must be at least 1; or give reanalyse 1 and reanalyse_simulations of at least 1, to act '
+      'without a search'
     )
   if agent.model == 'rules' and rules(agent.environment) is None:
     raise ValueError(
       'model rules tries out actions in the environment itself, which has to be one in JAX with '
-      'its state in its '
-      'observations: give --env LIB:NAME,state=true'
+      'its state in its observations: give --env LIB:NAME,state=true'
     )
-  if agent.recurrent and unroll_length > agent.sequence:
+  if is_recurrent(agent.network) and unroll_length > agent.sequence:
     raise ValueError(
       f'an unroll of {unroll_length} steps is longer than a sequence of {agent.sequence}, and '
-      'with a core one begins '
-      'with each unroll, so the rest would never be learned from; give --agent.sequence '
-      f'{unroll_length}'
+      'with a core one begins with each unroll, so the rest would never be learned from; give '
+      f'--agent.sequence {unroll_length}'
     )
-  if agent.burn_in and not agent.recurrent:
+  if agent.burn_in and not is_recurrent(agent.network):
     raise ValueError(f'burn_in {agent.burn_in} is for a network with a core; this one has none')

@@ -1,4 +1,8 @@
-"""Losses of MuZero. Letters: U actions of an unroll, N states, P numbers of a policy output."""
+"""Targets and losses of MuZero.
+
+Letters: P positions of a window behind the burn-in, U actions of an unroll, N states that the model
+is unrolled from.
+"""
 
 from __future__ import annotations
 
@@ -8,58 +12,106 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from podrace.agents.search import Plan
-from podrace.distributions import Distribution
+from podrace import returns
+from podrace.agents.model_unroll import ModelGoals, ModelOutputs, number_losses, unroll_weights
+from podrace.agents.search import Candidates, Plan
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import number_loss
-from podrace.types import Array
+from podrace.types import Array, TimeStep
 
 
-def number_losses(outputs: Array, x: Array, support: Array | None) -> Array:
-  """Return the losses [U, N] of outputs [U, N, bins] against numbers [U, N]."""
-  return split_time(number_loss(merge_time(outputs), x.reshape(-1), support), x.shape[0])
+def value_targets(timesteps: TimeStep, value: Array, n_step: int, discount: float) -> Array:
+  """Return n-step targets [P - 1, B] of values [P, B] by searches from timesteps [P + 1, B].
+
+  With `n_step` 0 these values are the targets. Such a target does not depend on the actions that
+  were taken (Wang et al. 2024, EfficientZero V2, arXiv 2403.00564, has both kinds).
+  """
+  if not n_step:
+    return value
+  t = jax.tree.map(lambda x: x[1 : value.shape[0]], timesteps._replace(observation=()))
+  one = jax.vmap(returns.n_step_bootstrapped, in_axes=(1, 1, 1, 1, None), out_axes=1)
+  going = 1.0 - t.last.astype(jnp.float32)
+  return one(t.reward, discount * t.discount, going, value[1:], n_step)
 
 
-def policy_losses(
-  distribution: Distribution, policy: Array, plans: Plan, num_candidates: int
-) -> tuple[Array, Array]:
-  """Return the cross-entropies [U + 1, N] of plans and policies, and the policies' entropies.
+def model_losses(
+  outputs: ModelOutputs,
+  goals: ModelGoals,
+  candidates: Candidates,
+  support: Array | None,
+  entropy_cost: float,
+) -> dict[str, Array]:
+  """Return losses, sums over an unroll, and further metrics of N states, [N] each.
 
   Args:
-    distribution: the family of the policies.
-    policy: the outputs [U + 1, N, P] of the model.
-    plans: the targets.
-    num_candidates: of each plan; 0: all actions. The entropy is then exact, else estimated.
+    outputs: of the model.
+    goals: their targets, of which `targets` is a `Plan`.
+    candidates: of the plans.
+    support: the model's.
+    entropy_cost: of the policies, subtracted from their loss.
   """
-  if not num_candidates:
+  plans, mask, share = goals.targets, goals.policy_mask, unroll_weights(len(outputs.reward))
+  cross, entropy = policy_losses(candidates, outputs.policy, plans)
+  values = number_losses(outputs.value, plans.value, support)
+  rewards = goals.reward_mask[1:] * number_losses(outputs.reward, goals.reward[1:], support)
+  parts = dict(
+    policy_loss=jnp.sum(share * mask * (cross - entropy_cost * entropy), axis=0),
+    value_loss=jnp.sum(share * goals.value_mask * values, axis=0),
+    reward_loss=jnp.sum(share[1:] * rewards, axis=0),
+    entropy=mask[0] * entropy[0],
+    target_age=plans.steps[0].astype(jnp.float32),
+    reanalysed=plans.reanalysed[0].astype(jnp.float32),
+  )
+  if support is not None:
+    parts['outside_support'] = is_outside(plans.value[0], support)
+  return parts
+
+
+def policy_losses(candidates: Candidates, policy: Array, plans: Plan) -> tuple[Array, Array]:
+  """Return the cross-entropies [U + 1, N] of plans and policies, and the policies' entropies.
+
+  The entropies are exact if the candidates are all actions, else estimated.
+  """
+  if not candidates.count:
     log_p = jax.nn.log_softmax(policy)
     return -jnp.sum(plans.weights * log_p, axis=-1), -jnp.sum(jnp.exp(log_p) * log_p, axis=-1)
-  wide = jnp.repeat(policy[:, :, None], num_candidates, axis=2)
-  log_p = distribution.log_prob(wide, plans.candidates)
-  entropy = distribution.entropy(policy, jax.random.key(0))
-  return -jnp.sum(plans.weights * log_p, axis=-1), entropy
+  kind, wide = candidates.distribution, jnp.repeat(policy[:, :, None], candidates.count, axis=2)
+  log_p = kind.log_prob(wide, plans.candidates)
+  return -jnp.sum(plans.weights * log_p, axis=-1), kind.entropy(policy, jax.random.key(0))
 
 
-def consistency_losses(model: LearnedModel, params: Any, hidden: Any, observed: Any) -> Array:
-  """Return the distances [U, N] of imagined hidden states from observed ones.
+def consistency_loss(
+  model: LearnedModel, params: Any, outputs: ModelOutputs, goals: ModelGoals, observed: Any
+) -> Array:
+  """Return the distance [N] of imagined hidden states from observed ones [U + 1, N, ...].
 
   A distance is 1 less the cosine of the projections (Ye et al. 2021, arXiv 2111.00210, section
-  4.1). `hidden` and `observed` are [U + 1, N, ...]. The first ones are not compared.
+  4.1). The first hidden states are not compared.
   """
 
-  def project(x: Any, online: bool) -> Array:
-    length = jax.tree.leaves(x)[0].shape[0]
-    projection = model.project(params, merge_time(x), online)
+  def project(hidden: Any, online: bool) -> Array:
+    later = merge_time(jax.tree.map(lambda x: x[1:], hidden))
+    projection = model.project(params, later, online)
     norm = jnp.linalg.norm(projection, axis=-1, keepdims=True)
-    return split_time(projection / (norm + 1e-5), length)
+    return split_time(projection / (norm + 1e-5), len(outputs.reward))
 
-  imagined = project(jax.tree.map(lambda x: x[1:], hidden), True)
-  real = project(lax.stop_gradient(jax.tree.map(lambda x: x[1:], observed)), False)
-  return 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
+  imagined, real = project(outputs.hidden, True), project(lax.stop_gradient(observed), False)
+  distance = 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
+  share = unroll_weights(len(outputs.reward))
+  return jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
 
 
-def mean_metrics(parts: dict[str, Array], entropy: Array, plans: Plan) -> dict[str, Array]:
-  """Return means of losses and values [N], of an entropy [N], and of the plans' origin."""
-  age, share = plans.steps[0].astype(jnp.float32), plans.reanalysed[0].astype(jnp.float32)
-  metrics = dict(**parts, entropy=entropy, target_age=age, reanalysed=share)
-  return {name: jnp.mean(x) for name, x in metrics.items()}
+def is_outside(value: Array, support: Array) -> Array:
+  """Return 1 for each target [N] that is beyond the ends of the support, else 0."""
+  x = returns.rescale(value)
+  return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)
+
+
+def support_advice(share: float, support: Array | None) -> str:
+  """Return advice for the user if at least 1% of the targets are outside the support, else ''."""
+  if share < 0.01 or support is None:
+    return ''
+  low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
+  return (
+    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the '
+    'atoms end, and are cut off there: widen --agent.network.v-min or --agent.network.v-max'
+  )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -60,10 +61,7 @@ def moments(statistics: Statistics, batch: Any, batch_axes: int = 2) -> Moments:
     return jnp.where(is_outlier, 0.0, d)
 
   deviation = jax.tree.map(deviate, batch, statistics.mean, statistics.var)
-  first = jax.tree.leaves(batch)[0]
-  count = 1
-  for size in first.shape[:batch_axes]:
-    count *= size
+  count = math.prod(jax.tree.leaves(batch)[0].shape[:batch_axes])
   shift = jax.tree.map(lambda d: jnp.mean(d, axes), deviation)
   return Moments(
     seen=jnp.float32(count),

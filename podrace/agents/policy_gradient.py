@@ -1,16 +1,17 @@
-"""Acting of policy-gradient agents, and the transitions that they learn from."""
+"""The common part of policy-gradient agents: how they act, and the transitions to learn from."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
 from podrace.networks import Network, body
-from podrace.types import ActorOutput, Array, TimeStep, Trajectory
+from podrace.types import ActorOutput, Array, TimeStep, TrainState, Trajectory
 
 
 class PolicyParams(NamedTuple):
@@ -34,6 +35,22 @@ class PolicyExtras(NamedTuple):
   sample: Array  # the action before it was clipped or squashed into the space
   log_prob: Array  # f32 of `sample` under the acting policy
   discounted_return: Any = ()
+
+
+class _PolicyAgent(Protocol):
+  """An agent with `init`, `initial_state` and `act` of this module as its methods."""
+
+  @property
+  def network(self) -> Network: ...
+  @property
+  def greedy(self) -> bool: ...  # take the mode of the policy instead of a sample
+  @property
+  def discount(self) -> float: ...  # also of the returns that rewards are normalised by
+  @property
+  def normalize_observations(self) -> bool: ...
+  @property
+  def normalize_rewards(self) -> bool: ...
+  def optimiser(self) -> optax.GradientTransformation: ...
 
 
 class PolicyTransitions(NamedTuple):
@@ -73,39 +90,44 @@ def _is_float(x: Array) -> bool:
   return bool(jnp.issubdtype(x.dtype, jnp.floating))
 
 
-def initial_state(network: Network, env_id: Array, normalize_rewards: bool) -> PolicyState:
-  """Return the state of acting before the first timestep of environments [B]."""
-  core = network.initial_state(env_id.shape[0])
-  return PolicyState(core, jnp.zeros(env_id.shape) if normalize_rewards else ())
+def init(agent: _PolicyAgent, key: Array) -> TrainState:
+  """Return the first state of training: `Agent.init`.
+
+  Raises:
+    ValueError: if observations are to be normalised, and have no floats.
+  """
+  network, observation = agent.network, agent.network.example().observation
+  one = [x[0] for x in floats(observation)]
+  if agent.normalize_observations and not one:
+    shapes = jax.tree.map(lambda x: f'{x.dtype}{list(x.shape[1:])}', observation)
+    raise ValueError(
+      'normalize_observations is for observations with floats in them (an action_mask aside); '
+      f"this environment's are {shapes}: leave it out"
+    )
+  params = PolicyParams(
+    network=network.init(key),
+    observation=normalize.init(one) if agent.normalize_observations else (),
+    reward=normalize.init(jnp.float32(0)) if agent.normalize_rewards else (),
+  )
+  return TrainState(params, agent.optimiser().init(params.network))
+
+
+def initial_state(agent: _PolicyAgent, env_id: Array) -> PolicyState:
+  """Return the state of acting before the first timestep: `Agent.initial_state`."""
+  core = agent.network.initial_state(env_id.shape[0])
+  return PolicyState(core, jnp.zeros(env_id.shape) if agent.normalize_rewards else ())
 
 
 def act(
-  network: Network,
-  params: PolicyParams,
-  state: PolicyState,
-  timestep: TimeStep,
-  key: Array,
-  *,
-  greedy: bool,
-  return_discount: float | None,
+  agent: _PolicyAgent, params: PolicyParams, state: PolicyState, timestep: TimeStep, key: Array
 ) -> tuple[ActorOutput, PolicyState]:
-  """Act by the policy: `Agent.act` of an actor-critic.
-
-  Args:
-    network: the network of `params`.
-    params: the parameters and the statistics that observations are normalised by.
-    state: the state of acting, [B, ...].
-    timestep: the timestep to act in, [B, ...].
-    key: the key of the sample.
-    greedy: take the mode of the policy instead of a sample.
-    return_discount: the discount of the returns that rewards are normalised by; None: they are not.
-  """
-  output, core = network.step(params.network, state.core, observe(params, timestep))
-  policy = network.distribution
-  x = policy.mode(output.policy) if greedy else policy.sample(output.policy, key)
+  """Choose the actions of timesteps [B]: `Agent.act`."""
+  output, core = agent.network.step(params.network, state.core, observe(params, timestep))
+  policy = agent.network.distribution
+  x = policy.mode(output.policy) if agent.greedy else policy.sample(output.policy, key)
   discounted_return: Any = ()
-  if return_discount is not None:
-    carried = jnp.where(timestep.first, 0.0, return_discount * state.discounted_return)
+  if agent.normalize_rewards:
+    carried = jnp.where(timestep.first, 0.0, agent.discount * state.discounted_return)
     discounted_return = carried + timestep.reward
   extras = PolicyExtras(x, policy.log_prob(output.policy, x), discounted_return)
   return ActorOutput(policy.to_action(x), extras), PolicyState(core, discounted_return)
@@ -123,29 +145,6 @@ def transitions(
     discount_t=discount * after.discount,
     lambda_t=jnp.where(after.last, 0.0, lambda_),
     mask=1.0 - before.last.astype(jnp.float32),
-  )
-
-
-def init_params(
-  network: Network, key: Array, *, normalize_observations: bool, normalize_rewards: bool
-) -> PolicyParams:
-  """Return the parameters before learning.
-
-  Raises:
-    ValueError: if observations are to be normalised, and have no floats.
-  """
-  observation = network.example().observation
-  one = [x[0] for x in floats(observation)]
-  if normalize_observations and not one:
-    shapes = jax.tree.map(lambda x: f'{x.dtype}{list(x.shape[1:])}', observation)
-    raise ValueError(
-      'normalize_observations is for observations with floats in them (an action_mask aside); '
-      f"this environment's are {shapes}: leave it out"
-    )
-  return PolicyParams(
-    network=network.init(key),
-    observation=normalize.init(one) if normalize_observations else (),
-    reward=normalize.init(jnp.float32(0)) if normalize_rewards else (),
   )
 
 

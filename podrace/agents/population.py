@@ -15,7 +15,8 @@ from jax import lax
 
 from podrace import hooks
 from podrace.fields import PlainText
-from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState
+from podrace.learner import Learned
+from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState
 
 
 class VariedRest(NamedTuple):
@@ -92,9 +93,7 @@ class Varied:
     output: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
     return output
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     values, rest = train.rest
     agent = with_values(self.agent, values)

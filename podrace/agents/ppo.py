@@ -31,10 +31,10 @@ from jax import lax
 from podrace import returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.fields import check_fields, no_limit
-from podrace.learner import adam, clip_norm, flatten, sgd
+from podrace.learner import Learned, adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
 
 class PPOBatch(NamedTuple):
@@ -84,42 +84,11 @@ class PPO:
     """Gradient steps of one update."""
     return self.epochs * self.minibatches
 
-  def init(self, key: Array) -> TrainState:
-    """Return the first state of training."""
-    params = policy_gradient.init_params(
-      self.network,
-      key,
-      normalize_observations=self.normalize_observations,
-      normalize_rewards=self.normalize_rewards,
-    )
-    opt_state = self.optimiser().init(params.network)
-    return TrainState(params, opt_state)
+  init = policy_gradient.init
+  initial_state = policy_gradient.initial_state
+  act = policy_gradient.act
 
-  def initial_state(self, env_id: Array) -> policy_gradient.PolicyState:
-    """Return the state of acting before the first timestep."""
-    return policy_gradient.initial_state(self.network, env_id, self.normalize_rewards)
-
-  def act(
-    self,
-    params: policy_gradient.PolicyParams,
-    state: policy_gradient.PolicyState,
-    timestep: TimeStep,
-    key: Array,
-  ) -> tuple[ActorOutput, policy_gradient.PolicyState]:
-    """Choose the actions of timesteps [B]."""
-    return policy_gradient.act(
-      self.network,
-      params,
-      state,
-      timestep,
-      key,
-      greedy=self.greedy,
-      return_discount=self.discount if self.normalize_rewards else None,
-    )
-
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make all epochs of gradient steps on one trajectory."""
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)

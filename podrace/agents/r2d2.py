@@ -26,19 +26,10 @@ from jax import lax
 from podrace import returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import clip_norm, flatten, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
-from podrace.types import (
-  ActorOutput,
-  Array,
-  Metrics,
-  Replay,
-  Sample,
-  TimeStep,
-  TrainState,
-  Trajectory,
-)
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
 
 
 class R2D2Rest(NamedTuple):
@@ -91,11 +82,9 @@ class R2D2:
     if unroll_length > self.sequence:
       raise ValueError(
         f'an unroll of {unroll_length} steps is longer than a sequence, of which {self.sequence} '
-        'are '
-        'learned from: a sequence begins with each unroll, so '
-        f'{1 - self.sequence / unroll_length:.0%} '
-        f'of the steps would never be; give --unroll-length {self.sequence} or less, or '
-        f'--agent.sequence {unroll_length} or more'
+        'are learned from: a sequence begins with each unroll, so '
+        f'{1 - self.sequence / unroll_length:.0%} of the steps would never be; give '
+        f'--unroll-length {self.sequence} or less, or --agent.sequence {unroll_length} or more'
       )
     length = self.burn_in + self.sequence
     return windows(
@@ -132,9 +121,7 @@ class R2D2:
     )
     return ActorOutput(action, extras), state._replace(core=core)
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     del key
     rest: R2D2Rest = train.rest

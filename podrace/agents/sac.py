@@ -20,11 +20,11 @@ from jax import lax
 
 from podrace.agents import value_based
 from podrace.fields import check_fields
-from podrace.learner import separately, sgd
+from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Metrics, Replay, Sample, TimeStep, TrainState
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
 
 
 class SACLearned(NamedTuple):
@@ -89,9 +89,7 @@ class SAC:
     x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
     return ActorOutput(policy.to_action(x)), state
 
-  def learn(
-    self, train: TrainState, sample: Sample, key: Array
-  ) -> tuple[TrainState, Array, Metrics]:
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest: SACRest = train.rest
     step = value_based.transitions(sample.trajectory, self.discount)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from podrace.envs.states import takes_turns
 from podrace.networks import Model, inside_loops
 from podrace.networks.planning import decode
 from podrace.types import Array
+
+SAMPLED = 16  # candidates among continuous and multi-discrete actions, unless a number is given
 
 
 class MuZeroParams(NamedTuple):
@@ -54,18 +56,6 @@ class SearchStep(NamedTuple):
   value: Array  # [B] f32 likewise
 
 
-class SearchDynamics(Protocol):
-  """The states that a tree is made of."""
-
-  def root(self, hidden: Any, observation: Any) -> Any:
-    """Return the states [B, ...] at the root, from hidden states and observations [B, ...]."""
-    ...
-
-  def step(self, params: Any, state: Any, action: Any, key: Array) -> SearchStep:
-    """Take actions [B, ...] in states [B, ...]."""
-    ...
-
-
 @dataclasses.dataclass(frozen=True)
 class LearnedDynamics:
   """The dynamics of a learned model, over its hidden states."""
@@ -73,7 +63,7 @@ class LearnedDynamics:
   model: Model
 
   def root(self, hidden: Any, observation: Any) -> Any:
-    """Return the hidden states."""
+    """Return the states [B, ...] at the root: the hidden states."""
     del observation
     return hidden
 
@@ -115,8 +105,14 @@ class Candidates:
   """The actions that a search considers in a state: all of them, or samples of a policy."""
 
   distribution: Distribution
-  count: int  # K; 0: all actions
-  temperature: float  # of the policy that they are drawn from
+  sampled: int  # K; 0: all actions, or SAMPLED if they cannot be counted
+  temperature: float  # of the policy that samples are drawn from
+
+  @property
+  def count(self) -> int:
+    """K; 0: all actions."""
+    countable = isinstance(self.distribution, distributions.Categorical)
+    return self.sampled or (0 if countable else SAMPLED)
 
   def draw(self, policy: Array, key: Array) -> tuple[Any, Array]:
     """Return candidates [B, K, ...] of policies [B, P], and the logits [B, K] of their priors.
@@ -214,7 +210,7 @@ class SearchSettings:
   """Everything that a search depends on besides the state."""
 
   model: Model
-  dynamics: SearchDynamics
+  dynamics: LearnedDynamics | TrueDynamics
   candidates: Candidates
   algorithm: Gumbel | Puct
   discount: float
@@ -330,12 +326,10 @@ def check_discount(discount: float, environment: Any) -> None:
   if turns and discount > 0:
     raise ValueError(
       f'discount {discount}: two players take turns in this environment, so what is good for one '
-      'of them is bad for '
-      f'the other; give --agent.discount -{discount:g}'
+      f'of them is bad for the other; give --agent.discount -{discount:g}'
     )
   if discount < 0 and not turns:
     raise ValueError(
       f'discount {discount} is for two players that take turns, as in '
-      'pgx:tic_tac_toe,opponent=self; here it must be '
-      'at least 0'
+      'pgx:tic_tac_toe,opponent=self; here it must be at least 0'
     )

@@ -15,14 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
 from podrace.architectures.agreement import AllReduce
 from podrace.architectures.faults import check_faults, count_faults, find_faults, first_outside
 from podrace.architectures.protocol import Part
-from podrace.architectures.sharding import train_specs
+from podrace.architectures.sharding import train_specs, with_shardings
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
 from podrace.hooks import gradient_steps, init_members
@@ -109,17 +109,11 @@ class Anakin:
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), self.seeds))
     split = P(None, topology.AXIS) if self.seeds > 1 else P(topology.AXIS)
     shapes = jax.eval_shape(self._init, keys)
-    of_train: Any = TrainState(P(), split) if self.agree.split else self._train_specs(shapes.train)
+    of_train: Any = TrainState(P(), split)
+    if not self.agree.split:
+      of_train = train_specs(self.agent, shapes.train, self.mesh, int(self.seeds > 1))
     specs = State(of_train, split, split, P(), P(), P())  # type: ignore[arg-type]
-
-    def place(spec: P, tree: Any) -> Any:
-      sharding = NamedSharding(self.mesh, spec)
-      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-    return jax.tree.map(place, specs, shapes)
-
-  def _train_specs(self, train: TrainState) -> TrainState:
-    return train_specs(self.agent, train, self.mesh, int(self.seeds > 1))
+    return with_shardings(shapes, specs, self.mesh)
 
   @functools.cached_property
   def shardings(self) -> State:
@@ -223,51 +217,25 @@ class Anakin:
     return first_outside(self.env.action_space, np.asarray(output.action))
 
 
-class Program(Protocol):
+class _Program(Protocol):
   """The functions that `AnakinDriver` compiles, and two that treat their results on the host."""
 
   @property
-  def mesh(self) -> Any:
-    """As `Architecture.mesh`."""
-    ...
-
+  def mesh(self) -> Any: ...  # as `Architecture.mesh`
   @property
-  def shapes(self) -> Any:
-    """As `Architecture.shapes`."""
-    ...
-
+  def shapes(self) -> Any: ...  # as `Architecture.shapes`
   @property
-  def init(self) -> Any:
-    """Keys [seeds] -> state."""
-    ...
-
+  def windows(self) -> Any: ...  # as `Architecture.windows`
   @property
-  def run(self) -> Any:
-    """(state, updates [] i32) -> state. The argument is donated."""
-    ...
-
+  def init(self) -> Any: ...  # keys [seeds] -> state
   @property
-  def read_log(self) -> Any:
-    """State -> (summary, state). The argument is donated."""
-    ...
-
+  def run(self) -> Any: ...  # (state, updates [] i32) -> state; the argument is donated
   @property
-  def health(self) -> Any:
-    """State -> (first bad update or -1, all parameters are finite, counts of faults)."""
-    ...
-
+  def read_log(self) -> Any: ...  # state -> (summary, state); the argument is donated
   @property
-  def windows(self) -> Any:
-    """As `Architecture.windows`."""
-    ...
-
-  def present(self, summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the summary of `read_log` for `podrace.run.summary.summarize`."""
-    ...
-
-  def check(self, counts: np.ndarray, state: Any) -> None:
-    """Raise RunError for the faults that `health` has counted."""
-    ...
+  def health(self) -> Any: ...  # state -> (first bad update or -1, is finite, counts of faults)
+  def present(self, summary: dict[str, Any]) -> dict[str, Any]: ...  # for `run.summary.summarize`
+  def check(self, counts: np.ndarray, state: Any) -> None: ...  # raises RunError for faults
 
 
 class AnakinDriver:
@@ -279,7 +247,7 @@ class AnakinDriver:
   parts: Mapping[str, Part] = {}
   saved_replay = None
 
-  def __init__(self, program: Program) -> None:
+  def __init__(self, program: _Program) -> None:
     self._program = program
     self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
     self.windows = program.windows

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import hooks
@@ -49,6 +49,16 @@ def train_specs(agent: Agent, train: TrainState, mesh: Mesh, leading: int = 0) -
       f'{", ".join(names[:4])}{", ..." if names[4:] else ""}: {ADVICE}'
     )
   return specs
+
+
+def with_shardings(shapes: Any, specs: Any, mesh: Mesh) -> Any:
+  """Return a tree of shapes with shardings, from PartitionSpecs of its leaves or subtrees."""
+
+  def place(spec: P, tree: Any) -> Any:
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+  return jax.tree.map(place, specs, shapes)
 
 
 def _name(path: Any) -> str:

@@ -93,17 +93,17 @@ def act(config: Config, options: Options) -> int:
       f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
     )
   try:
-    return learner_client.run_to_end(lambda: _act(resolved, options))
+    return learner_client.run_to_end(lambda: act_until_finished(resolved, options))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
 
 
-def _act(resolved: Resolved, options: Options) -> None:
+def act_until_finished(resolved: Resolved, options: Options) -> None:
   """Act in the environments that the learner has lent, anew each time that it lends other ones."""
   first = 0
   while True:
     try:
-      _Acting(resolved, options, first).run()
+      Acting(resolved, options, first).run()
     except errors.EnvironmentsMoved as e:
       first = e.first
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
@@ -130,7 +130,7 @@ def acting_program(resolved: Resolved, num_envs: int, max_lag: int) -> ActingPro
   )
 
 
-class _Acting:
+class Acting:
   """An acting process."""
 
   def __init__(self, resolved: Resolved, options: Options, first: int = 0) -> None:
@@ -150,8 +150,8 @@ class _Acting:
     self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
     self._addresses, self._give_up = options.addresses, options.patience.give_up or None
-    self._meter = _Meter()
-    self._newest = Newest(
+    self._meter = ActingMeter()
+    self.newest = Newest(
       options.addresses, config, agent, options.patience, ACTING, num_envs, first, self._meter.read
     )
     self._num_envs = config.num_envs  # of all acting processes
@@ -160,9 +160,9 @@ class _Acting:
   def run(self) -> None:
     """Act until the run is complete, or something fails. Both raise."""
     with contextlib.ExitStack() as stack:
-      stack.callback(self._newest.close)
-      params = self._newest.get()
-      first, a = self._newest.first, self._addresses
+      stack.callback(self.newest.close)
+      params = self.newest.get()
+      first, a = self.newest.first, self._addresses
       program = self._program = dataclasses.replace(self._program, first=first)
       log.info('connecting to the replay service at %s', ', '.join(a.replay))
       client = replay.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
@@ -177,7 +177,7 @@ class _Acting:
         'acting in %d environments, %d to %d of %d', program.num_envs, first, last, self._num_envs
       )
       try:
-        self._write(watcher, actors, write, _EpisodeWriter(client, self._newest.run))
+        self._write(watcher, actors, write, _EpisodeWriter(client, self.newest.run))
       except tables.Closed:
         watcher.check()  # its failure closed the client
         raise
@@ -186,7 +186,7 @@ class _Acting:
     """Return a function that writes unrolls as windows, for agents with replay."""
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # more would queue old windows
-    table = replay_table(client, layout, self._program.spec.action_space, self._newest.run)
+    table = replay_table(client, layout, self._program.spec.action_space, self.newest.run)
     streams = Streams(
       layout, table,
       lambda history: client.writer(history, max_in_flight=in_flight),
@@ -201,7 +201,7 @@ class _Acting:
   def _unrolls(self, client: replay.ReplayClient) -> Callable[[Unroll], None]:
     """Return a function that writes an item for each environment, and waits until it is queued."""
     example, space = self._example, self._program.spec.action_space
-    table = unrolls_table(client, self._num_envs, example, space, self._newest.run)
+    table = unrolls_table(client, self._num_envs, example, space, self.newest.run)
     writer = client.writer(1)
     source, number = np.int64(int.from_bytes(os.urandom(7), 'little')), 0
 
@@ -222,7 +222,7 @@ class _Acting:
 
   def _start(self, params: Any) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
-    self._versions[0] = self._newest.version
+    self._versions[0] = self.newest.version
     return Actors(self._program, {0: params}, key, actor_key)
 
   def _write(
@@ -231,11 +231,11 @@ class _Acting:
     """Write unrolls, until the watcher fails and closes the client."""
 
     def is_stale() -> bool:
-      return watcher.failed or self._newest.is_stale
+      return watcher.failed or self.newest.is_stale
 
     while True:
       watcher.check()
-      self._newest.wait_while_stale()
+      self.newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
         with self._meter.writing():
           write(unroll)
@@ -249,20 +249,20 @@ class _Acting:
     def act_with(params: Any) -> None:
       nonlocal version
       version += 1
-      self._versions[version] = self._newest.version
+      self._versions[version] = self.newest.version
       self._versions.pop(version - VERSIONS, None)
       actors.publish(version, params)
 
-    self._newest.follow(act_with)
+    self.newest.follow(act_with)
 
   def _hang_up(self, client: replay.ReplayClient) -> None:
     try:
       client.close()
     finally:
-      self._newest.close()
+      self.newest.close()
 
 
-class _Meter:
+class ActingMeter:
   """The measures that an acting process sends."""
 
   def __init__(self) -> None:

@@ -261,7 +261,9 @@ def measure_inference(program: ActingProgram, state: Any, seconds: float) -> flo
     def call() -> int:
       t = loop_state['t'] % length
       loop_state['t'] += 1
-      more = (t, t) if program.ordered else (t, ids, t, ids)  # the arguments that `Acting` passes
+      more = (
+        (t, t) if program.ordered else (t, ids, t, ids)
+      )  # the arguments that `Inference` passes
       numbers = pack(example, *more)
       loop_state['carry'], action = step(
         params, loop_state['carry'], loop_state['keys'], numbers, example.observation

@@ -19,6 +19,7 @@ from podrace.networks.predictor import Predictions, Predictor
 from podrace.networks.protocol import (
   Network,
   PolicyValue,
+  is_recurrent,
   merge_time,
   reset_where,
   split_time,
@@ -45,6 +46,7 @@ __all__ = [
   'QNetwork',
   'image_sides',
   'inside_loops',
+  'is_recurrent',
   'merge_time',
   'outside_loops',
   'reset_where',

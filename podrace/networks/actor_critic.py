@@ -11,7 +11,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.networks.body import Body
-from podrace.networks.cores import Core
+from podrace.networks.cores import remember
 from podrace.networks.initializers import orthogonal
 from podrace.networks.layers import Dense
 from podrace.networks.protocol import PolicyValue, merge_time, split_time
@@ -22,23 +22,20 @@ class _ActorCritic(nn.Module):
   settings: ActorCritic
 
   def setup(self) -> None:
-    """Make the layers."""
     s = self.settings
     init = s.kernel_init
     self.torso = s.make_torso()
     if not s.shares_torso:
       self.value_torso = s.make_torso()
-    if s.core != 'none':
-      self.rnn = Core(s.core, s.core_size)
+    self.rnn = s.make_core()
     small = s.initializer == 'orthogonal'
-    head = orthogonal
     size = s.distribution.size
     if s.has_log_std:
       size //= 2
       start = nn.initializers.constant(s.initial_log_std)
       self.log_std = self.param('log_std', start, (size,))
-    self.policy_head = Dense(size, kernel_init=head(0.01) if small else init)
-    self.value_head = Dense(1, kernel_init=head(1.0) if small else init)
+    self.policy_head = Dense(size, kernel_init=orthogonal(0.01) if small else init)
+    self.value_head = Dense(1, kernel_init=orthogonal(1.0) if small else init)
 
   def __call__(self, state: Any, timesteps: TimeStep) -> tuple[PolicyValue, Any]:
     """[T, B, ...]; T is 1 to act."""
@@ -47,9 +44,9 @@ class _ActorCritic(nn.Module):
     observation, mask = self.settings.prepare(merged)
     policy = self.torso(observation)
     value = policy if self.settings.shares_torso else self.value_torso(observation)
-    if self.settings.core != 'none':
-      outputs, state = self.rnn(state, split_time(policy, length), timesteps.first)
-      policy = value = merge_time(outputs)
+    if self.rnn is not None:
+      policy, state = remember(self.rnn, state, policy, timesteps)
+      value = policy
     logits = self.policy_head(policy)
     if self.settings.has_log_std:
       logits = jnp.concatenate([logits, jnp.broadcast_to(self.log_std, logits.shape)], axis=-1)
@@ -62,6 +59,8 @@ class _ActorCritic(nn.Module):
 @dataclasses.dataclass(frozen=True)
 class ActorCritic(Body):
   """Torso, core and two heads, built from an environment's spaces; a `Network`."""
+
+  MODULE = _ActorCritic
 
   shared: bool = True  # policy and value share the torso (always so for images and recurrent)
   squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
@@ -82,8 +81,3 @@ class ActorCritic(Body):
   def shares_torso(self) -> bool:
     """Whether policy and value share the torso."""
     return self.shared or self.core != 'none' or self.image_torso != 'mlp'
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _ActorCritic(self)

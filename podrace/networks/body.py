@@ -18,6 +18,7 @@ from podrace import distributions
 from podrace.envs.spaces import MASK, PIXELS, leaves, map_leaves, seen
 from podrace.fields import PlainText, check_fields
 from podrace.networks import torsos, transformer
+from podrace.networks.cores import Core
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
 from podrace.networks.torsos import IMAGE_TORSOS, Torso
@@ -41,6 +42,8 @@ class Body:
   """
 
   UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
+  MODULE: ClassVar[type[Any]]  # the class of the flax module, made of a network's settings
+  DISCRETE: ClassVar[bool] = False  # its agents support Discrete action spaces only
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
   # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers,
@@ -73,6 +76,8 @@ class Body:
     Raises:
       ValueError: if it can't be built for them.
     """
+    if self.DISCRETE:
+      _check_discrete(action_space)
     bound = dataclasses.replace(
       self, observation_space=observation_space, action_space=action_space
     )
@@ -82,8 +87,7 @@ class Body:
     if not any(shape is None or math.prod(shape) for shape in shapes):  # None is refused below
       raise ValueError(
         f'an empty observation space: {observation_space}; add a number, such as a constant, in a '
-        'wrapper as '
-        'gymnasium.wrappers.TransformObservation'
+        'wrapper as gymnasium.wrappers.TransformObservation'
       )
     distributions.check_range(action_space, bound.distribution)
     jax.eval_shape(bound.init, jax.random.key(0))
@@ -97,7 +101,7 @@ class Body:
   @functools.cached_property
   def module(self) -> nn.Module:
     """The flax module, from (state, timesteps) to (outputs, state)."""
-    raise NotImplementedError
+    return self.MODULE(self)
 
   @functools.cached_property
   def image_torso(self) -> str:
@@ -129,10 +133,18 @@ class Body:
     """The initializer of the layers."""
     return INITIALIZERS[self.initializer]()
 
+  @property
+  def activate(self) -> Any:
+    """The activation function."""
+    return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
+
   def make_torso(self) -> nn.Module:
-    """Observations, prepared, to features."""
-    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
-    return Torso(self.image_torso, self.hidden, activation, self.kernel_init, self.transformer)
+    """Return the layers from prepared observations to features."""
+    return Torso(self.image_torso, self.hidden, self.activate, self.kernel_init, self.transformer)
+
+  def make_core(self) -> Core | None:
+    """Return the recurrent core; None if there is none."""
+    return Core(self.core, self.core_size) if self.core != 'none' else None
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
     """Return observations [B, ...] as floats (pixels as bytes), and the mask of allowed actions."""
@@ -182,6 +194,16 @@ class Body:
     """Draw noise by `key`, one sample or one `per_row`; without a key there is no noise."""
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
+
+
+def _check_discrete(action_space: Any) -> None:
+  """Raise ValueError for an action space that rules do not support."""
+  from gymnasium import spaces
+
+  if not isinstance(action_space, spaces.Discrete):
+    raise ValueError(
+      f'a rule for discrete actions needs a Discrete action space, not {action_space}'
+    )
 
 
 def _check_pattern(pattern: str) -> None:

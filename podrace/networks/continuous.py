@@ -20,6 +20,20 @@ from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
 
 
+@dataclasses.dataclass(frozen=True)
+class _Continuous(Body):
+  """The common part of actors and critics."""
+
+  hidden: tuple[int, ...] = (256, 256)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+
+  @functools.cached_property
+  def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
+    return distributions.squashed(self.action_space)
+
+
 class _Actor(nn.Module):
   settings: Actor
 
@@ -32,28 +46,17 @@ class _Actor(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Actor(Body):
+class Actor(_Continuous):
   """A policy over a bounded box: parameters of a tanh-Normal, or raw actions before tanh."""
 
-  hidden: tuple[int, ...] = (256, 256)
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  MODULE = _Actor
+
   deterministic: Annotated[bool, tyro.conf.Suppress] = False  # the agent's choice
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.core != 'none':
       raise ValueError(f'an actor of continuous actions has no memory, not the core {self.core!r}')
-
-  @functools.cached_property
-  def distribution(self) -> distributions.TanhNormal:
-    """The action distribution of the policy output."""
-    return distributions.squashed(self.action_space)
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _Actor(self)
 
 
 class _Critic(nn.Module):
@@ -63,23 +66,21 @@ class _Critic(nn.Module):
   def __call__(self, observation: Any, action: Array) -> Array:
     """Observations [B, ...] and actions [B, n] in [-1, 1] -> [critics, B, atoms]."""
     s = self.settings
-    activation = {'tanh': jnp.tanh, 'relu': nn.relu}[s.activation]
     features = [flat(x) for x in jax.tree.leaves(s.prepare(observation)[0])]
     x = jnp.concatenate([*features, action], axis=-1)
     outputs = []
     for _ in range(s.critics):
-      y = Mlp(s.hidden, activation, s.kernel_init)(x)
+      y = Mlp(s.hidden, s.activate, s.kernel_init)(x)
       outputs.append(Dense(s.atoms, kernel_init=s.kernel_init)(y))
     return jnp.stack(outputs)
 
 
 @dataclasses.dataclass(frozen=True)
-class Critic(Body):
+class Critic(_Continuous):
   """Values of continuous actions: several critics, or the distribution of returns."""
 
-  hidden: tuple[int, ...] = (256, 256)
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  MODULE = _Critic
+
   critics: Annotated[int, tyro.conf.Suppress] = 1  # the agent's choice
   atoms: Annotated[int, tyro.conf.Suppress] = 1
 
@@ -87,16 +88,6 @@ class Critic(Body):
     super().__post_init__()
     if self.core != 'none' or self.torso not in ('auto', 'mlp'):
       raise ValueError(f'a critic is an MLP: {self.core=} {self.torso=}')
-
-  @functools.cached_property
-  def distribution(self) -> distributions.TanhNormal:
-    """The action distribution of the policy output."""
-    return distributions.squashed(self.action_space)
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _Critic(self)
 
   def init(self, key: Array) -> Any:
     """Return the first state of training."""

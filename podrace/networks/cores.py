@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace.networks.initializers import orthogonal
-from podrace.networks.protocol import reset_where
-from podrace.types import Array
+from podrace.networks.protocol import merge_time, reset_where, split_time
+from podrace.types import Array, TimeStep
 
 
 class Core(nn.Module):
@@ -40,6 +40,17 @@ class Core(nn.Module):
 
     state, outputs = jax.lax.scan(step, state, (inputs, first))
     return outputs, state
+
+
+def remember(core: Core | None, state: Any, x: Array, t: TimeStep) -> tuple[Array, Any]:
+  """Return outputs [T*B, size] of a core for features [T*B, F] of timesteps [T, B, ...].
+
+  Without a core they are the features.
+  """
+  if core is None:
+    return x, state
+  outputs, state = core(state, split_time(x, t.reward.shape[0]), t.first)
+  return merge_time(outputs), state
 
 
 def _gru(state: Any, x: Array, kernel: Array, bias: Array) -> Any:

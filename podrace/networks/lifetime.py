@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any, Literal
 
 import jax
@@ -14,7 +13,6 @@ from podrace import distributions
 from podrace.networks.body import Body
 from podrace.networks.cores import Core
 from podrace.networks.layers import Dense
-from podrace.networks.predictor import check_discrete
 from podrace.networks.protocol import merge_time, split_time
 from podrace.types import Array, TimeStep
 
@@ -40,6 +38,8 @@ class Policy(Body):
   The last layer has no bias: a table's rows share nothing.
   """
 
+  MODULE, DISCRETE = _Policy, True
+
   hidden: tuple[int, ...] = ()
 
   def __post_init__(self) -> None:
@@ -48,16 +48,6 @@ class Policy(Body):
       raise ValueError(
         f'the policy of a lifetime has no memory of its own, not the core {self.core!r}'
       )
-
-  def bind(self, observation_space: Any, action_space: Any) -> Any:
-    """Return the network for these spaces."""
-    check_discrete(action_space)
-    return super().bind(observation_space, action_space)
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _Policy(self)
 
 
 class _LifetimeNetwork(nn.Module):
@@ -92,15 +82,12 @@ class LifetimeNetwork(Body):
   newest step besides the core's output. Without a core it sees the newest step only.
   """
 
+  MODULE = _LifetimeNetwork
+
   hidden: tuple[int, ...] = (32,)
   activation: Literal['tanh', 'relu'] = 'relu'
   core: Literal['none', 'gru', 'lstm'] = 'lstm'
   core_size: int = 32
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _LifetimeNetwork(self)
 
   def recall(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array, begins: Array

@@ -16,7 +16,7 @@ from flax import linen as nn
 
 from podrace import distributions, returns
 from podrace.networks.body import Body
-from podrace.networks.cores import Core
+from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, flat
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.torsos import Mlp
@@ -132,11 +132,9 @@ class _LearnedModel(nn.Module):
   settings: LearnedModel
 
   def setup(self) -> None:
-    """Make the layers."""
     s = self.settings
     self.represent_observation = self._tower(Downsample) if s.blocks else s.make_torso()
-    if s.core != 'none':
-      self.rnn = Core(s.core, s.core_size)
+    self.rnn = s.make_core()
     if s.blocks:
       self.next_hidden = self._tower(Tower)
     else:
@@ -166,9 +164,7 @@ class _LearnedModel(nn.Module):
     s, length = self.settings, timesteps.reward.shape[0]
     observation, _ = s.prepare(merge_time(timesteps.observation))
     x = self.represent_observation(observation)
-    if s.core != 'none':
-      x, state = self.rnn(state, split_time(x, length), timesteps.first)
-      x = merge_time(x)
+    x, state = remember(self.rnn, state, x, timesteps)
     if not s.blocks:
       x = self.first_hidden(x)
     return split_time(scale_hidden(x), length), state
@@ -212,6 +208,8 @@ class LearnedModel(Body):
   2111.00210).
   """
 
+  MODULE = _LearnedModel
+
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   latent: int = 64  # numbers of the hidden state, where it is a vector
@@ -252,14 +250,9 @@ class LearnedModel(Body):
     low, high = returns.rescale(jnp.array([self.v_min, self.v_max], jnp.float32))
     return jnp.linspace(low, high, self.bins)
 
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _LearnedModel(self)
-
   def mlp(self, hidden: tuple[int, ...]) -> nn.Module:
     """Return an MLP with the settings of the network."""
-    return Mlp(hidden, {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation], self.kernel_init)
+    return Mlp(hidden, self.activate, self.kernel_init)
 
   def encode_action(self, action: Array) -> Array:
     """Raw samples [B, ...] as the numbers [B, n] that the dynamics are given."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -13,7 +12,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.networks.body import Body
-from podrace.networks.cores import Core
+from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, product
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.torsos import Mlp, Torso
@@ -34,15 +33,12 @@ class _Predictor(nn.Module):
   settings: Predictor
 
   def setup(self) -> None:
-    """Make the layers."""
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
     self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
-    self.features = [
-      Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]
-    ]  # linear, as theirs
-    if s.core != 'none':
-      self.rnn = Core(s.core, s.core_size)
+    # Linear, as in google-deepmind/disco_rl.
+    self.features = [Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]]
+    self.rnn = s.make_core()
     self.policy_head = Dense(actions, kernel_init=small)
     self.y_head = Dense(s.predictions, kernel_init=small)
     self.root = Dense(s.model_size, kernel_init=s.kernel_init)
@@ -65,9 +61,7 @@ class _Predictor(nn.Module):
     x = self.torso(observation)
     for layer in self.features:
       x = layer(x)
-    if self.settings.core != 'none':
-      x, state = self.rnn(state, split_time(x, length), timesteps.first)
-      x = merge_time(x)
+    x, state = remember(self.rnn, state, x, timesteps)
     policy = self.policy_head(x)
     if mask is not None:
       policy = jnp.where(mask.reshape(policy.shape), policy, distributions.MASKED)
@@ -96,6 +90,8 @@ def after_action(gates: Array, cell: Array) -> Array:
 class Predictor(Body):
   """Torso, core, and heads. Heads of single actions follow a step of a model (Oh et al. 2025)."""
 
+  MODULE, DISCRETE = _Predictor, True
+
   hidden: tuple[int, ...] = (512, 512)
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
@@ -106,19 +102,9 @@ class Predictor(Body):
   max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
 
   @property
-  def activate(self) -> Any:
-    """The activation function."""
-    return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
-
-  @property
   def support(self) -> Array:
     """[bins] rescaled returns (`returns.rescale`)."""
     return jnp.linspace(-self.max_value, self.max_value, self.bins)
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _Predictor(self)
 
   def unroll_taken(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array
@@ -126,18 +112,3 @@ class Predictor(Body):
     """Unroll for the actions [T, B] only, at a fraction of the cost."""
     predictions: Predictions = self.module.apply({'params': params}, state, timesteps, action)[0]
     return predictions
-
-  def bind(self, observation_space: Any, action_space: Any) -> Any:
-    """Return the network for these spaces."""
-    check_discrete(action_space)
-    return super().bind(observation_space, action_space)
-
-
-def check_discrete(action_space: Any) -> None:
-  """Raise ValueError for an action space that rules do not support."""
-  from gymnasium import spaces
-
-  if not isinstance(action_space, spaces.Discrete):
-    raise ValueError(
-      f'a rule for discrete actions needs a Discrete action space, not {action_space}'
-    )

@@ -52,6 +52,11 @@ class PolicyValue(NamedTuple):
   value: Array  # [...] f32
 
 
+def is_recurrent(network: Any) -> bool:
+  """Return whether the network or model has a recurrent state."""
+  return bool(jax.tree.leaves(jax.eval_shape(lambda: network.initial_state(1))))
+
+
 def merge_time(tree: Any) -> Any:
   """[T, B, ...] -> [T*B, ...]."""
   return jax.tree.map(lambda x: x.reshape((x.shape[0] * x.shape[1], *x.shape[2:])), tree)

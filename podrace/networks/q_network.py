@@ -12,7 +12,7 @@ from flax import linen as nn
 
 from podrace import distributions
 from podrace.networks.body import Body
-from podrace.networks.cores import Core
+from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, NoisyDense
 from podrace.networks.protocol import merge_time, split_time
 from podrace.types import Array, TimeStep
@@ -22,11 +22,9 @@ class _QNetwork(nn.Module):
   settings: QNetwork
 
   def setup(self) -> None:
-    """Make the layers."""
     s = self.settings
     self.torso = s.make_torso()
-    if s.core != 'none':
-      self.rnn = Core(s.core, s.core_size)
+    self.rnn = s.make_core()
     size = s.num_actions * s.atoms
     self.advantage_hidden, self.advantage_head = self._layers(size)
     if s.dueling:
@@ -43,9 +41,7 @@ class _QNetwork(nn.Module):
     s, length = self.settings, timesteps.reward.shape[0]
     observation, mask = s.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
-    if s.core != 'none':
-      outputs, state = self.rnn(state, split_time(x, length), timesteps.first)
-      x = merge_time(outputs)
+    x, state = remember(self.rnn, state, x, timesteps)
     q = self._stream(x, self.advantage_hidden, self.advantage_head)
     q = q.reshape(-1, s.num_actions, s.atoms)
     if s.dueling:
@@ -69,6 +65,8 @@ class QNetwork(Body):
   value; the logits of fixed returns (C51, Bellemare et al. 2017, arXiv 1707.06887); or quantiles
   (QR-DQN, Dabney et al. 2018, arXiv 1710.10044).
   """
+
+  MODULE = _QNetwork
 
   activation: Literal['tanh', 'relu'] = 'relu'
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'
@@ -114,8 +112,3 @@ class QNetwork(Body):
     if self.categorical:
       return jnp.sum(jax.nn.softmax(q) * self.support.reshape((1,) * (q.ndim - 1) + (-1,)), axis=-1)
     return jnp.mean(q, axis=-1)
-
-  @functools.cached_property
-  def module(self) -> nn.Module:
-    """The flax module."""
-    return _QNetwork(self)

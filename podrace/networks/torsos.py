@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -36,30 +36,36 @@ class Mlp(nn.Module):
     return x
 
 
-class Nature(nn.Module):
+class Convolutions(nn.Module):
+  """Convolutions, each followed by ReLU."""
+
+  kernel_init: Any
+  LAYERS: ClassVar[tuple[tuple[int, int, int], ...]]  # channels, side and stride of each
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
+    for features, size, stride in self.LAYERS:
+      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
+    return x
+
+
+class Nature(Convolutions):
   """The convolutions of Mnih et al. 2015 (Nature 518): 32x8/4, 64x4/2, 64x3/1."""
 
-  kernel_init: Any
-
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    """Apply the layers."""
-    for features, size, stride in ((32, 8, 4), (64, 4, 2), (64, 3, 1)):
-      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
-    return x
+  LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
 
 
-class ImpalaShallow(nn.Module):
+class ImpalaShallow(Convolutions):
   """The shallow convolutions of Espeholt et al. 2018 (arXiv 1802.01561, fig. 3): 16x8/4, 32x4/2."""
 
-  kernel_init: Any
+  LAYERS = ((16, 8, 4), (32, 4, 2))
 
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    """Apply the layers."""
-    for features, size, stride in ((16, 8, 4), (32, 4, 2)):
-      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
-    return x
+
+class Grid(Convolutions):
+  """One 3x3 convolution of 16 channels, as MinAtar's baselines have (arXiv 1903.03176)."""
+
+  LAYERS = ((16, 3, 1),)
 
 
 class ImpalaDeep(nn.Module):
@@ -79,23 +85,7 @@ class ImpalaDeep(nn.Module):
     return nn.relu(x)
 
 
-class Grid(nn.Module):
-  """One 3x3 convolution of 16 channels, as MinAtar's baselines have (arXiv 1903.03176)."""
-
-  kernel_init: Any
-
-  @nn.compact
-  def __call__(self, x: Array) -> Array:
-    """Apply the layers."""
-    return nn.relu(Conv(16, 3, kernel_init=self.kernel_init)(x))
-
-
-IMAGE_TORSOS = {
-  'nature': Nature,
-  'impala': ImpalaShallow,
-  'impala-deep': ImpalaDeep,
-  'grid': Grid,
-}
+IMAGE_TORSOS = dict(nature=Nature, impala=ImpalaShallow, grid=Grid) | {'impala-deep': ImpalaDeep}
 
 
 class Torso(nn.Module):

@@ -110,7 +110,7 @@ class HostReplay:
     self._steps = 0  # environment steps up to the end of the current update
     self._requests = Requests('replay')
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
-    self.table, self._streams = self._make_table()
+    self.table, self.streams = self._make_table()
 
   def _make_table(self) -> tuple[tables.Table, Streams]:
     w, store = self._windows, tables.ChunkStore(CACHE_BYTES)
@@ -140,7 +140,7 @@ class HostReplay:
 
     def work() -> None:
       for trajectory, of_part in zip(trajectories, each, strict=True):
-        self._streams.add(trajectory, of_part)
+        self.streams.add(trajectory, of_part)
 
     self._requests.add(work)
 
@@ -226,7 +226,7 @@ class HostReplay:
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # otherwise the loss is not finite either, and the run ends
       self.table.update_priorities(key, priority)
-      self._streams.highest = max(self._streams.highest, float(priority.max()))
+      self.streams.highest = max(self.streams.highest, float(priority.max()))
 
   # --- checkpoints
 
@@ -245,8 +245,8 @@ class HostReplay:
     """
     self.wait()
     taken = tables.snapshot(self.table.store)
-    history = self._streams.snapshot() if streams else dict
-    record = dict(begun=self._begun, highest=self._streams.highest)
+    history = self.streams.snapshot() if streams else dict
+    record = dict(begun=self._begun, highest=self.streams.highest)
 
     def write() -> dict[str, Any]:
       write_snapshot(path, taken, history())
@@ -277,4 +277,4 @@ class HostReplay:
     except (ValueError, TypeError) as e:
       raise tables.CheckpointError(f'{path} is damaged: {e}') from e
     streams.highest = record['highest']
-    self.table, self._streams, self._begun = table, streams, record['begun']
+    self.table, self.streams, self._begun = table, streams, record['begun']

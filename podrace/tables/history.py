@@ -47,8 +47,8 @@ class Column:
     self.begin = 0  # first row of this episode
     self.account = Account()
     self._store, self._history = store, history
-    self._chunks: deque[Chunk] = deque()
-    self._first = 0  # number of the oldest chunk in _chunks
+    self.chunks: deque[Chunk] = deque()
+    self._first = 0  # number of the oldest chunk in chunks
     self._newest: tuple[Chunk, ...] = ()  # the newest chunk; items within it share this tuple
     self._open: np.ndarray | None = None
     self._at = 0  # row in _open
@@ -107,7 +107,7 @@ class Column:
     at = self._at
     self._open[at] = row  # type: ignore[index]
     self._at = at = at + 1
-    self._chunks[-1].length = at
+    self.chunks[-1].length = at
     self.end += 1
     if at == self.length:
       self.seal()
@@ -121,7 +121,7 @@ class Column:
       some, rows = rows[:room], rows[room:]
       at = self._at + len(some)
       self._open[self._at : at] = some  # type: ignore[index]
-      self._at = self._chunks[-1].length = at
+      self._at = self.chunks[-1].length = at
       self.end += len(some)
       if at == self.length:
         self.seal()
@@ -142,9 +142,9 @@ class Column:
     last = (stop - 1) // self.length - self._first
     first -= self._first
     if first == last:
-      newest = last == len(self._chunks) - 1
-      return self._newest if newest else (self._chunks[first],), offset, stop - start
-    return tuple(self._chunks[i] for i in range(first, last + 1)), offset, stop - start
+      newest = last == len(self.chunks) - 1
+      return self._newest if newest else (self.chunks[first],), offset, stop - start
+    return tuple(self.chunks[i] for i in range(first, last + 1)), offset, stop - start
 
   def _start_chunk(self) -> None:
     store = self._store
@@ -153,9 +153,9 @@ class Column:
     self._newest = (chunk,)
     with store.lock:
       store.hold(chunk, self.account)
-      self._chunks.append(chunk)
+      self.chunks.append(chunk)
       while (self._first + 1) * self.length <= self.end + 1 - self._history:  # counts the next row
-        store.drop(self._chunks.popleft(), self.account)
+        store.drop(self.chunks.popleft(), self.account)
         self._first += 1
 
   def seal(self) -> None:
@@ -166,15 +166,15 @@ class Column:
       self._differences = differences_help(self._open[: self._at])
     self._sealed += 1
     self._open = None
-    self._store.seal(self._chunks[-1], self._differences)
+    self._store.seal(self.chunks[-1], self._differences)
 
   def close(self) -> None:
     """Drop all chunks. The column then accepts no more rows."""
     self.seal()
     self._newest = ()
     with self._store.lock:
-      while self._chunks:
-        self._store.drop(self._chunks.popleft(), self.account)
+      while self.chunks:
+        self._store.drop(self.chunks.popleft(), self.account)
 
 
 class History:

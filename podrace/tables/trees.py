@@ -104,11 +104,12 @@ def _build(structure: tuple[Any, ...], values: Any) -> Any:
     return dict(zip(names, parts, strict=True))
   if kind == 'tuple' or kind == 'list':
     return tuple(parts) if kind == 'tuple' else parts
-  return (_named(kind, names) if isinstance(kind, str) else kind)(*parts)
+  return (named_type(kind, names) if isinstance(kind, str) else kind)(*parts)
 
 
 @functools.lru_cache(256)
-def _named(label: str, fields: tuple[str, ...]) -> Any:
+def named_type(label: str, fields: tuple[str, ...]) -> Any:
+  """Return the type of a named tuple, of the last 256 that were made."""
   return namedtuple(label.removeprefix(NAMED), fields)
 
 

@@ -112,12 +112,12 @@ def test_what_is_outside_of_its_range_is_refused_by_name(agent: str) -> None:
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['--agent', 'dqn', '--agent.target-rate', '0'], 'target_rate must be more than 0 and at most 1'),
-    (['--agent', 'muesli', '--agent.advantage-decay', '1'], 'advantage_decay must be at least 0 and less than 1'),
-    (['--agent.max-grad-norm', '-1'], 'max_grad_norm must be at least 0, not -1'),
-    (['--agent.learning-rate', '0'], 'learning_rate must be more than 0, not 0'),
-    (['--agent.learning-rate', 'inf'], '--agent.learning-rate must be a finite number'),
-    (['--agent', 'ppo', '--agent.adam-epsilon', '0'], 'adam_epsilon must be at least 1e-30, not 0'),
+    (['--agent', 'dqn', '--agent.target-rate', '0'], 'target_rate'),
+    (['--agent', 'muesli', '--agent.advantage-decay', '1'], 'advantage_decay'),
+    (['--agent.max-grad-norm', '-1'], 'max_grad_norm'),
+    (['--agent.learning-rate', '0'], 'learning_rate'),
+    (['--agent.learning-rate', 'inf'], '--agent.learning-rate'),
+    (['--agent', 'ppo', '--agent.adam-epsilon', '0'], 'adam_epsilon'),
   ],
 )  # fmt: skip
 def test_refused_with_exit_code_2(

@@ -315,19 +315,19 @@ def test_a_rule_is_written_as_it_is_read(tmp_path: Path) -> None:
 
 
 def test_files_of_another_kind_or_content_are_refused(tmp_path: Path) -> None:
-  with pytest.raises(UsageError, match='is a rule of disco; give --agent disco'):
+  with pytest.raises(UsageError, match=r'disco.*--agent disco'):
     LPG(rule_files.small()).params()
   other = tmp_path / 'other.npz'
   storage.save(other, {'lstm/w': np.ones((3, 1), np.float32)})
-  with pytest.raises(UsageError, match=r'10 arrays are expected; it lacks .* and it has lstm/'):
+  with pytest.raises(UsageError, match=r'10.*lstm/'):
     LPG(str(other)).params()
-  with pytest.raises(UsageError, match=r'needs --agent.network.predictions 5, not 30'):
+  with pytest.raises(UsageError, match=r'--agent.network.predictions 5.*30'):
     LPG(rule_files.small_lpg()).params()
   with pytest.raises(UsageError, match=r'expected 00$'):
     dataclasses.replace(agent(), rule_sha256='00').params()
   path = tmp_path / 'rule.npz'
   storage.save(path, params() | {'policy/linear/w': np.ones((3, 1), np.float32)})
-  with pytest.raises(UsageError, match=r'policy/linear/w is float32\[3, 1\], expected float32\[8'):
+  with pytest.raises(UsageError, match=r'policy/linear/w.*float32\[3.*1\].*float32\[8'):
     dataclasses.replace(agent(), rule=str(path), rule_sha256='').params()
   assert 'not a released one' in agent().opening()
 
@@ -345,9 +345,9 @@ def test_acting_needs_no_file(tmp_path: Path) -> None:
 
 
 def test_settings_that_cannot_be() -> None:
-  with pytest.raises(ValueError, match='needs a Discrete action space, not Box'):
+  with pytest.raises(ValueError, match=r'Discrete.*Box'):
     PolicyPredictor().bind(SPACE, SPACE)
-  with pytest.raises(ValueError, match='predictions must be at least 1'):
+  with pytest.raises(ValueError, match=r'predictions.*1'):
     PolicyPredictor(predictions=0)
   for settings in (dict(discount=1.1), dict(y_cost=-1.0), dict(learning_rate=-1.0)):
     with pytest.raises(ValueError, match='must be'):

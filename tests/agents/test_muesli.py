@@ -18,6 +18,7 @@ import optax
 import pytest
 import streams
 from gymnasium import spaces
+from shorthand import slow_after
 from test_muzero import BINS, A, F, Matrices, difference, quick, recorder, two_hot
 from test_value_agents import anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
@@ -459,9 +460,7 @@ def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
 # --- what replay gives ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  'share', [pytest.param(0.0, marks=SLOW), pytest.param(0.5, marks=SLOW), 0.75]
-)
+@pytest.mark.parametrize('share', slow_after(1, 0.75, 0.0, 0.5))
 def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
   """In the long run; every window is learned from as often, and nearly all while they are new."""
   envs, length, capacity = 8, 4, 2048
@@ -508,16 +507,16 @@ def test_a_share_of_a_batch_is_from_replay(share: float) -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: Muesli(replay_share=1.0), 'replay_share must be at least 0 and less than 1, not 1.0'),
-    (lambda: Muesli(unroll=0), 'unroll must be at least 1, not 0'),
-    (lambda: Muesli(sampled_actions=1), 'sampled_actions must be 0, .* not 1'),
-    (lambda: Muesli(cmpo_cost=-1.0), 'cmpo_cost must be at least 0, not -1'),
-    (lambda: Muesli(lambda_=1.5), r'lambda must be within \[0, 1\], not 1.5'),
-    (lambda: Muesli(capacity=100).memory(32, 8), 'min_size 1000 is more than the capacity of 100'),
-    (lambda: Muesli(capacity=1000).memory(64, 32), 'a capacity of 1000 is too little for 64 env'),
+    (lambda: Muesli(replay_share=1.0), r'replay_share.*0.*1.*1.0'),
+    (lambda: Muesli(unroll=0), r'unroll.*1.*0'),
+    (lambda: Muesli(sampled_actions=1), r'sampled_actions.*0.*1'),
+    (lambda: Muesli(cmpo_cost=-1.0), r'cmpo_cost.*0.*-1'),
+    (lambda: Muesli(lambda_=1.5), r'lambda.*\[0.*1\].*1.5'),
+    (lambda: Muesli(capacity=100).memory(32, 8), r'min_size 1000.*100'),
+    (lambda: Muesli(capacity=1000).memory(64, 32), r'1000.*64 env'),
     (
       lambda: bind(Muesli(), make('gymnax:Pendulum-v1')),
-      'muesli needs a Discrete action space, not Box',
+      r'muesli.*Discrete.*Box',
     ),
   ],
 )  # fmt: skip

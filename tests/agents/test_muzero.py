@@ -21,6 +21,7 @@ import pytest
 import streams
 from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
+from shorthand import Capture, slow_after
 from test_value_agents import TINY_MODEL, anakin, assert_learns
 from test_value_agents import sebulba as sebulba_of
 
@@ -314,14 +315,12 @@ BOARD = spaces.Dict(
 
 @pytest.mark.parametrize(
   ('settings', 'observation', 'hidden'),
-  [
-    (dict(), spaces.Box(-1, 1, (3,)), (64,)),
-    pytest.param(dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,), marks=SLOW),
-    pytest.param(dict(torso='impala'), IMAGE, (64,), marks=SLOW),
-    pytest.param(dict(blocks=2, channels=8), IMAGE, (4, 4, 8), marks=SLOW),
-    (dict(blocks=1, channels=8), BOARD, (3, 4, 8)),
+  slow_after(3,
+    (dict(), spaces.Box(-1, 1, (3,)), (64,)), (dict(blocks=1, channels=8), BOARD, (3, 4, 8)),
     (dict(core='gru', core_size=6, projection=5), spaces.Box(-1, 1, (3,)), (64,)),
-  ],
+    (dict(torso='grid', latent=7), spaces.Box(0, 1, (10, 10, 4)), (7,)),
+    (dict(torso='impala'), IMAGE, (64,)), (dict(blocks=2, channels=8), IMAGE, (4, 4, 8)),
+  ),
 )  # fmt: skip
 def test_models_of_all_sizes(settings: Any, observation: Any, hidden: tuple[int, ...]) -> None:
   model = LearnedModel(**settings).bind(observation, spaces.Discrete(5))
@@ -649,23 +648,23 @@ def test_targets_outside_the_support_are_counted() -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: MuZero(simulations=-1), 'simulations must be at least 0, not -1'),
-    (lambda: MuZero(simulations=0).memory(8, 4), 'simulations 0: training needs a search'),
-    (lambda: MuZero(simulations=0, reanalyse=1.0).memory(8, 4), 'simulations 0: training needs'),
-    (lambda: MuZero(unroll=0), 'unroll must be at least 1, not 0'),
-    (lambda: MuZero(sampled_actions=1), 'sampled_actions must be 0, .* not 1'),
-    (lambda: MuZero(consistency=1.0), 'consistency 1.0 needs network.projection above 0'),
-    (lambda: MuZero(LearnedModel(core='gru')).memory(8, 4), 'an unroll of 4 .* --agent.sequence 4'),
-    (lambda: MuZero(burn_in=2).memory(8, 4), 'burn_in 2 is for a network with a core'),
-    (lambda: LearnedModel(bins=2), 'bins must be 1 or at least 3'),
-    (lambda: LearnedModel(blocks=1, core='gru'), 'a residual tower has an image'),
+    (lambda: MuZero(simulations=-1), r'simulations.*0.*-1'),
+    (lambda: MuZero(simulations=0).memory(8, 4), 'simulations 0'),
+    (lambda: MuZero(simulations=0, reanalyse=1.0).memory(8, 4), 'simulations 0'),
+    (lambda: MuZero(unroll=0), r'unroll.*1.*0'),
+    (lambda: MuZero(sampled_actions=1), r'sampled_actions.*0.*1'),
+    (lambda: MuZero(consistency=1.0), r'consistency 1.0.*network.projection.*0'),
+    (lambda: MuZero(LearnedModel(core='gru')).memory(8, 4), r'4.*--agent.sequence 4'),
+    (lambda: MuZero(burn_in=2).memory(8, 4), 'burn_in 2'),
+    (lambda: LearnedModel(bins=2), r'bins.*1.*3'),
+    (lambda: LearnedModel(blocks=1, core='gru'), 'image'),
     (
       lambda: LearnedModel(blocks=1).bind(spaces.Box(-1, 1, (3,)), spaces.Discrete(2)),
-      'a residual tower needs an image',
+      'image',
     ),
     (
       lambda: LearnedModel().bind(VECTOR, spaces.Box(-np.inf, np.inf, (2,))),
-      'a tanh-Normal needs a bounded action space',
+      'bounded',
     ),
   ],
 )  # fmt: skip
@@ -674,22 +673,16 @@ def test_bad_input(make_agent: Any, message: str) -> None:
     make_agent()
 
 
-def test_bad_input_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
   run = ['train', '--agent', 'muzero', '--run-dir', str(tmp_path / 'run')]
   with pytest.raises(SystemExit) as left:
     cli.main([*run, '--agent.simulations', '0'])
   assert left.value.code == 2
-  said = capsys.readouterr().err
-  assert (
-    'simulations 0: training needs a search to learn from, so simulations must be at least 1'
-    in said
-  )
+  assert 'simulations 0' in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_returns_that_do_not_fit_are_told(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_returns_that_do_not_fit_are_told(tmp_path: Path, capsys: Capture) -> None:
   network = LearnedModel(
     hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-0.1, v_max=0.1
   )

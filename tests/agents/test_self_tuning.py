@@ -15,6 +15,7 @@ import optax
 import pytest
 import streams
 from gymnasium import spaces
+from shorthand import Patch
 
 import podrace
 from podrace import topology
@@ -36,7 +37,7 @@ jit = functools.partial(jax.jit, compiler_options=QUICKLY)
 
 
 @pytest.fixture(autouse=True)
-def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def compile_quickly(monkeypatch: Patch) -> None:
   monkeypatch.setattr(jax, 'jit', jit)
 
 
@@ -173,9 +174,7 @@ FAST = {('impala', 1), ('impala, rmsprop, clipped', 8)}
     for d in (1, 8)
   ],
 )
-def test_the_gradient_is_that_of_differences(
-  name: str, devices: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gradient_is_that_of_differences(name: str, devices: int, monkeypatch: Patch) -> None:
   """In float64, but for float32 in the losses' masks and observations, which both have."""
   agent = AGENTS[name]
   monkeypatch.setattr(metagradient, 'optimiser', lambda tuning: recorder())
@@ -366,14 +365,14 @@ def test_each_setting_of_a_sweep_is_what_it_is_alone() -> None:
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: Tuning(learning_rate=-1.0), 'learning_rate must be at least 0, not -1'),
-    (lambda: Tuning(kl_cost=-1.0), 'kl_cost must be at least 0, not -1'),
-    (lambda: Impala(self_tuning=True, discount=1.0), 'discount is 1 and to be tuned, so it needs to be less than 1'),
-    (lambda: Impala(self_tuning=True, entropy_cost=0.0), 'entropy_cost is 0 and to be tuned, so it must not be 0'),
-    (lambda: Impala(self_tuning=True, lambda_=0.0), 'lambda is 0 and to be tuned'),
-    (lambda: Impala(self_tuning=True, tuning=Tuning()), 'tuning.fields names no setting'),
-    (lambda: PPO(self_tuning=True, tuning=Tuning(fields=('clip_mix',))), 'PPO has no clip_mix to tune'),
-    (lambda: Impala(clip_mix=1.5), r'clip_mix must be within \[0, 1\], not 1.5'),
+    (lambda: Tuning(learning_rate=-1.0), r'learning_rate.*0.*-1'),
+    (lambda: Tuning(kl_cost=-1.0), r'kl_cost.*0.*-1'),
+    (lambda: Impala(self_tuning=True, discount=1.0), r'discount.*1.*1'),
+    (lambda: Impala(self_tuning=True, entropy_cost=0.0), r'entropy_cost.*0.*0'),
+    (lambda: Impala(self_tuning=True, lambda_=0.0), r'lambda.*0'),
+    (lambda: Impala(self_tuning=True, tuning=Tuning()), r'tuning.fields'),
+    (lambda: PPO(self_tuning=True, tuning=Tuning(fields=('clip_mix',))), r'PPO.*clip_mix'),
+    (lambda: Impala(clip_mix=1.5), r'clip_mix.*\[0.*1\].*1.5'),
   ],
 )  # fmt: skip
 def test_what_is_refused(make: Any, message: str) -> None:

@@ -103,7 +103,7 @@ SUPPORTS = {  # of 2 bins up to the largest that a network has
   'of LearnedModel, 601 bins': LearnedModel(bins=601).support,
   'of Disco103': Predictor().support,
   'far from 0': jnp.linspace(1e4, 1e4 + 1, 21),
-  'of both signs, many': jnp.linspace(-1, 1e4, 4001),
+  'of both signs, many': jnp.linspace(-1, 1e4, 1001),
   'tiny': jnp.linspace(-1e-6, 3e-6, 7),
   'two': jnp.array([-1.0, 2.0]),
   'uneven': jnp.array([-3.0, -1.0, 0.5, 0.75, 9.0]),
@@ -439,11 +439,8 @@ def test_noise_is_each_device_s_own() -> None:
 @pytest.mark.parametrize(
   ('settings', 'message'),
   [
-    (dict(huber=-1.0), 'huber must be at least 0, not -1.0'),
-    (
-      dict(huber=0.0, network=QNetwork(head='quantile')),
-      'huber must be more than 0 for quantiles, not 0.0',
-    ),
+    (dict(huber=-1.0), r'huber.*0.*-1.0'),
+    (dict(huber=0.0, network=QNetwork(head='quantile')), r'huber.*0.*0.0'),
   ],
 )
 def test_huber_is_checked(settings: Any, message: str) -> None:
@@ -530,10 +527,7 @@ def test_r2d2_s_burn_in_has_no_gradient() -> None:
   early, late = agent.split(window.timesteps)
   _, core = jax.jit(network.unroll)(params, state.core, early)
   rest = Trajectory(
-    late,
-    jax.tree.map(lambda x: x[4:], window.outputs),
-    state._replace(core=core),
-    window.env_id,
+    late, jax.tree.map(lambda x: x[4:], window.outputs), state._replace(core=core), window.env_id
   )
 
   def gradient(agent: R2D2, window: Trajectory) -> Any:

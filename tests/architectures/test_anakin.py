@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import topology
 from podrace.agents.impala import Impala
@@ -83,9 +84,7 @@ MATRIX = [pytest.param(n, marks=SLOW if 'tuning' in n else ()) for n in AGENTS]
 # --- learning ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-  'devices', [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize('devices', slow_after(1, 1, 2, 8))
 @pytest.mark.parametrize('name', MATRIX)
 def test_learns_catch(name: str, devices: int) -> None:
   mean_return, episodes = train(on_catch(name, devices), CATCH[name])
@@ -105,13 +104,10 @@ def on_memory(name: str, core: str) -> tuple[float, int]:
 
 @pytest.mark.parametrize(
   ('name', 'core'),
-  [
-    ('impala', 'gru'),
-    pytest.param('impala', 'lstm', marks=SLOW),
-    pytest.param('ppo', 'gru', marks=SLOW),
-    pytest.param('ppo', 'lstm', marks=SLOW),
-  ],
-)
+  slow_after(1,
+    ('impala', 'gru'), ('impala', 'lstm'), ('ppo', 'gru'), ('ppo', 'lstm'),
+  ),
+)  # fmt: skip
 def test_recurrent_agents_remember(name: str, core: str) -> None:
   mean_return, episodes = on_memory(name, core)
   assert episodes >= 900
@@ -342,11 +338,11 @@ def test_the_spread_over_seeds() -> None:
 @pytest.mark.parametrize(
   ('sizes', 'message'),
   [
-    (dict(num_envs=12), '12 does not divide over 8 devices'),
-    (dict(num_envs=4), '4 does not divide over 8 devices'),
-    (dict(num_envs=0), 'num_envs must be at least 1, not 0'),
-    (dict(unroll_length=0), 'unroll_length must be at least 1, not 0'),
-    (dict(seeds=0), 'seeds must be at least 1, not 0'),
+    (dict(num_envs=12), r'12.*8 devices'),
+    (dict(num_envs=4), r'4.*8 devices'),
+    (dict(num_envs=0), r'num_envs.*1.*0'),
+    (dict(unroll_length=0), r'unroll_length.*1.*0'),
+    (dict(seeds=0), r'seeds.*1.*0'),
   ],
 )
 def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str) -> None:
@@ -356,15 +352,13 @@ def test_sizes_that_do_not_fit(sizes: dict[str, int], message: str) -> None:
 
 def test_minibatches_that_do_not_divide() -> None:
   anakin = dataclasses.replace(on_catch('ppo', 1), unroll_length=10)
-  with pytest.raises(ValueError, match='10 steps of an unroll do not divide into 4 minibatches'):
+  with pytest.raises(ValueError, match=r'10 steps.*4 minibatches'):
     anakin.shapes  # noqa: B018
   env = make('podrace:catch')
   anakin = dataclasses.replace(
     on_catch('ppo', 8), agent=bound(AGENTS['ppo'], env, core='gru'), num_envs=48
   )
-  with pytest.raises(
-    ValueError, match='6 environments on a device do not divide into 4 minibatches'
-  ):
+  with pytest.raises(ValueError, match=r'6 environments.*4 minibatches'):
     anakin.shapes  # noqa: B018
 
 
@@ -377,5 +371,5 @@ def test_an_agent_must_report_its_loss() -> None:
 
   env = make('podrace:catch')
   agent = Silent(bound(AGENTS['impala'], env).network)
-  with pytest.raises(ValueError, match=r"'loss' among its metrics; it reports \['other'\]"):
+  with pytest.raises(ValueError, match="'loss'"):
     dataclasses.replace(on_catch('impala', 1), agent=agent).shapes  # noqa: B018

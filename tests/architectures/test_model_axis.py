@@ -7,6 +7,7 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ import pytest
 from collectives import collectives
 from jax.sharding import PartitionSpec as P
 from processes import fingerprints
+from shared_programs import shared_programs  # noqa: F401
+from shorthand import Capture
 
 import podrace
 from podrace import cli, hooks, topology
@@ -25,7 +28,7 @@ from podrace.agents.ppo import PPO
 from podrace.architectures.agreement import Gossip
 from podrace.architectures.anakin import Anakin
 from podrace.architectures.hashes import params_sha256
-from podrace.architectures.sebulba.actors import _on_one_device
+from podrace.architectures.sebulba import Actors
 from podrace.architectures.sharding import train_specs
 from podrace.architectures.unroll import actor_on_mesh
 from podrace.envs import make
@@ -118,10 +121,8 @@ def test_the_same_update_on_8_devices_however_they_are_grouped(
 def compiled(model: int) -> tuple[Anakin, Any, Any]:
   """A program on 4 groups of devices, compiled, and its state after 3 updates."""
   anakin = program(Impala(SMALL), 4 * model, model)
-  run = quickly(anakin._run, out_shardings=anakin.shardings)
-  run = run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile()
-  keys = jax.random.split(jax.random.key(0), 1)
-  state = quickly(anakin._init, out_shardings=anakin.shardings)(keys)
+  run = anakin.run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile()
+  state = anakin.init(jax.random.split(jax.random.key(0), 1))
   return anakin, run, run(state, jnp.int32(3))
 
 
@@ -221,7 +222,7 @@ def test_agents_take_a_model_axis_unchanged(preset: str) -> None:
     anakin = Anakin(agent, world, replay, topology.learner_mesh(8, model), 32, 16)
     # JAX's check takes a scan over split keys for a reuse under vmap, which one group has.
     with jax.debug_key_reuse(model < 8):
-      state = jax.eval_shape(anakin._run, anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32))
+      state = jax.eval_shape(anakin.run, anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32))
     assert jax.tree.map(lambda x: x.shape, state) == jax.tree.map(lambda x: x.shape, anakin.shapes)
 
 
@@ -240,7 +241,7 @@ def begun(agent: Any, model: int, seeds: int = 1) -> tuple[Any, TrainState, Any]
   anakin = program(agent, 8, model, seeds)
   return (
     anakin.agent,
-    jax.eval_shape(anakin._init, jax.random.split(jax.random.key(0), seeds)).train,
+    jax.eval_shape(anakin.init, jax.random.split(jax.random.key(0), seeds)).train,
     anakin.mesh,
   )
 
@@ -261,26 +262,26 @@ def test_seeds_come_before_the_axes_of_rules() -> None:
 @pytest.mark.parametrize(
   ('options', 'said'),
   [
-    (['--model-devices', '3'], '--model-devices 3 does not divide the 8 devices that learn: give a divisor of 8'),
-    (['--model-devices', '0'], '--model-devices must be at least 1, not 0'),
-    (['--model-devices', '2', '--num-envs', '6'], '--num-envs 6 does not divide over 8 devices in groups of --model-dev'),
-    (['--model-devices', '2', '--agent.network.sharding', 'nobody', '0'], '--model-devices 2 splits no parameter: no rule'),
+    (['--model-devices', '3'], '--model-devices 3'),
+    (['--model-devices', '0'], '--model-devices'),
+    (['--model-devices', '2', '--num-envs', '6'], '--num-envs 6'),
+    (['--model-devices', '2', '--agent.network.sharding', 'nobody', '0'], '--model-devices 2'),
     (['--model-devices', '4', '--agent.network.hidden', '6'],
-     "--model-devices 4 does not divide axis -1 of params/network/torso/Mlp_0/Dense_0/bias [6]"),
-    (['--model-devices', '2', '--agent.network.sharding', 'kernel', '2'], 'does not divide axis 2 of params/network/'),
-    (['--model-devices', '2', '--agree', 'gossip'], '--model-devices 2 is for --agree all-reduce, not for gossip'),
-    (['--model-devices', '4', '--architecture', 'sebulba'], '--model-devices 4 does not divide the 6 devices that lea'),
+     'params/network/torso/Mlp_0/Dense_0/bias [6]'),
+    (['--model-devices', '2', '--agent.network.sharding', 'kernel', '2'], 'params/network/'),
+    (['--model-devices', '2', '--agree', 'gossip'], '--model-devices 2'),
+    (['--model-devices', '4', '--architecture', 'sebulba'], '--model-devices 4'),
   ],
 )  # fmt: skip
 def test_what_can_not_be_is_one_line(
-  options: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  options: list[str], said: str, tmp_path: Path, capsys: Capture
 ) -> None:
   code, error = command(capsys, 'train', 'catch', '--run-dir', str(tmp_path / 'run'), *options)
   assert (code, error.count('\n')) == (2, 0) and said in error, error
   assert not (tmp_path / 'run').exists()
 
 
-def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[Any, str]:
+def command(capsys: Capture, *args: str) -> tuple[Any, str]:
   """`podrace ARGS`: exit code and what it says of errors."""
   with pytest.raises(SystemExit) as end:
     cli.main(args)
@@ -291,14 +292,11 @@ def command(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[Any, str]:
   ('wrong', 'said'),
   [
     (lambda: ActorCritic(sharding=(('(', 0),)), r"sharding: '\(' is no pattern of names"),
-    (lambda: ActorCritic(sharding=(('(a+)+$', 0),)), r"sharding: '\(a\+\)\+\$' may be slow"),
+    (lambda: ActorCritic(sharding=(('(a+)+$', 0),)), r"'\(a\+\)\+\$'"),
     (lambda: ActorCritic(sharding=(('.*.*.*x', 0),)), r'expected at most 2 of \* \+ {'),
     (lambda: ActorCritic(sharding=(('(a|b)(a|b)(a|b)(a|b)(a|b)', 0),)), r'and 4 of \? \|'),
-    (
-      lambda: ActorCritic(sharding=(('x', 0),) * 101),
-      'sharding has 101 rules, expected at most 100',
-    ),
-    (lambda: Transformer(width=10), 'the width 10 of a transformer does not divide into 4 heads'),
+    (lambda: ActorCritic(sharding=(('x', 0),) * 101), r'sharding.*101.*100'),
+    (lambda: Transformer(width=10), r'width 10.*4'),
     (lambda: Transformer(patch=0), 'must be at least 1'),
   ],
 )
@@ -308,20 +306,16 @@ def test_settings_that_are_none(wrong: Any, said: str) -> None:
 
 
 def test_gossip_refuses_the_mesh() -> None:
-  with pytest.raises(ValueError, match='--model-devices 2 is for --agree all-reduce'):
+  with pytest.raises(ValueError, match=r'--model-devices 2.*--agree'):
     Gossip().check(topology.learner_mesh(8, 2))
 
 
 # --- runs -----------------------------------------------------------------------------------------
 
 RUN: Any = dict(
-  num_envs=8,
-  unroll_length=8,
-  total_steps=1280,
-  agent={'network': {'hidden': (8,)}},
-  devices=4,
+  num_envs=8, unroll_length=8, total_steps=1280, agent={'network': {'hidden': (8,)}}, devices=4,
   model_devices=2,
-)
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -348,9 +342,9 @@ def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
   ('changed', 'said'),
   [
-    (dict(model_devices=1), 'made with --model-devices 2, this run has 1: .* begin another run with --init-from'),
-    (dict(model_devices=4), 'made on 2 groups of --model-devices 2 that learn, this run has 1: give --devices 8'),
-    (dict(devices=8), 'made on 2 groups of --model-devices 2 that learn, this run has 4: give --devices 4'),
+    (dict(model_devices=1), r'--model-devices 2.*1.*--init-from'),
+    (dict(model_devices=4), r'on 2.*--model-devices 2.*1.*--devices 8'),
+    (dict(devices=8), r'on 2.*--model-devices 2.*4.*--devices 4'),
   ],
 )  # fmt: skip
 def test_other_devices_are_refused(whole: Path, changed: Any, said: str) -> None:
@@ -373,10 +367,10 @@ def test_a_run_goes_on_with_larger_groups(whole: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parameters_go_to_a_run_without_a_model_axis_and_to_evaluation(
-  whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  whole: Path, tmp_path: Path, capsys: Capture
 ) -> None:
   code, said = command(capsys, 'eval', str(whole), '--episodes', '4')
-  assert code == 0 and '4 episodes each, step 1,280' in said
+  assert code == 0 and 'step 1,280' in said
   on = podrace.configure('catch', **RUN | dict(model_devices=1, devices=1, init_from=str(whole)))
   assert podrace.train(on, tmp_path / 'run', quiet=True).summary['step'] == 1280
 
@@ -405,11 +399,18 @@ def test_sebulba_has_the_same_run_with_a_model_axis_and_resumes(tmp_path: Path) 
     assert kernel.sharding.shard_shape(kernel.shape) == (50, 4)
 
 
+NO_THREADS: Any = SimpleNamespace(
+  local_threads=0, lag='0', max_lag=1, ordered=True, in_turn=False, deadline=1.0,
+  devices=jax.devices()[:1],
+)  # fmt: skip
+
+
 def test_actors_get_whole_parameters() -> None:
   mesh = topology.learner_mesh(8, 2)
   for spec in (P(None, topology.MODEL), P()):
     x = jax.device_put(jnp.arange(12.0).reshape(3, 4), jax.sharding.NamedSharding(mesh, spec))
-    found = _on_one_device(x)
+    actors = Actors(NO_THREADS, {0: x}, *2 * [jax.random.key(0)])
+    _, found = actors.pipe.params(0, 0, jax.devices()[0])
     assert found.devices() == {jax.devices()[0]}
     assert np.array_equal(found, x) and np.array_equal(topology.on_host(x), found)
 

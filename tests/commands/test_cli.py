@@ -33,6 +33,8 @@ from processes import (
   podrace,
   summary,
 )
+from shared_programs import shared_programs
+from shorthand import Capture, Patch, slow_after
 
 import podrace as podrace_
 from podrace import cli
@@ -90,7 +92,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
 class Command:
   """`podrace ARGS` in this process: exit code, standard output and standard error."""
 
-  def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+  def __init__(self, capfd: Capture) -> None:
     self.capfd = capfd
 
   def __call__(self, *args: str) -> tuple[int, str, str]:
@@ -101,7 +103,7 @@ class Command:
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Command:
+def run(capfd: Capture) -> Command:
   return Command(capfd)
 
 
@@ -156,7 +158,7 @@ def test_help_of_train_is_short(run: Command) -> None:
   _, said, _ = run('train', '--agent', 'dqn', '--help')
   assert '--agent.buffer.capacity int' in said and 'agent r2d2:' not in said
   code, _, err = run('train', 'catsch', '--help')
-  assert code == 2 and "unknown preset 'catsch': did you mean" in err
+  assert code == 2 and "'catsch'" in err
 
 
 def test_help_of_train_has_every_option(run: Command) -> None:
@@ -204,7 +206,7 @@ def test_the_silence_that_ends_a_session_is_that_of_the_hub() -> None:
 
 
 def test_help_of_an_agent_of_ones_own_is_its_own(
-  run: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  run: Command, tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(sys, 'path', list(sys.path))
@@ -217,12 +219,12 @@ def test_help_of_an_agent_of_ones_own_is_its_own(
   )
   code, said, _ = run('train', '--agent', 'of_mine:Agent', '--help')
   assert code == 0
-  assert '--agent.boldness float' in said and 'of its steps (default 6)' in said
+  assert '--agent.boldness float' in said and '(default 6)' in said
   assert '--agent.network.core-size int' in said and '--num-envs' in said
   for other in ('--agent.clip-rho', '--agent.epochs', 'total-updates', 'observation-space'):
     assert other not in said
   code, _, told = run('train', '--agent', 'of_mine:Agnet', '--help')
-  assert code == 2 and "no agent 'of_mine:Agnet'" in told
+  assert code == 2 and "'of_mine:Agnet'" in told
 
 
 @pytest.mark.slow
@@ -354,7 +356,7 @@ def test_run_directory_through_the_interpreter(finished: Path) -> None:
 
 
 def test_a_run_directory_is_named_where_none_is_given(
-  run: Command, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  run: Command, cache: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   code, output = podrace(['train', *TINY], tmp_path / 'log', cache=cache)
@@ -366,7 +368,7 @@ def test_a_run_directory_is_named_where_none_is_given(
 
 
 def test_runs_of_one_second_have_directories_of_their_own(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   monkeypatch.setattr(new_directory, 'datetime', SimpleNamespace(datetime=Noon))
@@ -379,7 +381,7 @@ def test_runs_of_one_second_have_directories_of_their_own(
 
 
 def test_a_directory_that_another_run_was_quicker_to_take(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   names = iter(['one', 'two'])
@@ -407,7 +409,7 @@ def test_quiet(finished: Path) -> None:
 def test_finished(run: Command, finished: Path) -> None:
   code, said, told = run('train', '--run-dir', str(finished))
   assert code == 0
-  assert f'{finished} is finished: step 640' in told
+  assert str(finished) in told and 'step 640' in told
   assert 'next: podrace eval' in said
 
 
@@ -416,7 +418,7 @@ def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cac
   code, _, told = run('train', '--run-dir', str(finished), '--total-steps', '1280', '--seed', '1')
   assert code == 2
   assert 'total_steps: 640 -> 1280' in told and 'seed: 0 -> 1' in told
-  assert 'give --override to go on with the new one' in told
+  assert '--override' in told
   assert {p: p.read_bytes() for p in before} == before
   code, _, told = run('train', 'cartpole', '--run-dir', str(finished))
   assert code == 2
@@ -438,7 +440,7 @@ def test_only_the_run_directory_is_needed_to_resume(tmp_path: Path, cache: Path)
   one.says('\nstep ')
   again = Podrace(args, tmp_path / 'second', cache=cache)  # while the first is going
   assert again.wait() == 2
-  assert 'is in use by another run that is still going' in again.output
+  assert 'in use' in again.output
   one.signal(signal.SIGTERM)
   assert one.wait() == 143, one.output
   (*_, newest) = checkpoints(tmp_path / 'run')
@@ -482,8 +484,8 @@ def test_devices(run: Command) -> None:
   ('args', 'message'),
   [
     (['--actor-devices', '0,9'], '9'),
-    (['--devices', 'many'], "--devices takes a whole number of at least 0, not 'many'"),
-    (['--actors', '0'], "unknown option '--actors'"),
+    (['--devices', 'many'], '--devices'),
+    (['--actors', '0'], "'--actors'"),
   ],
 )
 def test_devices_that_are_not_there(run: Command, args: list[str], message: str) -> None:
@@ -491,10 +493,7 @@ def test_devices_that_are_not_there(run: Command, args: list[str], message: str)
   assert (code, out) == (2, '') and message in err
 
 
-@pytest.mark.parametrize(
-  ('learner', 'model'),
-  [('1', '1'), pytest.param('0', '1', marks=pytest.mark.slow), pytest.param('1,0', '2', marks=pytest.mark.slow)],
-)  # fmt: skip
+@pytest.mark.parametrize(('learner', 'model'), slow_after(1, ('1', '1'), ('0', '1'), ('1,0', '2')))  # fmt: skip
 def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
   code, out, err = run(
     'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',
@@ -544,11 +543,11 @@ def test_random_actions_that_masks_allow(space: spaces.Space) -> None:
   [
     (['anakin'], 'bench measures sebulba'),
     (['sebulba', 'pongg'], 'pong'),
-    (['sebulba', 'catch', '--seconds', '0'], '--seconds must be more than 0, not 0'),
-    (['sebulba', 'catch', '--seconds', 'x'], "--seconds takes a number, not 'x'"),
-    (['sebulba', 'catch', '--run-dir', 'x'], 'bench keeps no run: --run-dir'),
-    (['sebulba', 'catch', '--replay', 'host'], 'on its devices: no --replay host'),
-    (['sebulba', '--replay', 'service', '--lag', 'async'], 'on its devices: no --replay service'),
+    (['sebulba', 'catch', '--seconds', '0'], '--seconds'),
+    (['sebulba', 'catch', '--seconds', 'x'], '--seconds'),
+    (['sebulba', 'catch', '--run-dir', 'x'], '--run-dir'),
+    (['sebulba', 'catch', '--replay', 'host'], '--replay host'),
+    (['sebulba', '--replay', 'service', '--lag', 'async'], '--replay service'),
   ],
 )
 def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> None:
@@ -700,7 +699,7 @@ BAD = [
 
 
 @pytest.fixture
-def unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def unchanged(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
   """A working directory; bad usage must leave nothing in it that looks like a run."""
   monkeypatch.chdir(tmp_path)
   yield tmp_path
@@ -725,19 +724,20 @@ def test_bad_input_exits_2_with_a_message(
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['eval'], 'eval takes one run directory, not 0: podrace eval DIR [OPTIONS]'),
-    (['eval', 'a', 'b'], 'eval takes one run directory, not 2: podrace eval DIR [OPTIONS]'),
-    (['top'], 'top takes one address, not 0: podrace top ADDRESS [OPTIONS]'),
-    (['envs'], 'envs needs --connect: see podrace envs --help'),
-    (['act'], 'act needs --connect-replay: see podrace act --help'),
-    (['replay'], 'replay needs --listen: see podrace replay --help'),
-    (['keys'], "keys takes `new DIR` or `client DIR NEW`, not ''"),
-    (['bench'], 'bench measures sebulba: podrace bench sebulba [PRESET] [OPTIONS]'),
+    (['eval'], 'podrace eval DIR'),
+    (['eval', 'a', 'b'], 'podrace eval DIR'),
+    (['top'], 'podrace top ADDRESS'),
+    (['envs'], '--connect'),
+    (['act'], '--connect-replay'),
+    (['replay'], '--listen'),
+    (['keys'], '`new DIR`'),
+    (['bench'], 'podrace bench sebulba'),
   ],
   ids=lambda x: x if isinstance(x, str) else ' '.join(x),
 )
 def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
-  assert run(*args) == (2, '', f'podrace: {message}\n')
+  code, out, err = run(*args)
+  assert (code, out) == (2, '') and message in err and len(err.splitlines()) == 1
 
 
 def test_as_a_module() -> None:
@@ -772,7 +772,7 @@ def test_bad_input_through_the_interpreter(tmp_path: Path) -> None:
   ('library', 'name'), [('gymnax', 'CartPole-v1'), ('brax', 'ant'), ('jumanji', 'Snake-v1')]
 )
 def test_missing_extra(
-  library: str, name: str, run: Command, unchanged: Path, monkeypatch: pytest.MonkeyPatch
+  library: str, name: str, run: Command, unchanged: Path, monkeypatch: Patch
 ) -> None:
   hide_library(monkeypatch, library)
   code, _, told = run('train', '--env', f'{library}:{name}')
@@ -781,7 +781,7 @@ def test_missing_extra(
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'own.py').write_text(
@@ -793,10 +793,10 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback(
   done = command(*args)
   assert done.returncode == 2
   assert 'own.py", line 6, in learn' in done.stderr
-  assert 'ValueError: too many values to unpack (expected 2)' in done.stderr
+  assert 'ValueError' in done.stderr
 
 
-def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.chdir(tmp_path)
   (tmp_path / 'own.py').write_text('import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n')
   done = command('train', '--agent', 'own:Agent', *TINY, '--run-dir', str(tmp_path / 'run'))
@@ -805,13 +805,19 @@ def test_a_segmentation_fault_says_where(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-  ('arg', 'number'),
-  [('1e4', '10000'), ('9e2', '900'), ('1_000', '1000'), ('--total-steps=1e4', '--total-steps=10000'),
-   ('0.5', '0.5'), ('--a=1e-3', '--a=1e-3'), ('77', '77'), ('gymnax:X,n=2.5', 'gymnax:X,n=2.5'),
-   ('inf', 'inf'), ('--b=', '--b=')],
+  ('args', 'name', 'value'),
+  [(['--total-steps', '1e4'], 'total_steps', 10_000), (['--total-steps=1e4'], 'total_steps', 10_000),
+   (['--log-every', '9e2'], 'log_every', 900), (['--log-every', '1_000'], 'log_every', 1_000),
+   (['--seed', '77'], 'seed', 77), (['--env', 'gymnax:X,n=2.5'], 'env', 'gymnax:X,n=2.5'),
+   (['--env='], 'env', '')],
 )  # fmt: skip
-def test_whole_numbers_may_be_written_short(arg: str, number: str) -> None:
-  assert configure._whole(arg) == number
+def test_whole_numbers_may_be_written_short(args: list[str], name: str, value: object) -> None:
+  assert getattr(configure.parse(Config(Impala()), args), name) == value
+
+
+@pytest.mark.parametrize('args', [['--agent.discount', '1e-3'], ['--agent.discount=1e-3']])
+def test_other_numbers_stay_as_they_are(args: list[str]) -> None:
+  assert configure.parse(Config(Impala()), args).agent.discount == 1e-3
 
 
 def test_a_learning_rate_that_makes_infinities(tmp_path: Path, cache: Path) -> None:
@@ -819,11 +825,11 @@ def test_a_learning_rate_that_makes_infinities(tmp_path: Path, cache: Path) -> N
   args = ['train', *TINY, '--agent.learning-rate', '1e38', '--run-dir', str(run_dir)]
   code, output = podrace(args, tmp_path / 'log', cache=cache)
   assert code == 1
-  assert 'NaN or infinite at step' in output and 'there is no checkpoint yet' in output
+  assert 'NaN' in output
   assert 'Traceback' not in output
   assert checkpoints(run_dir) == []
   code, output = podrace(['eval', str(run_dir)], tmp_path / 'log', cache=cache)
-  assert code == 2 and 'has no checkpoint yet' in output
+  assert code == 2 and 'checkpoint' in output
 
 
 # --- bad directories ----------------------------------------------------------------------------
@@ -834,7 +840,7 @@ def test_run_dir_that_is_a_file(run: Command, unchanged: Path) -> None:
   for path in ('file', 'file/run'):
     code, _, told = run('train', *TINY, '--run-dir', path)
     assert code == 2
-    assert f'--run-dir {path} cannot be a directory' in told
+    assert f'--run-dir {path}' in told
   assert (unchanged / 'file').read_text() == 'mine'
 
 
@@ -867,7 +873,7 @@ def test_unwritable_directory(run: Command, unchanged: Path) -> None:
       assert f'--run-dir {path} {why}' in told
 
 
-def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: Patch) -> None:
   def broken(args: list[str]) -> int:
     raise AssertionError('ours')
 
@@ -875,17 +881,16 @@ def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: pytest.M
   with pytest.raises(AssertionError, match='ours'):
     cli.main(['list'])
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')
-  with pytest.raises(ValueError, match='unknown command'):
+  with pytest.raises(ValueError, match='lits'):
     cli.main(['lits'])
 
 
+@pytest.mark.parametrize(('value', 'advice'), [(None, True), (1.0, False)])
 def test_a_run_without_an_end_of_an_episode_says_what_to_do(
-  capsys: pytest.CaptureFixture[str],
+  value: float | None, advice: bool, run: Command, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-  from podrace.commands.train import _report
-
-  for value, expected in ((None, True), (1.0, False)):
-    config = PRESETS['cartpole']()
-    _report(Path('run'), {'episode_return': value, 'steps_per_s': 1.0, 'step': 6_400}, config)
-    told = capsys.readouterr().out
-    assert ('--total-steps' in told) == ('100 steps of each environment' in told) == expected
+  summary = {'episode_return': value, 'steps_per_s': 1.0, 'step': 6_400}
+  monkeypatch.setattr('podrace.run.loop.train', lambda *args, **options: summary)
+  code, said, _ = run('train', 'cartpole', '--num-envs', '64', '--run-dir', str(tmp_path / 'run'))
+  assert code == 0
+  assert ('--total-steps' in said) == ('100 steps' in said) == advice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
@@ -217,15 +218,17 @@ def test_help_is_told_wherever_it_is_asked_for(args: str) -> None:
 # --- the pages of agents --------------------------------------------------------------------------
 
 
+@functools.cache
+def page_defaults(*args: str) -> dict[str, str]:
+  return shown_defaults(train_help(*args))
+
+
 def cell(agent: str, options: list[str]) -> str | None:
   """The defaults of options of an agent as its page has them: those of most kinds of environment, then the others."""
   kinds = [kind for name, kind in defaults.TABLE if name == agent]
-  texts = {kind: train_help('--agent', agent, '--env', ENVS[kind]) for kind in kinds}
-  texts = texts or {'': train_help('--agent', agent)}
-  values = {
-    kind: ', '.join(written(shown_defaults(text)[n]) for n in options)
-    for kind, text in texts.items()
-  }
+  shown = {kind: page_defaults('--agent', agent, '--env', ENVS[kind]) for kind in kinds}
+  shown = shown or {'': page_defaults('--agent', agent)}
+  values = {kind: ', '.join(written(x[n]) for n in options) for kind, x in shown.items()}
   if any('none' in x.lower() or not x for x in values.values()):
     return None  # the page has it in words
   usual = max(values.values(), key=list(values.values()).count)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from children import environment
+from shorthand import Capture
 from test_runs import called
 
 from podrace.agents import AGENTS
@@ -23,9 +24,7 @@ from podrace.settings.presets import PRESETS
 @pytest.mark.parametrize(
   'kind', ['agent', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network'))]
 )
-def test_what_it_writes_trains(
-  kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_writes_trains(kind: str, tmp_path: Path, capsys: Capture) -> None:
   code, out, _ = called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))
   assert code == 0 and sorted(p.name for p in tmp_path.iterdir()) == ['my_own.py', 'test_my_own.py']
   text = ''.join(p.read_text() for p in tmp_path.iterdir())
@@ -42,9 +41,7 @@ def test_what_it_writes_trains(
 
 @pytest.mark.slow
 @pytest.mark.parametrize('kind', ['agent', 'env', 'network'])
-def test_what_it_writes_passes_its_own_test(
-  kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_it_writes_passes_its_own_test(kind: str, tmp_path: Path, capsys: Capture) -> None:
   assert called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))[0] == 0
   done = subprocess.run(
     [sys.executable, '-m', 'pytest', '-q', '-p', 'no:cacheprovider', 'test_my_own.py'],
@@ -53,9 +50,7 @@ def test_what_it_writes_passes_its_own_test(
   assert done.returncode == 0, done.stdout
 
 
-def test_nothing_is_overwritten_or_hidden(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_nothing_is_overwritten_or_hidden(tmp_path: Path, capsys: Capture) -> None:
   (tmp_path / 'test_mine.py').write_text('mine')
   for args, message in (
     (('agent', 'Mine'), 'exists already'),
@@ -121,7 +116,7 @@ def test_values_that_complete() -> None:
 
 
 @pytest.mark.skipif(shutil.which('bash') is None, reason='there is no bash')
-def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_completes(tmp_path: Path, capsys: Capture) -> None:
   _, script, _ = called(capsys, 'completion', 'bash')
   (tmp_path / 'podrace').write_text(f'#!/bin/sh\nexec {sys.executable} -m podrace "$@"\n')
   (tmp_path / 'podrace').chmod(0o755)

@@ -9,9 +9,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from children import ROOT, Process, environment
 from processes import DEADLINE
+from shorthand import Capture, Patch
+from test_runs import called
 
 import podrace
 from podrace.cli import COMMANDS
@@ -46,8 +49,10 @@ def test_the_commands_that_compute() -> None:
 
 
 @pytest.mark.parametrize('name', OF_JAX)
-def test_no_command_computes_in_64_bits(name: str, tmp_path: Path) -> None:
-  refused(command(name, '--nothing', str(tmp_path), JAX_ENABLE_X64='true'), 'JAX_ENABLE_X64')
+def test_no_command_computes_in_64_bits(name: str, tmp_path: Path, capsys: Capture) -> None:
+  with jax.enable_x64(True):
+    code, out, err = called(capsys, name, '--nothing', str(tmp_path))
+  assert code == 2 and not out and 'JAX_ENABLE_X64' in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -55,17 +60,41 @@ def test_no_command_computes_in_64_bits(name: str, tmp_path: Path) -> None:
   [
     ('JAX_ENABLE_X64', '1'),
     ('JAX_ENABLE_X64', 'maybe'),
-    ('JAX_NUMPY_DTYPE_PROMOTION', 'strict'),
-    ('JAX_NUMPY_DTYPE_PROMOTION', 'none'),
-    ('JAX_DISABLE_JIT', 'on'),
-    ('JAX_TRANSFER_GUARD', 'disallow'),
-    ('JAX_TRANSFER_GUARD_HOST_TO_DEVICE', 'disallow_explicit'),
     ('JAX_NUM_CPU_DEVICES', 'two'),
     ('JAX_PLATFORMS', 'abacus'),
+    *(
+      pytest.param(*x, marks=pytest.mark.slow)
+      for x in (
+        ('JAX_NUMPY_DTYPE_PROMOTION', 'strict'),
+        ('JAX_NUMPY_DTYPE_PROMOTION', 'none'),
+        ('JAX_DISABLE_JIT', 'on'),
+        ('JAX_TRANSFER_GUARD', 'disallow'),
+        ('JAX_TRANSFER_GUARD_HOST_TO_DEVICE', 'disallow_explicit'),
+      )
+    ),
   ],
 )
 def test_variables_of_jax_that_no_run_works_with(variable: str, value: str) -> None:
   refused(command('devices', **{variable: value}), variable)
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [
+    ('jax_numpy_dtype_promotion', 'strict'),
+    ('jax_disable_jit', True),
+    ('jax_transfer_guard', 'disallow'),
+    ('jax_transfer_guard_host_to_device', 'disallow_explicit'),
+  ],
+)
+def test_settings_of_jax_that_no_run_works_with(name: str, value: Any, capsys: Capture) -> None:
+  before = getattr(jax.config, name)
+  jax.config.update(name, value)
+  try:
+    code, out, err = called(capsys, 'devices')
+  finally:
+    jax.config.update(name, before)
+  assert code == 2 and not out and name.upper() in err and len(err.splitlines()) == 1
 
 
 def test_variables_of_jax_are_no_matter_where_nothing_is_computed(tmp_path: Path) -> None:
@@ -82,7 +111,7 @@ def make():
 
 
 def test_an_environment_that_changes_the_settings_of_jax(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   (tmp_path / 'wide.py').write_text(IN_64_BITS)
   monkeypatch.chdir(tmp_path)
@@ -129,7 +158,10 @@ def catch():
 """
 
 
-@pytest.fixture(scope='module', params=['gymnasium:noisy:Noisy-v0', 'python:noisy.catch'])
+@pytest.fixture(
+  scope='module',
+  params=['gymnasium:noisy:Noisy-v0', pytest.param('python:noisy.catch', marks=pytest.mark.slow)],
+)
 def noisy(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A folder with the run of an environment that prints, in a process of its own and in this one."""
   folder = tmp_path_factory.mktemp('noisy')
@@ -183,12 +215,12 @@ def test_what_is_launched_is_printed_alone(noisy: Path) -> None:
   ],
 )
 def test_a_run_is_refused_for_what_was_given(
-  args: list[str], named: list[str], others: list[str]
+  args: list[str], named: list[str], others: list[str], capsys: Capture
 ) -> None:
-  done = command('train', *args)
-  assert done.returncode == 2
-  assert all(x in done.stderr for x in named), done.stderr
-  assert not any(x in done.stderr for x in others), done.stderr
+  code, _, err = called(capsys, 'train', *args)
+  assert code == 2
+  assert all(x in err for x in named), err
+  assert not any(x in err for x in others), err
 
 
 @pytest.mark.parametrize(
@@ -218,7 +250,7 @@ def test_settings_of_a_preset_that_have_no_meaning_are_left_out(
 
 @pytest.mark.parametrize('name', ['file', 'file/run', 'link', 'other'])
 def test_a_bad_run_directory_is_refused_before_anything_is_set_up(
-  name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  name: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
   (tmp_path / 'file').write_text('')
   (tmp_path / 'link').mkdir()

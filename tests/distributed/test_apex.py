@@ -34,28 +34,23 @@ from podrace import cli, errors, tables, topology
 from podrace.agents import value_based
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.architectures.sebulba import example_trajectory
 from podrace.commands import act, configure
 from podrace.distributed import acting as acting_process
-from podrace.distributed import (
-  batches as feed,
-)
+from podrace.distributed import batches as feed
 from podrace.distributed import learner as distributed_learner
-from podrace.distributed import (
-  learner_client,
-  parameters,
-  publishing,
-  run_identity,
-  run_tables,
-)
+from podrace.distributed import learner_client, parameters, publishing, run_identity, run_tables
 from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import link
+from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import from_leaves, to_leaves
 from podrace.envs.host import base as host
 from podrace.envs.host.episodes import Totals
 from podrace.errors import UsageError
+from podrace.launch.engines.manifests import SERVER_FILES
 from podrace.networks import ActorCritic
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
@@ -120,6 +115,21 @@ class Places:
     until(lambda: self.told() and self.told()[-1]['step'] >= now + more)
 
 
+def in_background(call: Callable[[], Any]) -> tuple[list[BaseException], threading.Thread]:
+  """Starts `call` in a thread. The list takes its exception."""
+  ended: list[BaseException] = []
+
+  def run() -> None:
+    try:
+      call()
+    except BaseException as e:
+      ended.append(e)
+
+  thread = threading.Thread(target=run, daemon=True)
+  thread.start()
+  return ended, thread
+
+
 @pytest.fixture
 def places(tmp_path: Path, cache: Path) -> Any:
   found = Places(tmp_path, cache)
@@ -140,7 +150,7 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
     '16 to 31 of 32',
   ]
   spare = places.act(16)
-  spare.says('this process is a spare: others act in the 32 environments of the run')
+  spare.says('a spare')
   places.step_from(3_840)
   one.kill()
   spare.says('acting in 16 environments')
@@ -148,10 +158,9 @@ def test_a_run_learns_although_an_actor_is_killed(places: Places) -> None:
     r'environments, (.*)', one.output
   )
   late = places.act(16)
-  late.says('this process is a spare')
+  late.says('a spare')
   assert learner.wait() == 0, learner.output
   assert [late.wait(), spare.wait(), two.wait()] == [0, 0, 0]
-  late.says('the run is complete')
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
   told = places.told()
@@ -186,8 +195,8 @@ def test_an_agent_that_plans_learns_in_other_processes(places: Places) -> None:
 def test_steps_are_counted_once_somebody_has_made_them(places: Places) -> None:
   """As few as those before anything is learned: without acting processes there are none of them either."""
   server, learner = places.serve(), places.learn(384)
-  learner.says('waiting until the replay service has 512 steps')
-  learner.says('no acting process is connected')
+  learner.says('512 steps')
+  learner.says('podrace act ')
   assert not places.told() and learner.process.is_alive()
   actor = places.act(32)
   assert [learner.wait(), actor.wait()] == [0, 0], learner.output
@@ -217,7 +226,7 @@ def test_impala_learns_from_a_queue_of_unrolls(
 
   def act() -> None:
     try:
-      acting_process._Acting(resolve(config), acting_process.Options(addresses, 8)).run()
+      acting_process.Acting(resolve(config), acting_process.Options(addresses, 8)).run()
     except BaseException as e:
       ended.append(e)
 
@@ -252,26 +261,22 @@ def test_impala_learns_from_a_queue_of_unrolls(
   )
 
 
-def test_what_was_learned_before_the_service_failed_is_saved(
+def test_a_failing_service_has_the_run_saved(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-  config = Config(
-    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
-    total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1,
-  )  # fmt: skip
-  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  config, addresses = tiny(), addresses_in(tmp_path)
   batches, drawn = feed.Queued.batches, 0
 
   def failing(self: feed.Queued, samples: tables.Samples) -> Any:
     nonlocal drawn
     for draw in batches(self, samples):
       if drawn == 64:
-        raise ArithmeticError('a bug')
+        raise ArithmeticError
       drawn += 1
       yield draw
 
   monkeypatch.setattr(feed.Queued, 'batches', failing)
-  acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
+  acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
 
   def act() -> None:
     with contextlib.suppress(tables.Closed):  # at the end
@@ -280,10 +285,10 @@ def test_what_was_learned_before_the_service_failed_is_saved(
   actor = threading.Thread(target=act, daemon=True)
   with ReplayServer(addresses.replay[0]):
     actor.start()
-    with pytest.raises(errors.RunError, match=r'(?s)a bug.*the run is saved at step 512'):
+    with pytest.raises(errors.RunError, match=r'(?s)ArithmeticError.* step 512'):
       loop.train(config, tmp_path / 'run', addresses=addresses, quiet=True)
     assert checkpoints(tmp_path / 'run')[-1] == 512
-    acting._newest.close()
+    acting.newest.close()
     actor.join(120)
 
 
@@ -368,29 +373,27 @@ def test_an_unroll_is_learned_from_once() -> None:
   assert queued.counts() == {'unrolls_taken': 21, 'unrolls_repeated': 4}
 
 
-def test_tables_are_waited_for_where_a_signal_ends_the_wait(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_ends_the_wait_for_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """The service is there, and does not say anything of its tables."""
-  config = Config(
-    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
-    lag='async', replay='service', devices=1,
-  )  # fmt: skip
-  address = f'unix:{tmp_path}/parameters'
-  with ReplayServer('tcp://127.0.0.1:*') as server:
+  addresses = addresses_in(tmp_path)
+  with ReplayServer(addresses.replay[0]) as server:
+    handle, end = server.handle, threading.Event()
 
-    def asked(*args: Any) -> None:
-      if threading.current_thread().name == server.service:  # it is being waited for
+    def silent(peer: Any, kind: Any, *args: Any) -> None:
+      if kind is not replay_messages.TABLE:
+        handle(peer, kind, *args)
+      elif not end.is_set():  # it is being waited for
+        end.set()
         os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(server, '_request', asked)
+    monkeypatch.setattr(server, 'handle', silent)
     with pytest.raises(errors.Stopped):
-      loop.train(
-        config,
-        tmp_path / 'run',
-        addresses=run_identity.Addresses((server.address,), address),
-        quiet=True,
-      )
+      loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+    assert end.is_set()
+
+
+def addresses_in(folder: Path) -> run_identity.Addresses:
+  return run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
 
 
 def tiny(**more: Any) -> Config:
@@ -408,47 +411,49 @@ def test_a_run_has_one_name(tmp_path: Path) -> None:
   assert first.startswith('one-') and other.startswith('one-') and first != other
   assert run_identity.run_name(folders[0]) == first
   (folders[0] / 'name.json').write_text('[]')
-  with pytest.raises(UsageError, match=r'name\.json is not the name of a run'):
+  with pytest.raises(UsageError, match=r'name\.json'):
     run_identity.run_name(folders[0])
+
+
+class Began(Exception):
+  """The learner has come as far as this."""
 
 
 def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   def began(*args: Any) -> None:
-    raise AssertionError('it learns')
+    raise Began
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'start', began)
-  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = addresses_in(tmp_path)
 
   def train(name: str) -> None:
     loop.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
 
   with ReplayServer(addresses.replay[0]) as server:
-    with pytest.raises(AssertionError, match='it learns'):
-      train('one')
-    with pytest.raises(AssertionError, match='it learns'):  # as it is resumed
-      train('one')
+    for _ in range(2):  # then it is resumed
+      with pytest.raises(Began):
+        train('one')
     assert {served.settings['run'] for served in server.served.by_name.values()} == {
       run_identity.run_name(tmp_path / 'one')
     }
-    with pytest.raises(
-      service.Refused, match=r"is of run 'one-.*', run 'two-.*' asks for it: each run needs"
-    ):
+    with pytest.raises(service.Refused, match=r"'one-.*'two-"):
       train('two')
 
 
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
-  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = addresses_in(tmp_path)
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
     parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
-    acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
-    program = acting._program
-    example, space = acting._example, program.spec.action_space
-    run_tables.unrolls_table(client, 4, example, space, 'one-1')
-    shapes = acting._program.agent.init(jax.random.key(0)).params
+    spec = host.make(config.env)
+    agent = resolve(config).agent
+    example = example_trajectory(agent, spec, 4, config.unroll_length)
+    run_tables.unrolls_table(client, 4, example, spec.action_space, 'one-1')
+    shapes = agent.init(jax.random.key(0)).params
+    acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
 
     def publish(version: int, name: str) -> None:
       told = json.dumps({**run_identity.record(config), run_identity.RUN: name}).encode()
@@ -456,62 +461,46 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
       publisher.publish(version, [*to_leaves(shapes), record])
 
     publish(1, 'two-2')
-    with pytest.raises(service.Refused, match="is of run 'one-1', run 'two-2' asks for it"):
+    with pytest.raises(service.Refused, match=r"'one-1'.*'two-2'"):
       acting.run()
     publish(2, 'one-1')
-    acting = acting_process._Acting(resolve(config), acting_process.Options(addresses))
-    ended: list[BaseException] = []
-
-    def act() -> None:
-      try:
-        acting.run()
-      except BaseException as e:
-        ended.append(e)
-
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
+    acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
+    ended, thread = in_background(acting.run)
     until(lambda: ended or client.table('unrolls').info().waiting_inserts)
     publish(3, 'two-2')
     thread.join(120)
     assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
-    assert "has run 'two-2' now, this process works for run 'one-1'" in str(ended[0])
+    assert all(name in str(ended[0]) for name in ("'two-2'", "'one-1'"))
 
 
-def test_a_process_that_is_lent_other_environments_begins_in_them(
+def test_a_process_moves_to_other_environments(
   tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
   """Though it waits to write, as nothing takes what is in the queue."""
   caplog.set_level(logging.INFO)
   config = tiny()
-  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
+  addresses = addresses_in(tmp_path)
   options = acting_process.Options(addresses, 2)
   agent = resolve(config).agent
   told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
   leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
             (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
-  ended: list[BaseException] = []
-
-  def act() -> None:
-    try:
-      acting_process._act(config, options)
-    except BaseException as e:
-      ended.append(e)
-
   with (
     ReplayServer(addresses.replay[0]),
     service.connect(addresses.replay) as client,
     parameters.Publisher(addresses.parameters, environments=4) as publisher,
   ):
     publisher.publish(1, leaves)
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    until(lambda: ended or 'acting in 2 environments, 0 to 1 of 4' in caplog.text)
+    ended, thread = in_background(
+      lambda: acting_process.act_until_finished(resolve(config), options)
+    )
+    until(lambda: ended or '0 to 1 of 4' in caplog.text)
     table = client.table('unrolls')
     until(lambda: ended or table.info().waiting_inserts)
-    publisher._leases.held['another'] = range(2)
+    publisher.leases.held['another'] = range(2)
     (peer,) = publisher.peers
     publisher.listener.call(lambda: publisher.listener.tell_gone(peer, 'a test'))
-    until(lambda: ended or 'acting in 2 environments, 2 to 3 of 4' in caplog.text)
+    until(lambda: ended or '2 to 3 of 4' in caplog.text)
     seen: set[int] = set()
     for _ in range(100):
       if {2, 3} <= seen:
@@ -523,53 +512,42 @@ def test_a_process_that_is_lent_other_environments_begins_in_them(
   assert seen == {0, 1, 2, 3}
 
 
-def test_a_publisher_that_fails_while_data_is_waited_for_ends_the_run(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-  looks = 0
+def test_a_failing_publisher_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  looks, made = 0, list[parameters.Publisher]()
 
   def fail() -> None:
-    raise ArithmeticError('a bug')
+    raise ArithmeticError
+
+  def noted(*args: Any, publisher: Any = parameters.Publisher) -> parameters.Publisher:
+    made.append(publisher(*args))
+    return made[-1]
 
   def look(self: publishing.Publishing) -> None:
     nonlocal looks
-    publisher = self._publisher
-    assert publisher is not None
     if not looks:
-      publisher.listener.call(fail)
-    if publisher.failure:
+      made[0].listener.call(fail)
+    if made[0].failure:
       looks += 1
       assert looks < 3, 'it waits on'
 
+  monkeypatch.setattr(parameters, 'Publisher', noted)
   monkeypatch.setattr(publishing.Publishing, 'warn_if_alone', look)
-  addresses = run_identity.Addresses((f'unix:{tmp_path}/replay',), f'unix:{tmp_path}/parameters')
-  with (
-    ReplayServer(addresses.replay[0]),
-    pytest.raises(errors.RunError, match=r'ArithmeticError: a bug'),
-  ):
+  addresses = addresses_in(tmp_path)
+  with ReplayServer(addresses.replay[0]), pytest.raises(errors.RunError, match='ArithmeticError'):
     loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
 
 
-def test_a_learner_needs_all_keys_before_it_is_compiled(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_learner_needs_all_keys_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   def compiled(*args: Any) -> None:
-    raise AssertionError('it compiles')
+    raise Began
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'open', compiled)
   keys = tmp_path / 'keys'
   net_keys.new_keys(keys)
   addresses = run_identity.Addresses(('tcp://127.0.0.1:9',), 'tcp://127.0.0.1:*', keys)
-  with pytest.raises(AssertionError, match='it compiles'):
+  with pytest.raises(Began):
     loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
-  for name in (
-    'server.key',
-    'server.pem',
-    'client.key',
-    'client.pem',
-    'authority.pem',
-    'allowed_clients',
-  ):
+  for name in {*SERVER_FILES, *net_keys.CLIENT_FILES}:
     (keys / name).rename(tmp_path / 'kept')
     with pytest.raises(errors.SecurityError, match=name):
       loop.train(tiny(), tmp_path / 'other', addresses=addresses, quiet=True)
@@ -584,18 +562,18 @@ def test_learner_devices_are_those_that_learn(tmp_path: Path) -> None:
   )  # fmt: skip
   mesh = build.build_learner(resolve(config)).mesh
   assert [d.id for d in mesh.devices.flat] == [3, 5]
-  with pytest.raises(UsageError, match=r'nobody acts in this process; give it to `podrace act`'):
+  with pytest.raises(UsageError, match='podrace act'):
     build.build_learner(resolve(dataclasses.replace(config, actor_devices='0')))
 
 
-def test_what_listens_is_refused_before_it_is_compiled_for(
+def test_bad_listening_is_refused_at_once(
   tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
   args = ['train', *CATCH, '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service',
           '--connect-replay', 'tcp://127.0.0.1:1', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
   for listen, message in (
-    (['unix:/x', '--peer-timeout', '0'], '--peer-timeout must be more than 0'),
-    (['tcp://10.0.0.1:1'], 'it needs keys'),
+    (['unix:/x', '--peer-timeout', '0'], '--peer-timeout'),
+    (['tcp://10.0.0.1:1'], '--keys'),
   ):
     with pytest.raises(SystemExit) as end:
       cli.main([*args, '--listen', *listen])
@@ -606,21 +584,21 @@ def test_what_listens_is_refused_before_it_is_compiled_for(
 @pytest.mark.slow
 def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)
-  learner.says('no podrace replay answers at')
+  learner.says(places.replay)
   server = places.serve('--checkpoint-every', '1')
   actors = [places.act(16), places.act(16, '--max-staleness', '3')]
   places.step_from(6_000)
   learner.signal(signal.SIGTERM)
   assert learner.wait() == 143, learner.output
   saved = checkpoints(places.run_dir)[-1]
-  actors[1].says('are stale')
+  actors[1].says('stale')
   learner = places.learn(10_000_000)
-  learner.says(f'resuming at step {saved:,}')
+  learner.says(f' step {saved:,}')
   places.step_from(3_000)
   until(lambda: list((places.folder / 'tables').iterdir()))
   server.kill()
-  learner.says('the session with podrace replay')
-  actors[0].says('the session with podrace replay')
+  learner.says('session with')
+  actors[0].says('session with')
   learner.process.join(3)  # by then all that it has is learned from, and it waits
   learner.signal(signal.SIGTERM)
   assert learner.wait(30) == 143, learner.output
@@ -647,16 +625,16 @@ def test_everybody_may_come_and_go(places: Places) -> None:
 def test_who_is_left_alone_gives_up_if_asked_to(places: Places) -> None:
   nobody = places.act(32, '--give-up-after', '0.5')
   assert nobody.wait() == 1
-  nobody.says('there are no parameters of')
+  nobody.says(places.parameters)
   places.serve()
   learner = places.learn(10_000_000)
-  learner.says('no acting process is connected; waiting for experience of `podrace act ')
+  learner.says('`podrace act ')
   places.act(16).says('acting in 16 environments')
   actor = places.act(16, '--max-staleness', '1', '--give-up-after', '5')
   actor.says('acting in 16 environments')
   learner.kill()
   assert actor.wait() == 1
-  actor.says('5 s were not enough to get newer ones')
+  actor.says(' 5 s ')
 
 
 @pytest.mark.slow
@@ -665,10 +643,10 @@ def test_another_run_is_refused_and_both_sides_are_told(places: Places) -> None:
   places.learn(10_000)
   other = places.act(16, '--agent.network.hidden', '64')
   assert other.wait() == 2
-  assert '--agent.network.hidden: the learner has 32, this process 64' in other.output
+  assert re.search('--agent.network.hidden: .*32.* 64', other.output)
   other = places.act(16, '--env', 'podrace:memory')
   assert other.wait() == 2
-  assert '--env: the learner has podrace:catch, this process podrace:memory' in other.output
+  assert re.search('--env: .*podrace:catch.* podrace:memory', other.output)
   alone = places.act(32)
   alone.says('acting in 32 environments')
   alone.signal(signal.SIGINT)
@@ -682,7 +660,7 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   learner = places.learn(1_000_000, *env)
   actor = places.act(16, *env)
   assert actor.wait() == 1, actor.output
-  assert 'ZeroDivisionError: the game broke' in actor.output
+  assert 'ZeroDivisionError' in actor.output
   assert learner.process.is_alive()
 
 
@@ -695,8 +673,7 @@ def test_windows_that_went_through_a_service(case: str) -> None:
   buffer = settings(capacity=10_000, priority_exponent=1.0, batch_size=128)
   if case != 'n-step':
     given['initial_priority'] = first_priority
-  both = Both(world, buffer=buffer, **given)
-  try:
+  with contextlib.closing(Both(world, buffer=buffer, **given)) as both:
     with ReplayServer('tcp://127.0.0.1:*') as server:
       client = service.connect(server.address)
       table = client.table(
@@ -704,18 +681,17 @@ def test_windows_that_went_through_a_service(case: str) -> None:
         rate_limiter=tables.min_size(1), max_size=1000,
         contents=run_tables.window_contents(both.layout, spaces.Discrete(5)),
       )  # fmt: skip
-      streams = Streams(
-        both.layout, table, lambda history: client.writer(history, rows_per_chunk=5)
-      )
+      write = lambda history: client.writer(history, rows_per_chunk=5)  # noqa: E731
+      streams = Streams(both.layout, table, write)
       for unroll in range(6):
         trajectory = world.unroll()
-        both.memory = both._add(both.memory, trajectory)
+        both.memory = both.remember(both.memory, trajectory)
         streams.add(jax.tree.map(jnp.asarray, trajectory), np.full(3, unroll))
       for stream in streams.by_env.values():
         stream.writer.flush(timeout=20)
       found = table.sample(128, timeout=20)
       client.close()
-    sample = both._decode({**found.data, 'weight': np.ones(128, np.float32)})
+    sample = both.decode({**found.data, 'weight': np.ones(128, np.float32)})
     starts = starts_of(world, sample)
     expected = both.window(both.memory, sample.trajectory.env_id, jnp.asarray(starts, jnp.int32))
     for x, y in zip(jax.tree.leaves(sample.trajectory), jax.tree.leaves(expected), strict=True):
@@ -723,35 +699,28 @@ def test_windows_that_went_through_a_service(case: str) -> None:
     tree = np.asarray(both.memory.tree[0]).reshape(-1)
     index = np.asarray(sample.trajectory.env_id) * both.w.starts + np.array(starts) // both.w.period
     np.testing.assert_allclose(found.priority, tree[index], rtol=1e-5)
-  finally:
-    both.close()
 
 
 def test_priorities_of_dqn_by_what_acting_saw() -> None:
   """By hand, of windows of 2 steps: two rewards, one that terminates, a step between episodes, a time limit."""
   agent = DQN(discount=0.5, n_step=2, actor_priorities=True)
-  window = Trajectory(
-    TimeStep(
-      (),
-      jnp.array([[0, 0, 0, 0], [1, 2, 0, 1], [4, 8, 8, 8]], jnp.float32),
-      jnp.array([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]], jnp.float32),
-      jnp.array([[0, 1, 2, 1], [1, 2, 0, 2], [1, 0, 1, 0]], jnp.int8),
-    ),
-    ActorOutput(
-      jnp.zeros((2, 4), jnp.int32),
-      value_based.ValueExtras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4])),
-    ),
+  timesteps = TimeStep(
     (),
-    jnp.arange(4),
+    jnp.array([[0, 0, 0, 0], [1, 2, 0, 1], [4, 8, 8, 8]], jnp.float32),
+    jnp.array([[1, 1, 0, 1], [1, 0, 1, 1], [1, 1, 1, 1]], jnp.float32),
+    jnp.array([[0, 1, 2, 1], [1, 2, 0, 2], [1, 0, 1, 0]], jnp.int8),
   )
+  extras = value_based.ValueExtras(jnp.ones((2, 4)), jnp.array([[9.0] * 4, [4.0] * 4]))
+  outputs = ActorOutput(jnp.zeros((2, 4), jnp.int32), extras)
+  window = Trajectory(timesteps, outputs, (), jnp.arange(4))
   found = agent.initial_priority(window)
   # 1 + 4 / 2 + 4 / 4 - 1; 2 - 1, as the episode is over; none; 1 + 4 / 2 - 1, from where it was cut
   np.testing.assert_allclose(found, [3.0, 1.0, 0.0, 2.0], atol=1e-5)
-  with pytest.raises(ValueError, match='actor_priorities needs an n_step of at least 2'):
+  with pytest.raises(ValueError, match=r'actor_priorities .*n_step .* 2'):
     DQN(actor_priorities=True)
 
 
-def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
+def test_late_episodes_count() -> None:
   counted = threading.Event()
 
   class Late:
@@ -777,43 +746,35 @@ def test_episodes_that_came_too_late_to_be_a_whole_sample_count() -> None:
   feed.close()
 
 
-def test_what_differs_of_the_learner_is_told_in_a_few_lines() -> None:
-  there = run_identity.record(
-    dataclasses.replace(PRESETS['r2d2-pong'](), num_envs=7, unroll_length=2)
+def test_differences_of_runs_are_told_in_a_few_lines() -> None:
+  def differ(there: Any, here: Any, *parts: str) -> None:
+    told = run_identity.describe_differences(there, here)
+    assert len(told) == len(parts)
+    assert all(re.search(part, line) for part, line in zip(parts, told, strict=True)), told
+
+  there, here = (
+    run_identity.record(dataclasses.replace(PRESETS[name](), num_envs=n, unroll_length=2))
+    for name, n in (('r2d2-pong', 7), ('dqn-pong', 3))
   )
-  here = run_identity.record(
-    dataclasses.replace(PRESETS['dqn-pong'](), num_envs=3, unroll_length=2)
-  )
-  assert run_identity.describe_differences(there, here) == [
-    'the learner runs r2d2, this process dqn',
-    '--num-envs: the learner has 7, this process 3',
-  ]
+  differ(there, here, 'r2d2.* dqn', '--num-envs: .* 7.* 3')
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
   one = run_identity.record(Config(impala))
   two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
-  assert run_identity.describe_differences(one, two) == [
-    '--agent.optimizer: the learner has adam, this process adam\\x1b',
-    '--agent.lambda: the learner has 1.0, this process 0.5',
-  ]
-  assert run_identity.describe_differences(one, one) == []
+  differ(one, two, r'--agent.optimizer: .* adam, .* adam\\x1b', '--agent.lambda: .* 1.0.* 0.5')
+  differ(one, one)
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
   few = {**one, 'agent': {'name': 'impala'}}
-  told = run_identity.describe_differences(many, few)
-  assert told[0] == '--agent.x-0: the learner has 0, this process None'
+  differ(many, few, *(f'--agent.x-{i}: .* {i}.* None' for i in range(10)), '10 more')
   rules = {**one, 'agent': {'name': 'impala', 'rules': [['a$', -1], ['b', 0]]}}
-  assert run_identity.describe_differences(rules, few) == [
-    '--agent.rules: the learner has a$ -1 b 0, this process None'
-  ]
-  assert len(told) == 11 and told[-1] == 'and 10 more'
+  differ(rules, few, r'--agent.rules: .* a\$ -1 b 0.* None')
 
 
-def test_a_network_with_the_older_units_is_told_to_acting_processes() -> None:
+def test_acting_processes_hear_of_older_units() -> None:
   """config.json leaves the setting out."""
   new = Config(Impala())
   older = with_unrecorded(new, {'agent': {'network': {}}})
-  assert run_identity.describe_differences(
-    run_identity.record(older), run_identity.record(new)
-  ) == ['--agent.network.scaling: the learner has plain, this process space']
+  (line,) = run_identity.describe_differences(*map(run_identity.record, (older, new)))
+  assert re.match('--agent.network.scaling: .* plain.* space', line)
   command = run_identity.act_command(older, run_identity.Addresses(('unix:r',), 'unix:p'))
   assert '--agent.network.scaling plain' in command
 
@@ -862,14 +823,13 @@ def test_a_preset_as_it_is_needs_no_options() -> None:
 def test_who_waits_for_acting_processes_says_so_now_and_then(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-  learner: Any = object.__new__(publishing.Publishing)
-  learner._config, learner._reminded = PRESETS['apex-pong'](), -float('inf')
-  learner._addresses = run_identity.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
-  acting = 0
-  learner._publisher = SimpleNamespace(
+  acting, now = 0, 100.0
+  publisher = SimpleNamespace(
     clients=lambda role: acting * (role == parameters.ACTING), reachable='tcp://127.0.0.1:7'
   )
-  now = 100.0
+  monkeypatch.setattr(parameters, 'Publisher', lambda *args: publisher)
+  addresses = run_identity.Addresses(('unix:/a',), 'tcp://127.0.0.1:*')
+  learner = publishing.Publishing(addresses, PRESETS['apex-pong'](), 0.0, 'one-1', dict)
   monkeypatch.setattr(publishing.time, 'monotonic', lambda: now)
 
   def times() -> int:
@@ -896,51 +856,49 @@ def test_parameters_as_leaves() -> None:
   other = {'a': [jnp.arange(4.0)], 'c': jnp.ones(1)}
   with pytest.raises(UsageError) as error:
     from_leaves(jax.eval_shape(lambda: other), leaves)
-  assert "['a'][0]: the learner has float32[3], this process float32[4]" in str(error.value)
-  assert "['c']: the learner has none, this process float32[1]" in str(error.value)
-  assert "['b']: the learner has bfloat16[2, 2], this process none" in str(error.value)
+  for path, there, here in (
+    ("['a'][0]", 'float32[3]', 'float32[4]'),
+    ("['c']", 'none', 'float32[1]'),
+    ("['b']", 'bfloat16[2, 2]', 'none'),
+  ):
+    (line,) = [x for x in str(error.value).splitlines() if f'{path}: ' in x]
+    assert 0 < line.index(there) < line.rindex(here)
+
+
+ENDS = ['--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2']
+SOON = [*ENDS, '--give-up-after', '0.1']
 
 
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['act', 'catch'], 'act needs --connect-replay'),
-    (['act', 'catch', '--connect-replay', 'tcp://127.0.0.1:1'], 'act needs --params'),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--local-envs', '0'], '--local-envs must be at least 1, not 0'),
-    (['act', *CATCH, '--connect-replay', 'foo', '--params', 'tcp://127.0.0.1:2'],
-     "--connect-replay takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, or announced:FILE#NAME, not 'foo'"),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'bar'],
-     "--params takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535, or announced:FILE#NAME, not 'bar'"),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--actor-threads', '2', '--local-envs', '5'],
-     '--local-envs 5: --num-envs 5 must be a multiple of 2, as 4 or 6 is'),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--local-envs', '33'], '--local-envs 33 is more than the run has: --num-envs 32'),
-    (['act', *CATCH, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2',
-      '--local-envs', 'half'], "--local-envs takes a whole number of at least 0, not 'half'"),
-    (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', '--params', 'tcp://10.0.0.1:2'],
-     'it needs keys'),
-    *((['act', *more, '--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'], message)
-      for more, message in (
-        (['cach'], "unknown preset 'cach'"),
-        (['--agent', 'impalla'], "unknown agent 'impalla'"),
-        (['--env', 'podrace:cach'], 'nearest: catch'),
-        (['--num-envs', '0'], '--num-envs must be at least 1, not 0'),
-        (['--lag', '1', '--give-up-after', '0.1'], '--lag 1: podrace act always has --lag async; leave it out'),
-        (['--architecture=anakin', '--give-up-after', '0.1'], 'podrace act always has --architecture sebulba'),
-        (['--replay', 'host', '--give-up-after', '0.1'], 'podrace act always has --replay service'),
-        (['--total-steps', '1000', '--give-up-after', '0.1'], '--total-steps is for podrace train only'),
-        (['--log_every=7', '--give-up-after', '0.1'], '--log-every is for podrace train only'),
-        (['--checkpoint-every', '7', '--give-up-after', '0.1'], '--checkpoint-every is for podrace train only'),
-        (['r2d2-remote-memory', '--max-lag', '7', '--give-up-after', '0.1'], '--max-lag: r2d2 learns from replay'),
-        (['--max-staleness', 'nan'], "--max-staleness takes a number of at least 0, not 'nan'"),
-        (['--give-up-after', '-1'], "--give-up-after takes a number of at least 0, not '-1'"))),
-    (['train', 'apex-pong', '--connect-replay', 'tcp://127.0.0.1:1'], '--connect-replay needs --listen'),
-    (['train', 'r2d2-remote-memory'], '--replay service and --connect-replay go together'),
-    (['train', 'r2d2-remote-memory', '--lag', '1'], '--replay service needs --lag async'),
+    (['act', 'catch'], '--connect-replay'),
+    (['act', 'catch', *ENDS[:2]], '--params'),
+    (['act', *CATCH, *ENDS, '--local-envs', '0'], '--local-envs'),
+    (['act', *CATCH, '--connect-replay', 'foo', *ENDS[2:]], '--connect-replay'),
+    (['act', *CATCH, *ENDS[:2], '--params', 'bar'], "'bar'"),
+    (['act', *CATCH, *ENDS, '--actor-threads', '2', '--local-envs', '5'], '--local-envs 5'),
+    (['act', *CATCH, *ENDS, '--local-envs', '33'], '--num-envs 32'),
+    (['act', *CATCH, *ENDS, '--local-envs', 'half'], "'half'"),
+    (['act', *CATCH, '--connect-replay', 'tcp://10.0.0.1:1', *ENDS[2:]], '--keys'),
+    (['act', 'cach', *ENDS], "'cach'"),
+    (['act', '--agent', 'impalla', *ENDS], "'impalla'"),
+    (['act', '--env', 'podrace:cach', *ENDS], 'nearest: catch'),
+    (['act', '--num-envs', '0', *ENDS], '--num-envs'),
+    (['act', '--lag', '1', *SOON], '--lag async'),
+    (['act', '--architecture=anakin', *SOON], '--architecture sebulba'),
+    (['act', '--replay', 'host', *SOON], '--replay service'),
+    (['act', '--total-steps', '1000', *SOON], '--total-steps'),
+    (['act', '--log_every=7', *SOON], '--log-every'),
+    (['act', '--checkpoint-every', '7', *SOON], '--checkpoint-every'),
+    (['act', 'r2d2-remote-memory', '--max-lag', '7', *SOON], '--max-lag'),
+    (['act', '--max-staleness', 'nan', *ENDS], '--max-staleness'),
+    (['act', '--give-up-after', '-1', *ENDS], '--give-up-after'),
+    (['train', 'apex-pong', *ENDS[:2]], '--listen'),
+    (['train', 'r2d2-remote-memory'], '--connect-replay'),
+    (['train', 'r2d2-remote-memory', '--lag', '1'], '--lag async'),
   ],
-)  # fmt: skip
+)
 def test_bad_usage_is_2(
   args: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,7 +33,7 @@ ENV = 'gymnasium:CartPole-v1'
 
 
 @pytest.mark.parametrize('agent', ['impala', 'ppo', 'r2d2'])
-def test_no_float_of_an_acting_process_is_too_large_for_float32(agent: str) -> None:
+def test_floats_of_acting_processes_fit_into_float32(agent: str) -> None:
   spec = host.make(ENV)
   config = configure(env=ENV, agent=agent, architecture='sebulba')
   example = example_trajectory(resolve(config).agent, spec, 4, 8)
@@ -85,14 +85,11 @@ def test_a_record_that_is_none_is_refused_in_a_line(document: bytes) -> None:
 @pytest.mark.parametrize('agent', [None, 7, [], 'x', {'name': []}])
 def test_records_of_other_shapes_are_other_runs(agent: Any) -> None:
   run, record = run_identity.read_record(np.frombuffer(b'{"env": 7}', np.uint8))
-  assert run == '' and run_identity.describe_differences(
-    {**record, 'agent': agent}, {'agent': {'name': 'x'}}
-  )
+  told = {**record, 'agent': agent}
+  assert run == '' and run_identity.describe_differences(told, {'agent': {'name': 'x'}})
 
 
-def test_an_acting_process_ends_with_a_line_where_a_learner_publishes_something_else(
-  tmp_path: Path, cache: Path
-) -> None:
+def test_a_malformed_record_ends_an_acting_process(tmp_path: Path, cache: Path) -> None:
   with parameters.Publisher(ANY, environments=64) as publisher:
     publisher.publish(1, [(run_identity.RECORD, np.frombuffer(b'{"agent": [1', np.uint8))])
     one = Podrace(
@@ -120,21 +117,11 @@ def answering(end: bare.Accepting, answers: list[Any]) -> Callable[[], None]:
   return serve
 
 
-def test_a_service_that_answers_in_other_shapes_is_left_and_tried_again(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_service_with_odd_answers_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))
   good = {'settings': {}, 'most': 1.0}
-  answers = [
-    None,
-    7,
-    'text',
-    [],
-    {},
-    {'settings': [], 'most': 1.0},
-    {'settings': {}, 'most': 'x'},
-    good,
-  ]
+  wrong = [{'settings': [], 'most': 1.0}, {'settings': {}, 'most': 'x'}]
+  answers = [None, 7, 'text', [], {}, *wrong, good]
   end = bare.Accepting(replay_messages.OF_CLIENTS)
   worker = threading.Thread(target=answering(end, answers), daemon=True)
   worker.start()
@@ -163,7 +150,7 @@ def test_values_of_answers_are_checked_by_their_question() -> None:
         replay_messages.check_answer(kind, value)
 
 
-def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named() -> None:
+def test_samples_of_other_columns_name_their_service() -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     with client.writer(4) as writer:
@@ -184,7 +171,7 @@ def test_samples_of_other_columns_or_lengths_are_refused_with_the_service_named(
 
 
 @pytest.mark.parametrize('shape', [[0, 2**62, 2**62], [1] * 100 + [0], [0, 2**63 - 1]])
-def test_parameters_of_shapes_that_cannot_be_end_a_session_only(
+def test_impossible_shapes_end_a_session_only(
   shape: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr('podrace.distributed.net.connecting.BACKOFF', (0.0, 0.0))

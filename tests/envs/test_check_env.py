@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import logging
 import random
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -80,22 +81,22 @@ class PythonFloat(Steps):
 
 
 WRONG = [
-  (FloatEnd, 'step', r'failed:[^$]*transition was given terminated of type float32\[\], expected bool'),
-  (Far, 'step', r'returned observation between 0 and 100, out of its space from step 5 on, expected'),
-  (FarAtOnce, 'reset', r'returned observation between -2 and 1, out of its space from step 0 on'),
-  (Gym, 'step', r'returned a tuple of 5: .*expected a pair \(state, TimeStep\)'),
-  (Swapped, 'step', r'returned a tuple of 2: \(TimeStep.*expected a pair \(state, TimeStep\)'),
-  (PythonFloat, 'reset', r"returned the state's v as a Python float.*: write jnp.float32\(0.0\)"),
+  (FloatEnd, 'step', r'terminated .*float32\[\].* bool'),
+  (Far, 'step', r'observation .* 0 .* 100,.* step 5'),
+  (FarAtOnce, 'reset', r'observation .* -2 .* 1,.* step 0'),
+  (Gym, 'step', r'tuple of 5.*\(state, TimeStep\)'),
+  (Swapped, 'step', r'tuple of 2: \(TimeStep.*\(state, TimeStep\)'),
+  (PythonFloat, 'reset', r' v .*jnp.float32\(0.0\)'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(('cls', 'name', 'message'), WRONG, ids=[c.__name__ for c, *_ in WRONG])
 def test_wrong_dynamics_that_are_wrapped(cls: Any, name: str, message: str) -> None:
-  with pytest.raises(UsageError, match=message) as told:
+  with pytest.raises(UsageError, match=f'(?s){message}') as told:
     check.check_environment(NextStepReset(cls()))
   line = inspect.getsourcelines(getattr(cls, name))[1]
-  assert f'test_check_env.{cls.__name__}.{name} (' in str(told.value)
-  assert f'{Path(__file__).name}:{line})' in str(told.value)
+  place = rf'test_check_env\.{cls.__name__}\.{name} \(\S*{Path(__file__).name}:{line}\)'
+  assert re.match(place, str(told.value))
 
 
 def test_what_floats_are_rounded_by_is_in_the_space() -> None:
@@ -103,7 +104,7 @@ def test_what_floats_are_rounded_by_is_in_the_space() -> None:
 
 
 def test_a_class_in_the_place_of_its_object() -> None:
-  with pytest.raises(UnknownName, match=r'got the class Steps; write NextStepReset\(Steps\(\)\)'):
+  with pytest.raises(UnknownName, match=r'NextStepReset\(Steps\(\)\)'):
     NextStepReset(Steps)  # type: ignore[arg-type]
 
 
@@ -119,4 +120,4 @@ def test_random_numbers_that_are_drawn_once(caplog: pytest.LogCaptureFixture) ->
     assert not caplog.records
     check.check_environment(NextStepReset(Frozen()))
   (said,) = (r.getMessage() for r in caplog.records)
-  assert 'Frozen.reset (' in said and 'draws from np.random or random: that happens once' in said
+  assert 'Frozen.reset (' in said and 'np.random' in said

@@ -31,11 +31,7 @@ FAST = (  # one or two of each library
   'navix:Navix-DoorKey-5x5-v0,max_steps=20',
   'pgx:tic_tac_toe',
 )
-LIMITS = {
-  'brax': ',episode_length=20',
-  'navix': ',max_steps=20',
-  'craftax': ',max_timesteps=20',
-}
+LIMITS = {'brax': ',episode_length=20', 'navix': ',max_steps=20', 'craftax': ',max_timesteps=20'}
 ENDLESS = ('jumanji:Game2048-v1', 'jumanji:FlatPack-v0', 'jumanji:MultiCVRP-v0')  # in 60 steps
 
 

@@ -124,58 +124,50 @@ def test_memory_best_policy_always_wins_and_blind_ones_are_even() -> None:
   assert set(even) == {-1, 1} and abs(even.mean()) < 4 / np.sqrt(4096)
 
 
-@pytest.mark.parametrize(
-  'wrong', ['podrace:catch,rows=1', 'podrace:maze,size=2', 'podrace:memory,length=0']
-)
+@pytest.mark.parametrize('wrong', ['catch,rows=1', 'maze,size=2', 'memory,length=0'])
 def test_impossible_sizes_are_refused(wrong: str) -> None:
-  with pytest.raises(ValueError, match='needs'):
-    podrace.envs.make(wrong)
+  with pytest.raises(ValueError, match=wrong.partition(',')[2]):
+    podrace.envs.make(f'podrace:{wrong}')
 
 
 # Termination against truncation, by library.
 
 TRUNCATED, TERMINATED = 1.0, 0.0
-ENDS = (
-  # name, the action repeated, the step at which the episode ends (None: whenever), discount
+# name, the action repeated, the step at which the episode ends (None: whenever), discount
+FAST_ENDS = (  # one or two of each library
   ('gymnax:CartPole-v1,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:CartPole-v1', 0, None, TERMINATED),
+  ('gymnax:Breakout-MinAtar,max_steps_in_episode=3', 0, 3, TRUNCATED),
+  ('gymnax:DeepSea-bsuite', 0, 8, TERMINATED),  # both flags are set: termination wins
+  ('brax:inverted_pendulum,backend=spring,episode_length=3', [0.0], 3, TRUNCATED),
+  ('jumanji:Snake-v1', 0, None, TERMINATED),
+  ('navix:Navix-Empty-5x5-v0,max_steps=3', 0, 3, TRUNCATED),
+)
+ENDS = (
   ('gymnax:Pendulum-v1,max_steps_in_episode=5', [0.0], 5, TRUNCATED),
   ('gymnax:MountainCar-v0,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:Acrobot-v1,max_steps_in_episode=5', 0, 5, TRUNCATED),
-  ('gymnax:Breakout-MinAtar,max_steps_in_episode=3', 0, 3, TRUNCATED),
   ('gymnax:Breakout-MinAtar', 1, None, TERMINATED),
   ('gymnax:Freeway-MinAtar,max_steps_in_episode=5', 0, 5, TRUNCATED),
   ('gymnax:Asterix-MinAtar,max_steps_in_episode=2', 0, 2, TRUNCATED),
   ('gymnax:SpaceInvaders-MinAtar,max_steps_in_episode=2', 0, 2, TRUNCATED),
   ('gymnax:Catch-bsuite', 0, 9, TERMINATED),
-  ('gymnax:DeepSea-bsuite', 0, 8, TERMINATED),  # both flags are set: termination wins
   ('gymnax:DiscountingChain-bsuite,max_steps_in_episode=7', 0, 7, TERMINATED),
   ('gymnax:UmbrellaChain-bsuite', 0, 10, TERMINATED),
   ('gymnax:SimpleBandit-bsuite', 0, 1, TERMINATED),
   ('gymnax:BernoulliBandit-misc', 0, 100, TERMINATED),
   ('gymnax:Reacher-misc,max_steps_in_episode=5', [0.0, 0.0], 5, TRUNCATED),
-  ('brax:inverted_pendulum,backend=spring,episode_length=3', [0.0], 3, TRUNCATED),
   ('brax:inverted_pendulum,backend=spring', [1.0], None, TERMINATED),
-  ('jumanji:Snake-v1', 0, None, TERMINATED),
   ('jumanji:Maze-v0,time_limit=3', 0, 3, TRUNCATED),
-  ('navix:Navix-Empty-5x5-v0,max_steps=3', 0, 3, TRUNCATED),
 )
-
-
-FAST_ENDS = {  # one or two of each library
-  'gymnax:CartPole-v1,max_steps_in_episode=5',
-  'gymnax:CartPole-v1',
-  'gymnax:Breakout-MinAtar,max_steps_in_episode=3',
-  'gymnax:DeepSea-bsuite',
-  'brax:inverted_pendulum,backend=spring,episode_length=3',
-  'jumanji:Snake-v1',
-  'navix:Navix-Empty-5x5-v0,max_steps=3',
-}
 
 
 @pytest.mark.parametrize(
   ('name', 'action', 'step', 'discount'),
-  [pytest.param(*e, id=e[0], marks=() if e[0] in FAST_ENDS else pytest.mark.slow) for e in ENDS],
+  [
+    *(pytest.param(*e, id=e[0]) for e in FAST_ENDS),
+    *(pytest.param(*e, id=e[0], marks=pytest.mark.slow) for e in ENDS),
+  ],
 )
 def test_how_episodes_end(name: str, action: Any, step: int | None, discount: float) -> None:
   env = podrace.envs.make(name)
@@ -244,6 +236,7 @@ def test_names_are_the_libraries() -> None:
   env_names = podrace.envs.names()
   downloads = {'MNISTBandit-bsuite'}
   assert set(env_names['gymnax']) == set(gymnax.registered_envs) - downloads
+  # Brax lists its environments nowhere else.
   assert set(env_names['brax']) == set(brax.envs._envs) - {'swimmer'}
   assert set(env_names['navix']) <= set(navix.registry())  # 4.0 has more, for Python >= 3.12 only
   per_agent = {'Connector-v3', 'LevelBasedForaging-v0', 'SearchAndRescue-v0'}
@@ -254,8 +247,7 @@ def test_names_are_the_libraries() -> None:
 
 @pytest.mark.parametrize('fraction', ['0', '-0.5', '1.5', 'nan'])
 def test_a_share_of_resets_is_one(fraction: str) -> None:
-  message = 'ambiguous' if fraction == 'nan' else 'fresh_fraction is a share, above 0'
-  with pytest.raises(UnknownName, match=message):
+  with pytest.raises(UnknownName, match='fresh_fraction'):
     podrace.envs.make(f'gymnax:CartPole-v1,fresh_fraction={fraction}')
 
 
@@ -275,24 +267,21 @@ def test_a_name_reads_its_options() -> None:
 @pytest.mark.parametrize(
   ('name', 'message'),
   [
-    ('catch', r"named LIB:NAME\[,key=value...\], not 'catch'"),
-    ('gymnaks:CartPole-v1', r"no library 'gymnaks'.*nearest: gymnax.*podrace, gymnax, brax"),
-    ('gymnax:Cartpole-v0', r'nearest: CartPole-v1'),
-    ('podrace:catch,rows', r"option is key=value, not 'rows'"),
-    ('podrace:catch,row=3', r"no option 'row' \(nearest: rows.*it takes columns=5.*rows=10"),
-    ('podrace:catch,rows=ten', r'rows=ten of podrace:catch is of type str, expected int'),
-    ('podrace:catch,rows=3,rows=4', r"'rows' comes twice"),
-    ('gymnax:CartPole-v1,gravity=true', r'gravity=true .* of type bool, expected float'),
-    ('gymnax:Catch-bsuite,rows=0', 'gymnax:Catch-bsuite cannot be made with rows=0: IndexError'),
-    ('gymnax:DeepSea-bsuite,size=0', 'cannot be made with size=0: ZeroDivisionError'),
-    (
-      'gymnax:CartPole-v1,max_steps_in_episode=-5',
-      'max_steps_in_episode must be at least 1, not -5',
-    ),
-    ('python:host_envs.Sequence', 'an environment of Gymnasium.*gymnasium:host_envs:ID'),
-    ('brax:ant,backend=bullet', r"no backend 'bullet'; it has generalized"),
-    ('brax:ant,episode_length=0', r'at least 1 step, not 0'),
-    ('navix:Navix-Empty-5x5-v0,observation=smell', r"no observation 'smell'"),
+    ('catch', r"LIB:NAME\[,key=value...\].* 'catch'"),
+    ('gymnaks:CartPole-v1', r"'gymnaks'.*nearest: gymnax.*podrace, gymnax, brax"),
+    ('gymnax:Cartpole-v0', 'nearest: CartPole-v1'),
+    ('podrace:catch,rows', r"key=value.* 'rows'"),
+    ('podrace:catch,row=3', r"'row' \(nearest: rows.*columns=5.*rows=10"),
+    ('podrace:catch,rows=ten', r'rows=ten .*podrace:catch .* str, .* int'),
+    ('podrace:catch,rows=3,rows=4', "'rows'"),
+    ('gymnax:CartPole-v1,gravity=true', r'gravity=true .* bool, .* float'),
+    ('gymnax:Catch-bsuite,rows=0', r'gymnax:Catch-bsuite .*rows=0: IndexError'),
+    ('gymnax:DeepSea-bsuite,size=0', r'size=0: ZeroDivisionError'),
+    ('gymnax:CartPole-v1,max_steps_in_episode=-5', r'max_steps_in_episode .* -5'),
+    ('python:host_envs.Sequence', 'gymnasium:host_envs:ID'),
+    ('brax:ant,backend=bullet', r"'bullet'.* generalized"),
+    ('brax:ant,episode_length=0', '1 step.* 0'),
+    ('navix:Navix-Empty-5x5-v0,observation=smell', "'smell'"),
   ],
 )
 def test_wrong_names_are_explained(name: str, message: str) -> None:
@@ -302,7 +291,7 @@ def test_wrong_names_are_explained(name: str, message: str) -> None:
 
 def test_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
   hide_library(monkeypatch, 'craftax')
-  with pytest.raises(MissingExtra, match=r"needs the extra 'craftax': pip install 'podrace\["):
+  with pytest.raises(MissingExtra, match=r"'podrace\[craftax"):
     podrace.envs.make('craftax:Craftax-Symbolic-v1')
 
 
@@ -417,14 +406,10 @@ def test_under_shard_map(name: str, fraction: float) -> None:
   spec = jax.sharding.PartitionSpec('data')
   many = batch(env, 4)
 
+  across = jax.sharding.PartitionSpec(None, 'data')
+
   @jax.jit
-  @functools.partial(
-    jax.shard_map,
-    mesh=mesh,
-    in_specs=spec,
-    out_specs=jax.sharding.PartitionSpec(None, 'data'),
-    check_vma=False,
-  )
+  @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=across, check_vma=False)
   def go(key: jax.Array) -> jax.Array:
     reset_key, steps_key = jax.random.split(key[0])
     state, _ = many.reset(reset_key)

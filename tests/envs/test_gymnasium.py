@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -18,7 +19,7 @@ from podrace import cli
 from podrace.envs.host import base as host
 from podrace.envs.host import checker
 from podrace.envs.host.base import PoolArgs
-from podrace.envs.host.gymnasium import _some_action
+from podrace.envs.host.gymnasium import allowed_action
 from podrace.errors import HostError, UnknownName, UsageError
 
 DOCK = """\
@@ -42,7 +43,10 @@ NAME = 'gymnasium:dock:Dock-v0'
 STEP, RESET = 'dock.Dock.step (dock.py:12)', 'dock.Dock.reset (dock.py:5)'
 RETURNS = 'self.observe(), 1.0, self.x > 4.5, False, {}'
 OBSERVES = 'np.array([self.x, 0], np.float32)'
+REGISTERS = "gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)"
 IN_STEP = 'self.time += 1'
+TAKES = 'self, *, seed=None, options=None)'
+RETURNED = '(observation, reward, terminated, truncated, info)'
 
 Change = tuple[str, str]
 Write = Callable[..., None]
@@ -79,15 +83,14 @@ def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[An
   """What a pool without a trial gives."""
   spec = host.make(NAME)
   check, found = checker.Checker(spec, 2), []
-  pool: Any = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
-  try:
+  with contextlib.closing(
+    spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), threads, deadline))
+  ) as pool:
     pool.reset()
     for _ in range(steps):
       found.append(pool.recv())
       check(found[-1])
       pool.send(np.arange(2), np.zeros(2, np.int32))
-  finally:
-    pool.close()
   return found
 
 
@@ -95,67 +98,40 @@ def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[An
 
 
 @pytest.mark.parametrize(
-  ('change', 'message'),
+  ('change', 'place', 'parts'),
   [
-    (
-      (RETURNS, 'self.observe(), 1.0, False, {}'),
-      f'{STEP} returned a tuple of 4, expected (observation, reward, terminated, truncated, info)',
-    ),
-    (
-      (RETURNS, 'None'),
-      f'{STEP} returned None, expected (observation, reward, terminated, truncated, info)',
-    ),
-    (
-      ('return self.observe(), {}', 'return self.observe()'),
-      f'{RESET} returned float32[2], expected (observation, info)',
-    ),
-    (
-      ('self, *, seed=None, options=None):\n    super().reset(seed=seed)', 'self):'),
-      f'{RESET} takes (), expected (self, *, seed=None, options=None): got an unexpected keyword '
-      "argument 'seed'",
-    ),
-    (
-      (OBSERVES, 'dict(x=self.x)'),
-      f"{RESET} returned observation {{'x': ",
-    ),
-    (
-      (OBSERVES, 'np.array([self.x, 0, 0], np.float32)'),
-      f'{RESET} returned observation float32[3], expected float32[2], as the space declares',
-    ),
-    (
-      (OBSERVES, 'np.array([1, 0])'),
-      f'{RESET} returned observation int64[2], expected float32[2], as the space declares',
-    ),
-    (
-      (OBSERVES, '[[1.0], [1.0, 2.0]]'),
-      f'{RESET} returned observation [[1.0], [1.0, 2.0]], expected float32[2], as the space declares',
-    ),
-    ((' 1.0,', ' None,'), f'{STEP} returned reward None, expected a number'),
-    ((' 1.0,', ' "1.0",'), f"{STEP} returned reward '1.0', expected a number"),
-    ((' 1.0,', ' np.ones(2),'), f'{STEP} returned reward float64[2], expected a number'),
-    (('self.x > 4.5', '0.17'), f'{STEP} returned terminated 0.17, expected True or False'),
-    (('False, {}', '"no", {}'), f"{STEP} returned truncated 'no', expected True or False"),
-    (('False, {}', 'None, {}'), f'{STEP} returned truncated None, expected True or False'),
-    (('False, {}', 'False, []'), f'{STEP} returned the info [], expected a dict'),
-    (
-      (' 1.0,', ' np.nan,'),
-      f'{STEP}, tried out once before the run: {NAME}: reward of environment [0] is NaN or infinite',
-    ),
+    ((RETURNS, 'self.observe(), 1.0, False, {}'), STEP, [' 4', RETURNED]),
+    ((RETURNS, 'None'), STEP, ['None', RETURNED]),
+    (('return self.observe(), {}', 'return self.observe()'), RESET, ['float32[2]', 'info)']),
+    ((f'{TAKES}:\n    super().reset(seed=seed)', 'self):'), RESET, ['()', f'({TAKES}', "'seed'"]),
+    ((OBSERVES, 'dict(x=self.x)'), RESET, ["observation {'x': "]),
+    ((OBSERVES, 'np.ones(3, np.float32)'), RESET, ['observation float32[3]', 'float32[2]']),
+    ((OBSERVES, 'np.array([1, 0])'), RESET, ['observation int64[2]', 'float32[2]']),
+    ((OBSERVES, '[[1.0], [1.0, 2.0]]'), RESET, ['[[1.0], [1.0, 2.0]]', 'float32[2]']),
+    ((' 1.0,', ' None,'), STEP, ['reward None']),
+    ((' 1.0,', ' "1.0",'), STEP, ["reward '1.0'"]),
+    ((' 1.0,', ' np.ones(2),'), STEP, ['reward float64[2]']),
+    (('self.x > 4.5', '0.17'), STEP, ['terminated 0.17', 'True or False']),
+    (('False, {}', '"no", {}'), STEP, ["truncated 'no'", 'True or False']),
+    (('False, {}', 'None, {}'), STEP, ['truncated None', 'True or False']),
+    (('False, {}', 'False, []'), STEP, ['info []', 'dict']),
+    ((' 1.0,', ' np.nan,'), STEP, [NAME, 'reward', '[0]', 'NaN']),
   ],
 )
 def test_a_trial_names_what_is_returned_and_what_is_expected(
-  change: Change, message: str, write: Write
+  change: Change, place: str, parts: list[str], write: Write
 ) -> None:
   write(change)
   told = tried()
-  assert told.startswith(message) and '\n' not in told
+  assert told.startswith(place) and '\n' not in told
+  assert [part for part in parts if part not in told] == [], told
 
 
 @pytest.mark.parametrize(
   ('change', 'head', 'line'),
   [
-    ((IN_STEP, '1 / 0'), f'{STEP} failed', 'line 13, in step'),
-    (('super().reset(seed=seed)', '1 / 0'), f'{RESET} failed', 'line 6, in reset'),
+    ((IN_STEP, '1 / 0'), STEP, 'line 13, in step'),
+    (('super().reset(seed=seed)', '1 / 0'), RESET, 'line 6, in reset'),
   ],
 )
 def test_exceptions_are_told_with_the_users_lines_only(
@@ -163,20 +139,23 @@ def test_exceptions_are_told_with_the_users_lines_only(
 ) -> None:
   write(change)
   told = tried()
-  assert told.startswith(head) and line in told and 'ZeroDivisionError: division by zero' in told
-  assert told.count('  File "') == 1 and 'It was given ' in told
+  assert told.startswith(head) and line in told and 'ZeroDivisionError' in told
+  assert told.count('  File "') == 1
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')
   assert 'gymnasium/wrappers' in tried()
 
 
-def test_a_trial_ends_by_the_deadline(write: Write) -> None:
-  write((IN_STEP, 'import signal; signal.pause()'))
-  assert tried(0.5) == f'{STEP}, tried out once before the run: it did not answer for 0.5 s'
-
-
-def test_a_trial_survives_what_ends_its_process(write: Write) -> None:
-  write((IN_STEP, 'import os; os._exit(3)'))
-  assert tried() == f'{STEP}, tried out once before the run: its process ended by exit code 3'
+@pytest.mark.parametrize(
+  ('code', 'deadline', 'reason'),
+  [
+    ('import signal; signal.pause()', 0.5, '0.5 s'),
+    ('import os; os._exit(3)', 30.0, 'exit code 3'),
+  ],
+)
+def test_a_trial_has_an_end(code: str, deadline: float, reason: str, write: Write) -> None:
+  write((IN_STEP, code))
+  message = tried(deadline)
+  assert message.startswith(STEP) and message.endswith(reason)
 
 
 def test_the_command_line_ends_before_it_starts_workers(
@@ -188,17 +167,17 @@ def test_the_command_line_ends_before_it_starts_workers(
     cli.main(['train', *args, '--run-dir', str(tmp_path / 'run'), '--quiet'])
   told = capfd.readouterr().err
   assert end.value.code == 2
-  assert told.startswith(f'podrace: {STEP} failed:\n') and len(told.splitlines()) < 9
+  assert told.startswith(f'podrace: {STEP} ') and len(told.splitlines()) < 9
 
 
-def test_processes_with_environments_for_a_learner_try_them_before_they_connect(
+def test_envs_tries_an_environment_before_it_connects(
   write: Write, capfd: pytest.CaptureFixture[str]
 ) -> None:
   write((RETURNS, '1'))
   with pytest.raises(SystemExit) as end:
     cli.main(['envs', '--connect', 'tcp://127.0.0.1:1', '--env', NAME])
   assert end.value.code == 2
-  assert f'{STEP} returned 1, expected (' in capfd.readouterr().err
+  assert STEP in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -228,11 +207,9 @@ def test_wrappers_are_tried_as_well(write: Write) -> None:
   def step(self, action):
     return self.env.step(action)[:4]
 gymnasium.register('Dock-v0', entry_point=lambda: Around(Dock()), max_episode_steps=40)"""
-  write(("gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)", wrapper))
-  assert tried() == (
-    'dock.Around.step (dock.py:16) returned a tuple of 4, expected (observation, reward, terminated, '
-    'truncated, info)'
-  )
+  write((REGISTERS, wrapper))
+  told = tried()
+  assert told.startswith('dock.Around.step (dock.py:16) ') and told.endswith(RETURNED)
 
 
 def test_environments_that_allow_few_actions_are_given_one() -> None:
@@ -257,7 +234,7 @@ def test_environments_that_allow_few_actions_are_given_one() -> None:
 )
 def test_the_action_of_a_trial(space: Any, mask: list[int] | None, action: Any) -> None:
   observation = None if mask is None else dict(action_mask=np.array([mask], np.int8))
-  found = _some_action(space, observation)
+  found = allowed_action(space, observation)
   assert found.shape == (1, *space.shape) and found.dtype == space.dtype
   np.testing.assert_array_equal(found[0], action)
 
@@ -272,30 +249,27 @@ def test_gymnasiums_own_are_not_tried() -> None:
 
 
 @pytest.mark.parametrize(
-  ('value', 'message'),
+  ('value', 'part'),
   [
-    ('(self.observe(), 1.0, False, {})', 'returned what is not (observation, reward, terminated, '),
-    (
-      '(self.observe()[:1], 1.0, False, False, {})',
-      'returned observation float32[1], expected flo',
-    ),
-    ('(self.observe(), None, False, False, {})', 'returned reward None, expected a number'),
-    ('(self.observe(), 1.0, 0.2, False, {})', 'returned terminated 0.2, expected True or False'),
-    ('1 / 0', 'failed:\n  File "'),
+    ('(self.observe(), 1.0, False, {})', RETURNED),
+    ('(self.observe()[:1], 1.0, False, False, {})', 'observation float32[1]'),
+    ('(self.observe(), None, False, False, {})', 'reward None'),
+    ('(self.observe(), 1.0, 0.2, False, {})', 'terminated 0.2'),
+    ('1 / 0', 'ZeroDivisionError'),
   ],
 )
-def test_what_is_wrong_later_is_named_as_well(value: str, message: str, write: Write) -> None:
+def test_what_is_wrong_later_is_named_as_well(value: str, part: str, write: Write) -> None:
   write((f'return {RETURNS}', f'return {value} if self.time > 5 else ({RETURNS})'))
   with pytest.raises(HostError) as told:
     played()
-  assert str(told.value).startswith(f'{STEP} {message}')
+  assert str(told.value).startswith(f'{STEP} ') and part in str(told.value)
 
 
 @pytest.mark.parametrize('what', ['import os; os._exit(3)', 'import signal; signal.pause()'])
 def test_workers_that_never_step_are_given_up_soon(what: str, write: Write) -> None:
   write((IN_STEP, what))
   start = time.monotonic()
-  with pytest.raises(HostError, match='no environment has answered its first step, and 2 workers'):
+  with pytest.raises(HostError, match='2 workers'):
     played(deadline=0.5, threads=2)
   assert time.monotonic() - start < 30
 
@@ -317,18 +291,15 @@ def test_observations_outside_of_their_box_are_told_once(
   with caplog.at_level(logging.WARNING, 'podrace'):
     spec.try_out(30)
     check = checker.Checker(spec, 2)
-    pool = spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
-    try:
+    with contextlib.closing(
+      spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, 30.0))
+    ) as pool:
       pool.reset()
       check(pool.recv())
-    finally:
-      pool.close()
-  assert caplog.text.count('outside of Box(-5.0, 5.0, (2,), float32)') == times
+  assert caplog.text.count('Box(-5.0, 5.0, (2,), float32)') == times
 
 
-def test_gymnasiums_warnings_do_not_come_from_workers(
-  write: Write, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_workers_print_no_warnings(write: Write, capfd: pytest.CaptureFixture[str]) -> None:
   write((OBSERVES, 'np.array([100 * self.x, 0])'), ('self.x > 4.5', '0'))
   spec = host.make(NAME)
   assert spec.try_out is not None
@@ -343,49 +314,28 @@ def test_gymnasiums_warnings_do_not_come_from_workers(
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
+    (('def step(self, action):', 'def step(self, action)'), ['dock.py:12: SyntaxError']),
+    (('import gymnasium, numpy as np', 'import gymnasium'), ['dock.py:3: NameError', "'np'"]),
+    (('numpy as np', 'numpy as np, nomodule'), ['dock.py:1: ModuleNotFoundError', "'nomodule'"]),
+    ((REGISTERS, ''), ["'Dock-v0'", "'dock'"]),
+    (("register('Dock-v0'", "register('Docks-v0'"), ["'dock:Dock-v0'", 'nearest: dock:Docks-v0']),
     (
-      [('def step(self, action):', 'def step(self, action)')],
-      "dock.py:12: SyntaxError: expected ':'\n",
+      ('def reset(', 'def __init__(self):\n    self.size = 1 / 0\n  def reset('),
+      [NAME, '  File "', 'ZeroDivisionError'],
     ),
-    ([('import gymnasium, numpy as np', 'import gymnasium')], "dock.py:3: NameError: name 'np' is"),
-    (
-      [('import gymnasium, numpy as np', 'import gymnasium, numpy as np, nomodule')],
-      "dock.py:1: ModuleNotFoundError: No module named 'nomodule'",
-    ),
-    (
-      [("gymnasium.register('Dock-v0', entry_point=Dock, max_episode_steps=40)", '')],
-      "gymnasium has no environment 'Dock-v0', and module 'dock' registers none",
-    ),
-    (
-      [("register('Dock-v0'", "register('Docks-v0'")],
-      "gymnasium has no environment 'dock:Dock-v0' (nearest: dock:Docks-v0)",
-    ),
-    (
-      [('def reset(', 'def __init__(self):\n    self.size = 1 / 0\n  def reset(')],
-      'gymnasium:dock:Dock-v0 cannot be made:\n  File "',
-    ),
-    (
-      [('observation_space =', 'obs_space =')],
-      'gymnasium:dock:Dock-v0: The environment must specify an observation space.',
-    ),
-    (
-      [('  def reset(', '  def __init__(self, size):\n    pass\n  def reset(')],
-      "gymnasium:dock:Dock-v0: Dock.__init__() missing 1 required positional argument: 'size'",
-    ),
+    (('observation_space =', 'obs_space ='), [NAME, 'observation space']),
+    (('  def reset(', '  def __init__(self, size):\n    pass\n  def reset('), [NAME, "'size'"]),
   ],
 )
-def test_what_is_wrong_with_a_module_is_told(
-  changes: list[Change], message: str, write: Write
-) -> None:
-  write(*changes)
+def test_a_wrong_module_is_explained(changes: Change, message: list[str], write: Write) -> None:
+  write(changes)
   with pytest.raises(ValueError) as told:
     host.make(NAME)
   gymnasium.registry.pop('Docks-v0', None)
-  assert message in str(told.value)
+  assert [part for part in message if part not in str(told.value)] == [], told.value
   assert 'importlib' not in str(told.value) and 'site-packages' not in str(told.value)
 
 
 def test_an_id_alone_hints_at_ones_own_module() -> None:
-  with pytest.raises(UnknownName) as told:
+  with pytest.raises(UnknownName, match='gymnasium:MODULE:Dock-v0'):
     host.make('gymnasium:Dock-v0')
-  assert 'one that your module registers is gymnasium:MODULE:Dock-v0' in str(told.value)

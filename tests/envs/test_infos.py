@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import signal
@@ -42,7 +43,7 @@ def test_numbers_of_an_info() -> None:
   assert dict(numbers(info)) == {'a': 1.0, 'b': 1.0, 'c': 0.5, 'g/h': -2.0}
 
 
-def test_means_are_since_the_last_time_and_over_all_workers_and_pools() -> None:
+def test_means_are_over_all_workers_and_pools() -> None:
   infos, one, other = Infos(), rows(), rows()
   infos.open(one)
   infos.open(other)
@@ -71,9 +72,10 @@ def test_there_is_room_for_so_many_names() -> None:
 def test_workers_tell_them_and_a_killed_one_loses_none() -> None:
   spec = host.make(TELLING)
   assert spec.metrics is not None
-  pool = spec.make(PoolArgs(4, 4, np.arange(4, dtype=np.uint32), 2, 60.0))
-  steps = 0
-  try:
+  with contextlib.closing(
+    spec.make(PoolArgs(4, 4, np.arange(4, dtype=np.uint32), 2, 60.0))
+  ) as pool:
+    steps = 0
     pool.reset()
     for t in range(30):
       arrival = pool.recv()
@@ -83,8 +85,6 @@ def test_workers_tell_them_and_a_killed_one_loses_none() -> None:
       pool.send(arrival.env_id, np.zeros(4, np.int32))
     pool.recv()
     found = spec.metrics()
-  finally:
-    pool.close()
   assert set(found) == {'info_speed', 'info_won', 'info_inner/lives'}
   assert found['info_inner/lives'] == 3.0 and 2.0 <= found['info_speed'] <= 20.0
   assert 0.0 < found['info_won'] < 1.0
@@ -124,9 +124,7 @@ def saying(fresh_fraction: float = 1.0, steps: int = 1_000) -> NextStepReset:
 
 @pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
 @pytest.mark.parametrize('fresh', [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
-def test_environments_in_jax_say_how_episodes_end(
-  architecture: str, fresh: float, tmp_path: Path
-) -> None:
+def test_environments_in_jax_tell_infos(architecture: str, fresh: float, tmp_path: Path) -> None:
   network = ActorCritic(hidden=(16,), initializer='lecun')
   config = Config(agent=Impala(network=network), env=f'python:test_infos.saying,fresh_fraction={fresh}',
                   architecture=architecture, num_envs=4, unroll_length=8, total_steps=640, devices=1,

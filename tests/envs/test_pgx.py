@@ -88,20 +88,18 @@ def test_the_opponent_keeps_to_the_rules(games: TimeStep) -> None:
 
 
 def test_opponents_have_names() -> None:
-  with pytest.raises(
-    UnknownName, match=r"has no opponent 'randm' .nearest: random.; there is random"
-  ):
+  with pytest.raises(UnknownName, match=r"'randm' .nearest: random"):
     podrace.envs.make('pgx:tic_tac_toe,opponent=randm')
 
 
-def test_each_game_of_pgx_is_played_or_refused_with_a_reason() -> None:
+def test_each_game_is_played_or_refused_with_a_reason() -> None:
   import pgx
 
   library = LIBRARIES['pgx']
   assert sorted([*library.names, *library.unsupported]) == sorted(pgx.available_envs())
   assert {'othello', 'hex', 'chess', 'shogi', 'go_9x9', 'go_19x19'} <= set(library.names)
   for name, reason in library.unsupported.items():
-    with pytest.raises(UnknownName, match=f'^pgx:{name} is not supported: {reason}'):
+    with pytest.raises(UnknownName, match=f'^pgx:{name} .*{reason}'):
       podrace.envs.make(f'pgx:{name}')
 
 

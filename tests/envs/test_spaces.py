@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from podrace import distributions
 from podrace.envs import UnknownName
 from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
-from podrace.envs.host import gymnasium as gymnasium_
+from podrace.envs.host.spaces import in_jax
 from podrace.envs.host.worker import actions_for
 from podrace.envs.spaces import convert, leaves, map_leaves, tree, values
 from podrace.errors import HostError, UsageError
@@ -44,7 +45,7 @@ def test_every_walk_has_the_same_order() -> None:
 def test_what_is_not_as_declared() -> None:
   with pytest.raises(KeyError, match='x'):
     list(values(SPACE, {'a': 1, 'b': (2, {})}))
-  with pytest.raises(ValueError, match='1 parts, where 2 are declared'):
+  with pytest.raises(ValueError, match=r'1 .* 2 '):
     list(values(SPACE, {'a': 1, 'b': (2,)}))
 
 
@@ -56,21 +57,21 @@ def test_walking_spaces_imports_nothing() -> None:
 LONG = Box(-(2**63), 2**63 - 1, (2,), np.int64)
 
 
-@pytest.mark.parametrize('module', [envpool_, gymnasium_])
-def test_long_integers_are_declared_as_jax_has_them(module) -> None:
-  space = convert(module._space, Dict(x=LONG, y=Box(-5, 5, (), np.int64)))
+@pytest.mark.parametrize('declared', [envpool_.space_in_jax, in_jax])
+def test_long_integers_are_declared_as_jax_has_them(declared) -> None:
+  space = convert(declared, Dict(x=LONG, y=Box(-5, 5, (), np.int64)))
   assert space['x'] == Box(-(2**31), 2**31 - 1, (2,), np.int32)
   assert space['y'] == Box(-5, 5, (), np.int32)
 
 
 def test_envpool_s_integers_beyond_jax_s_are_an_error() -> None:
-  space = convert(envpool_._space, gymnasium.spaces.Dict(x=LONG))
+  space = convert(envpool_.space_in_jax, gymnasium.spaces.Dict(x=LONG))
   rows = np.array([1, 0])
   given = {'x': np.array([[1, 2], [-(2**31), 2**31 - 1]], np.int64)}
-  found = envpool_._as_declared('it', space, given, rows)['x']
+  found = envpool_.as_declared('it', space, given, rows)['x']
   assert found.dtype == np.int32 and found.tolist() == [[-(2**31), 2**31 - 1], [1, 2]]
-  with pytest.raises(HostError, match=r'it: observation has \[2147483648\], which int32 has not'):
-    envpool_._as_declared('it', space, {'x': np.array([[2**31, -1]])}, rows[:1] - 1)
+  with pytest.raises(HostError, match=r'\[2147483648\].* int32'):
+    envpool_.as_declared('it', space, {'x': np.array([[2**31, -1]])}, rows[:1] - 1)
 
 
 def test_keys_with_slashes_have_paths_of_their_own() -> None:
@@ -79,14 +80,14 @@ def test_keys_with_slashes_have_paths_of_their_own() -> None:
   assert len(set(paths)) == 4 and 'observation/a/b' in paths
 
 
-@pytest.mark.parametrize('module', [envpool_, gymnasium_])
-def test_spaces_in_the_types_of_jax(module) -> None:
-  long = module._space(Box(0, 2**40, (2,), np.uint64))
+@pytest.mark.parametrize('declared', [envpool_.space_in_jax, in_jax])
+def test_spaces_in_the_types_of_jax(declared) -> None:
+  long = declared(Box(0, 2**40, (2,), np.uint64))
   assert long == Box(0, 2**32 - 1, (2,), np.uint32)
-  narrow = module._space(Box(-0.1, 0.1, (1,), np.float64))
+  narrow = declared(Box(-0.1, 0.1, (1,), np.float64))
   assert narrow.dtype == np.float32 and narrow.low[0] >= -0.1 and narrow.high[0] <= 0.1
   with pytest.raises(UnknownName):
-    module._space(Discrete(2**40))
+    declared(Discrete(2**40))
 
 
 class Typed(gymnasium.Env):
@@ -141,16 +142,15 @@ def test_an_environment_gets_actions_as_its_space_samples_them(kind: str) -> Non
 
 def test_integers_of_64_bits_are_observed_or_refused() -> None:
   typed('discrete', 2**32 - 1)
-  with pytest.raises(UsageError, match='integers that uint32 has'):
+  with pytest.raises(UsageError, match='uint32'):
     typed('discrete', 2**32)
 
 
 def test_a_pool_has_any_number_of_environments() -> None:
   spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind=discrete')
   n = 12_000
-  pool = spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))
-  try:
+  with contextlib.closing(
+    spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))
+  ) as pool:
     pool.reset()
     assert len(pool.recv().env_id) == n
-  finally:
-    pool.close()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 from scipy import stats
+from shorthand import Capture
 from test_runs import called
 
 from podrace.errors import UsageError
@@ -65,7 +66,7 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
 
 
-def test_runs_and_curves_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_and_curves_are_counted(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
   make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
   _, out, _ = called(capsys, 'plot', str(tmp_path), '--out', str(tmp_path / 'x.png'))
@@ -174,15 +175,13 @@ def test_five_games_predict_the_median_of_57(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('suffix', ['png', 'svg', 'pdf'])
-def test_a_picture_of_curves(
-  tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_picture_of_curves(tmp_path: Path, suffix: str, capsys: Capture) -> None:
   for seed in range(3):
     make(tmp_path / f'a{seed}', [(s, s + seed) for s in range(0, 101, 5)], seed=seed)
   make(tmp_path / 'b', [(s, -s) for s in range(0, 51, 5)], env='gymnax:X', finished=False)
   out = tmp_path / f'curves.{suffix}'
   code, printed, err = called(capsys, 'plot', str(tmp_path), '--out', str(out), '--center', 'iqm')
-  assert code == 0 and f'{tmp_path / "b"} is not finished: it ends at 50 (of 100 steps)' in err
+  assert code == 0 and str(tmp_path / 'b') in err and '50 (of 100 steps)' in err
   found = json.loads(printed.splitlines()[-1])
   assert (found['runs'], found['curves']) == (4, 4)
   assert [g['curves'] for g in found['groups']] == [3, 1]
@@ -195,18 +194,15 @@ def test_a_picture_of_curves(
     assert '<svg' in out.read_text()
 
 
-def test_a_picture_of_aggregates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
   for seed in range(3):
     for env, low, high in (('ale:pong', -20.7, 14.6), ('ale:breakout', 1.7, 30.5)):
       for name, part in (('ppo', 0.5), ('dqn', 1.0)):
         value = low + (high - low) * (part + 0.01 * seed)
         make(
-          tmp_path / f'{env}-{name}-{seed}',
-          [(50, low), (100, value)],
-          env=env,
-          name=name,
+          tmp_path / f'{env}-{name}-{seed}', [(50, low), (100, value)], env=env, name=name,
           seed=seed,
-        )
+        )  # fmt: skip
   out = tmp_path / 'scores.png'
   code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', '--out', str(out))
   assert code == 0 and out.exists()
@@ -229,15 +225,15 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ((), 'plot needs runs'),
     (('--out', 'a.gif'), 'must end with .png, .svg, .pdf'),
     (('--x', 'frames'), '--x is steps or wall or gradient-steps'),
-    (('--center', 'mode'), '--center is mean or median or iqm'),
+    (('--center', 'mode'), '--center'),
     (('--metric', 'nothing'), 'there is nothing to plot'),
-    (('--aggregate', '--normalise', 'human'), 'no human score is known of podrace:catch'),
-    (('--aggregate', '--normalise', 'z'), '--normalise is human or minmax'),
+    (('--aggregate', '--normalise', 'human'), 'podrace:catch'),
+    (('--aggregate', '--normalise', 'z'), '--normalise'),
     (('--aggregate',), 'all runs have the same score'),
   ],
 )
 def test_what_plot_refuses(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str], args: tuple[str, ...], message: str
+  tmp_path: Path, capsys: Capture, args: tuple[str, ...], message: str
 ) -> None:
   make(tmp_path / 'a', [(10, 1.0)])
   where = () if not args else (str(tmp_path), '--out', str(tmp_path / 'x.png'))
@@ -249,7 +245,7 @@ def test_aggregates_need_the_same_tasks(tmp_path: Path) -> None:
   make(tmp_path / 'a', [(10, 1.0)], env='ale:pong')
   make(tmp_path / 'b', [(10, 1.0)], env='ale:breakout', name='dqn')
   groups, _ = curves.read([tmp_path / 'a', tmp_path / 'b'], 'episode_return', 'steps')
-  with pytest.raises(UsageError, match='ppo has no run in ale:breakout'):
+  with pytest.raises(UsageError, match=r'ppo.*ale:breakout'):
     scores.aggregate(groups, '', tmp_path / 'x.png')
 
 

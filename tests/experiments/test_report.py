@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from children import until
+from shorthand import Capture
 
 import podrace
 from podrace import cli
@@ -248,26 +249,37 @@ def test_scores_of_atari(tmp_path: Path, runs: Path) -> None:
 
 
 def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None:
-  folder = tmp_path / 'videos'
+  from podrace.experiments.runs import inspect_run
+
+  run = shutil.copytree(runs / 'a', tmp_path / 'run')
+  folder = run / 'videos'
+  shutil.rmtree(folder, ignore_errors=True)
   folder.mkdir()
   (folder / 'long.mp4').write_bytes(bytes(report.VIDEO_BYTES + 1))
   (folder / 'short.gif').write_bytes(b'GIF89a')
   (folder / 'link.mp4').symlink_to('/etc/hostname')
-  found, left_out = report._read_videos(folder)
-  assert [v['name'] for v in found] == ['short']
-  assert len(left_out) == 1 and left_out[0].startswith('long.mp4: 8.0 MiB')
-  (tmp_path / 'other').symlink_to(folder)
-  assert report._read_videos(tmp_path / 'other') == ([], [])
+  found = report.collect_run(inspect_run(run))
+  assert [v['name'] for v in found['videos']] == ['short']
+  (left_out,) = found['videos_left_out']
+  assert left_out.startswith('long.mp4: 8.0 MiB')
+  folder.rename(tmp_path / 'other')
+  folder.symlink_to(tmp_path / 'other')
+  found = report.collect_run(inspect_run(run))
+  assert found['videos'] == found['videos_left_out'] == []
 
 
-def test_long_curves_are_thinned_and_keep_their_end() -> None:
+def test_long_curves_are_thinned_and_keep_their_end(runs: Path, tmp_path: Path) -> None:
+  from podrace.experiments.runs import inspect_run
+
+  run = shutil.copytree(runs / 'a', tmp_path / 'run')
   lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
-  found = report._collect_columns(lines)
+  (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
+  found = report.collect_run(inspect_run(run))['metrics']
   assert len(found['step']) <= report.POINTS + 1 and found['step'][-1] == 2_501
   assert found['gradient_steps_total'][-1] == 5_002
 
 
-def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command(runs: Path, tmp_path: Path, capsys: Capture) -> None:
   out = tmp_path / 'r.html'
   with pytest.raises(SystemExit) as end:
     cli.main(['report', str(runs), '--out', str(out)])
@@ -281,18 +293,10 @@ def test_the_command(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.parametrize(
   'args, message',
-  [
-    ([], 'report needs runs'),
-    (['none'], 'none is no directory'),
-    (['.', '--out', 'x.pdf'], 'must end with .html'),
-  ],
+  [([], 'report needs runs'), (['none'], 'none'), (['.', '--out', 'x.pdf'], 'must end with .html')],
 )
 def test_what_the_command_refuses(
-  args: list[str],
-  message: str,
-  tmp_path: Path,
-  monkeypatch: pytest.MonkeyPatch,
-  capsys: pytest.CaptureFixture[str],
+  args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as end:
@@ -301,7 +305,7 @@ def test_what_the_command_refuses(
 
 
 def test_nothing_to_report(tmp_path: Path) -> None:
-  with pytest.raises(UsageError, match='there is nothing to report: no runs are there'):
+  with pytest.raises(UsageError, match='no runs'):
     report.write_report([], tmp_path / 'r.html')
 
 

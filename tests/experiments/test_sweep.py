@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from children import Process, until
+from shorthand import Capture
 
 import podrace
 from podrace import cli
@@ -33,15 +34,8 @@ SMALL: dict[str, Any] = dict(
   num_envs=8, unroll_length=16, total_steps=6_400, log_every=1_280, devices=1
 )
 OPTIONS = [
-  '--num-envs',
-  '8',
-  '--unroll-length',
-  '16',
-  '--total-steps',
-  '6400',
-  '--log-every',
-  '1280',
-]
+  '--num-envs', '8', '--unroll-length', '16', '--total-steps', '6400', '--log-every', '1280',
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -52,7 +46,7 @@ def several_seeds() -> Iterator[None]:
   jax.config.update('jax_debug_key_reuse', True)
 
 
-def sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str], *args: str, code: int = 0) -> Any:
+def sweep(tmp_path: Path, capsys: Capture, *args: str, code: int = 0) -> Any:
   """The last line of a sweep's output, and what it said."""
   with pytest.raises(SystemExit) as end:
     cli.main(['sweep', *args, '--dir', str(tmp_path / 'sweep')])
@@ -78,15 +72,12 @@ def test_what_is_varied() -> None:
 @pytest.mark.parametrize(
   'texts, message',
   [
-    ([], 'a sweep needs --vary'),
-    (['x'], '--vary x: expected FIELD=VALUES'),
-    (['x=1', 'x=2'], '--vary x is given twice'),
-    (['seed=1,2'], 'give --seed'),
-    (['x=1..b'], 'expected two numbers'),
+    ([], '--vary'), (['x'], r'--vary x.*FIELD=VALUES'), (['x=1', 'x=2'], '--vary x'),
+    (['seed=1,2'], '--seed'), (['x=1..b'], 'expected two numbers'),
     (['x=2..1'], 'the lower one first'),
     (['x=log:0..1'], 'of more than 0, the lower one first'),
   ],
-)
+)  # fmt: skip
 def test_what_cannot_be_varied(texts: list[str], message: str) -> None:
   with pytest.raises(UsageError, match=message):
     settings.parse(texts)
@@ -97,7 +88,7 @@ def test_a_grid_has_all_combinations() -> None:
     {'a': ChoiceSpace(('1', 'x')), 'b': ChoiceSpace(('1e-3', '2.5', '1e3'))}
   )
   assert found == [{'a': a, 'b': b} for a in (1, 'x') for b in (0.001, 2.5, 1000)]
-  with pytest.raises(UsageError, match='a is a range, of which there is no grid'):
+  with pytest.raises(UsageError, match=r'a .*grid'):
     settings.make_grid({'a': RangeSpace(0, 1)})
 
 
@@ -179,12 +170,12 @@ def test_which_settings_can_be_one_program(preset: str, names: list[str], why: s
 
 
 def test_a_field_that_is_none_is_refused() -> None:
-  with pytest.raises(UsageError, match='PPO has no field learnin_rate'):
+  with pytest.raises(UsageError, match=r'PPO.*learnin_rate'):
     together.why_not(podrace.configure('cartpole'), [{'agent.learnin-rate': 1.0}])
 
 
 def test_values_that_the_agent_refuses_are_refused() -> None:
-  with pytest.raises(UsageError, match='discount must be within'):
+  with pytest.raises(UsageError, match='discount'):
     together.vary(podrace.configure('cartpole'), [{'agent.discount': 0.9}, {'agent.discount': 1.9}])
 
 
@@ -195,21 +186,13 @@ def test_a_value_within_a_part_of_the_agent() -> None:
   assert agent == PPO()
 
 
-def test_a_sweep_in_one_program(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str], several_seeds: None
-) -> None:
+def test_a_sweep_in_one_program(tmp_path: Path, capsys: Capture, several_seeds: None) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=1e-4,1e-2',
-    '--seeds',
-    '2',
-    *OPTIONS,
-    '--devices',
+    'catch', '--vary', 'agent.learning-rate=1e-4,1e-2', '--seeds', '2', *OPTIONS, '--devices',
     '1',
-  ]
+  ]  # fmt: skip
   found, said = sweep(tmp_path, capsys, *args)
-  assert '2 settings in one program' in said and found['trials'] == 2
+  assert '2 settings' in said and found['trials'] == 2
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())
   assert [len(r['scores']) for r in rows] == [2, 2] and rows[0]['score'] >= rows[1]['score']
   assert found['command'].startswith('podrace train catch')
@@ -225,21 +208,13 @@ def test_a_sweep_in_one_program(
   assert again == found
   args[2] = 'agent.learning-rate=1e-4,1e-3'
   _, said = sweep(tmp_path, capsys, *args, code=2)
-  assert 'holds another sweep' in said and 'vary.agent.learning-rate.values' in said
+  assert 'vary.agent.learning-rate.values' in said
 
 
-def test_a_population(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str], several_seeds: None
-) -> None:
+def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=log:1e-5..1e-1',
-    '--method',
-    'pbt',
-    '--trials',
-    '4',
-  ]
+    'catch', '--vary', 'agent.learning-rate=log:1e-5..1e-1', '--method', 'pbt', '--trials', '4',
+  ]  # fmt: skip
   found, _ = sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
   history = json.loads((tmp_path / 'sweep/population.json').read_text())
   assert [h['step'] for h in history] == [1_280, 2_560, 3_840, 5_120, 6_400]
@@ -279,31 +254,20 @@ def together_rest(values: np.ndarray) -> Any:
   return VariedRest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(4))
 
 
-def test_a_population_of_what_is_no_program_is_refused(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_population_of_what_is_no_program_is_refused(tmp_path: Path, capsys: Capture) -> None:
   args = ['catch', '--vary', 'num-envs=8..16', '--method', 'pbt', *OPTIONS[2:]]
   _, said = sweep(tmp_path, capsys, *args, code=2)
-  assert '--method pbt is one program, and these settings cannot be: num-envs is no number' in said
+  assert '--method pbt' in said and 'num-envs' in said
 
 
 # --- processes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_sweep_in_processes_goes_on_after_a_kill(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_sweep_in_processes_goes_on_after_a_kill(tmp_path: Path, capsys: Capture) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.network.hidden=8 8,16',
-    *OPTIONS,
-    '--jobs',
-    '2',
-    '--devices',
-    '1',
-  ]
+    'catch', '--vary', 'agent.network.hidden=8 8,16', *OPTIONS, '--jobs', '2', '--devices', '1',
+  ]  # fmt: skip
   folder = tmp_path / 'sweep'
   with Process(tmp_path / 'log', '-m', 'podrace', 'sweep', *args, '--dir', str(folder)) as process:
     until(lambda: (folder / '0000/config.json').exists())
@@ -311,7 +275,7 @@ def test_a_sweep_in_processes_goes_on_after_a_kill(
     assert process.wait() == 143
     assert not any(is_running(p) for p in folder.glob('0*')), 'its trials have ended'
   found, said = sweep(tmp_path, capsys, *args)
-  assert 'a process for each of 2 settings' in said and found['trials'] == 2
+  assert 'each of 2 settings' in said and found['trials'] == 2
   rows = json.loads((folder / 'results.json').read_text())
   assert {r['settings']['agent.network.hidden'] for r in rows} == {'8 8', 16}
   assert all(r['state'] == 'finished' for r in rows)
@@ -320,7 +284,7 @@ def test_a_sweep_in_processes_goes_on_after_a_kill(
 
 
 @pytest.mark.slow
-def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trials_that_fail_are_named(tmp_path: Path, capsys: Capture) -> None:
   args = ['catch', '--vary', 'env=podrace:catch,podrace:cach', *OPTIONS, '--devices', '1']
   sweep(tmp_path, capsys, *args)
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())
@@ -329,16 +293,10 @@ def test_trials_that_fail_are_named(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
   args = [
-    'catch',
-    '--vary',
-    'agent.learning-rate=log:1e-4..1e-1',
-    '--method',
-    'tpe',
-    '--trials',
-    '3',
-  ]
+    'catch', '--vary', 'agent.learning-rate=log:1e-4..1e-1', '--method', 'tpe', '--trials', '3',
+  ]  # fmt: skip
   found, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
   assert found['trials'] == 3
   rows = json.loads((tmp_path / 'sweep/results.json').read_text())
@@ -351,22 +309,19 @@ def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
   'args, message',
   [
-    (['catch'], 'a sweep needs --vary'),
-    (
-      ['catch', '--vary', 'x=1', '--method', 'best'],
-      "--method is grid, random, tpe, pbt, not 'best'",
-    ),
-    (['catch', '--vary', 'x=1', '--prune'], '--prune is for --method tpe'),
-    (['catch', '--vary', 'x=1', '--run-dir', 'y'], 'a sweep has --dir'),
+    (['catch'], '--vary'),
+    (['catch', '--vary', 'x=1', '--method', 'best'], '--method'),
+    (['catch', '--vary', 'x=1', '--prune'], '--method tpe'),
+    (['catch', '--vary', 'x=1', '--run-dir', 'y'], '--dir'),
     (['catch', '--vary', 'agent.x=1'], '--agent.x'),
     (['catch', '--vary', 'agent.learning-rate=1,a'], "'a'"),
     (['catch', '--vary', 'agent.network.activation=tanh,tan'], "'tan'"),
-    (['catch', '--vary', 'agent.discount=0.9,2'], 'discount must be'),
+    (['catch', '--vary', 'agent.discount=0.9,2'], 'discount'),
     (['catch', '--vary', 'agent.discount=0.9..0.99', '--method', 'grid'], 'is a range'),
   ],
 )
 def test_what_a_sweep_refuses(
-  args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  args: list[str], message: str, tmp_path: Path, capsys: Capture
 ) -> None:
   _, said = sweep(tmp_path, capsys, *args, code=2)
   assert message in said

@@ -12,6 +12,7 @@ import pytest
 from children import ROOT, Process, until
 
 import podrace
+from podrace import cli
 from podrace.errors import UsageError
 from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.program import Program
@@ -32,7 +33,7 @@ def test_a_run_needs_its_options_again(tmp_path: Path) -> None:
   (tmp_path / 'run' / 'config.json').touch()
   with Launch(tmp_path, '--as', 'apex') as launch:
     assert launch.wait() == 2
-    assert 'give the same preset and options as before' in launch.output
+    assert str(tmp_path / 'run') in launch.output
 
 
 def test_seed(tmp_path: Path) -> None:
@@ -47,20 +48,14 @@ def test_seed(tmp_path: Path) -> None:
 
 
 def test_every_process_has_keys_on_several_machines() -> None:
-  for arrangement, preset in (
-    ('seed', 'pong'),
-    ('apex', 'apex-pong'),
-    ('reanalyse', 'muzero-catch'),
-  ):
-    program = ARRANGEMENTS[arrangement](
-      LaunchRequest(podrace.configure(preset), preset, (), 'runs/one', keyed=True)
-    )
-    for node in program.nodes:
+  presets = (('seed', 'pong'), ('apex', 'apex-pong'), ('reanalyse', 'muzero-catch'))
+  for arrangement, preset in presets:
+    for node in ARRANGEMENTS[arrangement](asked(preset, keyed=True)).nodes:
       at = node.command.index('--keys')
       assert node.command[at + 1] == '{keys}', node
 
 
-def test_acting_processes_are_told_what_they_must_know_and_no_more(tmp_path: Path) -> None:
+def test_acting_processes_get_the_options_they_need(tmp_path: Path) -> None:
   arguments = (
     '--agent.learning-rate', '1e-3', '--total-steps', '9', '--num_envs=8', '--agent', 'impala',
     '--agent.network.hidden', '8', '8', '--seed', '1', '--actor-threads', '1', '--no-compile-cache',
@@ -109,9 +104,8 @@ def test_learners_of_a_service_have_the_options_of_the_first(tmp_path: Path) -> 
     'podrace train catch --replay service --lag async --connect-replay unix:S/replay-0 '
     "--coordinator 'announced:S/announced/learner-0#coordinator' --num-processes 2 --process-id 1 --listen 'tcp://127.0.0.1:*' --run-dir runs/one"
   )
-  assert (
-    '--coordinator' not in commands(ARRANGEMENTS['impala'](asked('catch')), tmp_path)['learner']
-  )
+  alone = commands(ARRANGEMENTS['impala'](asked('catch')), tmp_path)['learner']
+  assert '--coordinator' not in alone
 
 
 def test_learners_on_several_machines_meet_where_the_first_one_announces(tmp_path: Path) -> None:
@@ -154,24 +148,19 @@ def test_the_first_learner_chooses_where_the_others_come_to(tmp_path: Path) -> N
 @pytest.mark.parametrize(
   ('arrangement', 'preset', 'counts', 'said'),
   [
-    ('seed', 'catch', {}, 'podrace:catch is an environment in JAX, which stays with the learner'),
-    ('impala', 'dqn-cartpole', {}, 'dqn learns from replay; take --as apex'),
-    ('apex', 'catch', {}, 'impala learns from each unroll once; take --as impala'),
-    ('reanalyse', 'catch', {}, 'impala has no search; take --agent muzero'),
-    ('impala', 'catch', {'actors': 0}, '--actors must be at least 1, not 0'),
-    ('impala', 'catch', {'actors': 7}, 'does not divide over --actors 7'),
-    ('apex', 'apex-pong', {'shards': 0}, '--shards must be at least 1'),
-    ('seed', 'dqn-pong', {}, 'dqn learns from replay; add --replay host'),
-    ('seed', 'pong', {'actors': 16, 'learners': 2}, 'the 1 of each of --actors 16 do not divide'),
-    ('learners', 'catch', {'learners': 0}, '--learners must be at least 1'),
-    ('learners', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
-    ('impala', 'catch', {'learners': 2, 'keyed': True}, 'give --learners-insecure'),
-    (
-      'impala',
-      'catch',
-      {'keyed': True, 'learners_insecure': True},
-      '--learners-insecure: of --learners N',
-    ),
+    ('seed', 'catch', {}, 'podrace:catch'),
+    ('impala', 'dqn-cartpole', {}, '--as apex'),
+    ('apex', 'catch', {}, '--as impala'),
+    ('reanalyse', 'catch', {}, '--agent muzero'),
+    ('impala', 'catch', {'actors': 0}, '--actors'),
+    ('impala', 'catch', {'actors': 7}, '--actors 7'),
+    ('apex', 'apex-pong', {'shards': 0}, '--shards'),
+    ('seed', 'dqn-pong', {}, '--replay host'),
+    ('seed', 'pong', {'actors': 16, 'learners': 2}, '--actors 16'),
+    ('learners', 'catch', {'learners': 0}, '--learners'),
+    ('learners', 'catch', {'learners': 2, 'keyed': True}, '--learners-insecure'),
+    ('impala', 'catch', {'learners': 2, 'keyed': True}, '--learners-insecure'),
+    ('impala', 'catch', {'keyed': True, 'learners_insecure': True}, '--learners N'),
   ],
 )
 def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], said: str) -> None:
@@ -183,15 +172,10 @@ def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], 
 @pytest.mark.parametrize(
   ('arrangement', 'preset', 'arguments', 'said'),
   [
-    ('impala', 'catch', ('--lag', '0'), '--as impala is --lag async, not 0; leave it out'),
-    ('impala', 'catch', ('--replay=host',), '--as impala is --replay service, not host'),
-    ('seed', 'pong', ('--envs', 'local'), '--as seed is --envs remote, not local'),
-    (
-      'seed',
-      'pong',
-      ('--architecture', 'anakin'),
-      '--as seed is --architecture sebulba, not anakin',
-    ),
+    ('impala', 'catch', ('--lag', '0'), '--lag async'),
+    ('impala', 'catch', ('--replay=host',), '--replay service'),
+    ('seed', 'pong', ('--envs', 'local'), '--envs remote'),
+    ('seed', 'pong', ('--architecture', 'anakin'), '--architecture sebulba'),
   ],
 )
 def test_options_that_an_arrangement_sets_are_refused(
@@ -218,16 +202,16 @@ class Launch(Process):
 
   def pid(self, *words: str) -> int:
     """Of the newest of its processes whose command has one of these words."""
-    children = (
-      Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children').read_text().split()
-    )
-    return max(int(x) for x in children if set(words) & set(_command(x)))
+    return max(int(x) for x in self.children() if set(words) & set(_command(x)))
+
+  def children(self) -> list[str]:
+    path = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children')
+    return path.read_text().split()
 
   def learner(self, number: str) -> int:
     """Of the process with this number among those that learn as one."""
-    children = Path(f'/proc/{self.process.pid}/task/{self.process.pid}/children').read_text()
     which = f'--process-id\0{number}\0'
-    (pid,) = (x for x in children.split() if which in '\0'.join(_command(x)))
+    (pid,) = (x for x in self.children() if which in '\0'.join(_command(x)))
     return int(pid)
 
   def goes_on(self) -> None:
@@ -251,56 +235,50 @@ def _command(pid: str) -> list[str]:
 def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
   with Launch(tmp_path, 'catch', '--as', 'impala', '--dry-run', '--actors', '1') as launch:
     assert launch.wait() == 0
-    assert '# replay\npodrace replay --listen' in launch.output
+    assert '\npodrace replay --listen' in launch.output
     assert not launch.run_dir.exists()
 
 
 @pytest.mark.parametrize(
   ('arguments', 'said'),
   [
-    (('catch',), 'launch needs --as'),
-    (('catch', '--as', 'sead'), "unknown arrangement 'sead': did you mean seed?"),
-    (
-      ('catch', '--as', 'impala', '--on', 'mars'),
-      "unknown engine 'mars': there are kubernetes, local",
-    ),
-    (('catch', '--as', 'impala', '--actors', '5'), 'does not divide over --actors 5'),
-    (('pong', '--as', 'seed', '--shards', '2'), '--shards: not of --as seed'),
-    (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers: not of --as impala'),
-    (('catch', '--as', 'learners', '--actors', '2'), '--actors: not of --as learners'),
-    (
-      ('catch', '--as', 'learners', '--on', 'skypilot'),
-      '--learners 2: learners share a run directory',
-    ),
-    (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen: podrace launch sets it itself'),
+    (('catch',), '--as'),
+    (('catch', '--as', 'sead'), "'sead'"),
+    (('catch', '--as', 'impala', '--on', 'mars'), "'mars'"),
+    (('catch', '--as', 'impala', '--actors', '5'), '--actors 5'),
+    (('pong', '--as', 'seed', '--shards', '2'), '--shards'),
+    (('catch', '--as', 'impala', '--reanalysers', '2'), '--reanalysers'),
+    (('catch', '--as', 'learners', '--actors', '2'), '--actors'),
+    (('catch', '--as', 'learners', '--on', 'skypilot'), '--learners 2'),
+    (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen'),
   ],
 )
-def test_bad_usage(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
-  with Launch(tmp_path, *arguments) as launch:
-    assert launch.wait() == 2
-    assert said in launch.output
-    assert not launch.run_dir.exists()
+def test_bad_usage(
+  arguments: tuple[str, ...], said: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  with pytest.raises(SystemExit) as end:
+    cli.main(['launch', *arguments, '--run-dir', str(tmp_path / 'run')])
+  assert end.value.code == 2
+  assert said in capfd.readouterr().err
+  assert not (tmp_path / 'run').exists()
 
 
 def test_impala_in_four_processes(tmp_path: Path) -> None:
   with Launch(tmp_path, 'catch', '--as', 'impala', '--total-steps', '2000') as launch:
     assert launch.wait() == 0, launch.output
     assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 2000
-    assert {p.name for p in (launch.run_dir / 'logs').glob('*.log')} == {
-      'act-0.log', 'act-1.log', 'learner.log', 'replay.log',
-    }  # fmt: skip
-    assert 'the run is complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()
+    logs = {p.name for p in (launch.run_dir / 'logs').glob('*.log')}
+    assert logs == {'act-0.log', 'act-1.log', 'learner.log', 'replay.log'}
+    assert 'complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()
 
 
 @pytest.mark.slow
 def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '1')
-  with Process(
-    tmp_path / 'said.txt', str(ROOT / 'examples' / 'program.py'), str(tmp_path / 'run')
-  ) as example:
+  program = str(ROOT / 'examples' / 'program.py')
+  with Process(tmp_path / 'said.txt', program, str(tmp_path / 'run')) as example:
     assert example.wait() == 0, example.output
-    assert 'a return of' in example.output
-    assert "counter        | {'windows': " in example.output
+    assert "{'windows': " in example.output
     assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 10_000
     assert list((tmp_path / 'run' / 'policies').iterdir())
 
@@ -316,16 +294,14 @@ def test_a_run_goes_on_whatever_is_killed(tmp_path: Path) -> None:
       os.kill(launch.pid(*words), signal.SIGKILL)
     steps = len(launch.lines())
     until(lambda: len(launch.lines()) > steps)
-    assert launch.output.count('ended with 137, starts again in') == 4
-    assert launch.output.count('resuming at step') == 2
+    assert launch.output.count('ended with 137') == 4
+    assert launch.output.count('resuming') == 2
     launch.signal(signal.SIGTERM)
     assert launch.wait() == 143
 
 
 @pytest.mark.slow
-def test_learners_that_are_killed_learn_the_same(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_learners_learn_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """With Anakin: Sebulba's actors of several processes are not saved."""
   monkeypatch.setenv('JAX_NUM_CPU_DEVICES', '2')  # of each process
   options = ('--architecture', 'anakin', '--total-steps', '400000')
@@ -336,9 +312,9 @@ def test_learners_that_are_killed_learn_the_same(
     with Launch(tmp_path / name, 'catch', '--as', 'learners', *options) as launch:
       for number in kills:
         launch.goes_on()
-        begun = launch.output.count('resuming at step')
+        begun = launch.output.count('resuming')
         os.kill(launch.learner(number), signal.SIGKILL)
-        until(lambda n=begun: launch.output.count('resuming at step') > n)
+        until(lambda n=begun: launch.output.count('resuming') > n)
       assert launch.wait() == 0, launch.output
       return str(json.loads((launch.run_dir / 'summary.json').read_text())['params_sha256'])
 
@@ -355,5 +331,5 @@ def test_learners_of_a_service_are_killed(tmp_path: Path, monkeypatch: pytest.Mo
       os.kill(launch.learner(number), signal.SIGKILL)
       launch.goes_on()
     assert launch.wait() == 0, launch.output
-    assert launch.output.count('resuming at step') == 2
+    assert launch.output.count('resuming') == 2
     assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 60_000

@@ -31,7 +31,7 @@ class Kept:
     asked = ReplicaRequest(words, {'HAS': 'it'}, '/', '/PRIVATE', '', 0, {}, '/not/there')
     text = json.dumps(dataclasses.asdict(dataclasses.replace(asked, **more)))
     self.runner = Runner(text, lambda: '10.0.0.7')
-    self.process = self.runner._keeper
+    self.process = self.runner.keeper
     self.events: Iterator[Event] = self.runner.events()
     self.output = ''
     assert next(self.events) == ('started', None)
@@ -179,9 +179,7 @@ def test_one_waits_for_the_end_of_the_one_before(kept: Any, tmp_path: Path) -> N
     file.unlink()
 
 
-def test_one_that_waits_for_too_long_is_started_again_later(
-  monkeypatch: Any, tmp_path: Path
-) -> None:
+def test_a_replica_that_waits_too_long_starts_later(monkeypatch: Any, tmp_path: Path) -> None:
   monkeypatch.setattr(remote_child, 'GRACE', 0.0)
   with (
     remote_child.wait_for_lock(tmp_path / 'lock') as one,

@@ -96,10 +96,9 @@ def test_replicas_find_each_other_and_end_with_the_main_one(cluster: Any, tmp_pa
   serve = node('serve', PID + announces, *words, listens=['it'])
   with OnRay(tmp_path, serve, node('main', asks, '{serve}', main=True)) as launched:
     assert launched.wait() == 0, launched.output
-    assert 'main  | at tcp://h:7' in launched.output
-    assert re.search(
-      r"tcp://[0-9.]+:0 0o40700 \['allowed_clients', 'authority.pem'", launched.output
-    )
+    assert re.search(r'main +\| at tcp://h:7', launched.output)
+    listed = r"tcp://[0-9.]+:0 0o40700 \['allowed_clients', 'authority.pem'"
+    assert re.search(listed, launched.output)
     assert 'authority.key' not in launched.output
     assert not alive(launched.pid('serve'))
   until(lambda: set(Path('/tmp').glob('podrace-*')) <= before)
@@ -128,9 +127,8 @@ def test_a_service_is_found_where_it_has_come_back(cluster: Any, tmp_path: Path)
       pid = launched.pid('serve', times)
       os.kill(pid if times == 1 else parent(parent(pid)), signal.SIGKILL)
     assert launched.wait() == 0, launched.output
-    assert re.findall(r'at tcp://h:(\d+)', launched.output) == list(
-      map(str, launched.pids('serve'))
-    )
+    found = [int(x) for x in re.findall(r'at tcp://h:(\d+)', launched.output)]
+    assert found == launched.pids('serve')
 
 
 @pytest.mark.slow
@@ -138,10 +136,10 @@ def test_what_is_killed_is_started_again(cluster: Any, tmp_path: Path) -> None:
   nodes = (node('main', PID + WAITS, main=True), node('other', PID + WAITS))
   with OnRay(tmp_path, *nodes) as launched:
     os.kill(launched.pid('main'), signal.SIGKILL)
-    launched.says('main  | podrace launch: ended with 137, starts again')
+    launched.says('ended with 137')
     main, other = launched.pid('main', 2), launched.pid('other')
     os.kill(parent(parent(other)), signal.SIGKILL)  # the actor
-    launched.says('other | podrace launch: its machine or its actor is lost')
+    launched.says('lost')
     until(lambda: not alive(other))
     other = launched.pid('other', 2)
     launched.signal(signal.SIGTERM)
@@ -177,38 +175,23 @@ def test_a_machine_that_dies_is_replaced(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_impala_on_ray(cluster: Any, tmp_path: Path) -> None:
-  words = ('catch', '--as', 'impala', '--actors', '1', '--on', 'ray', '--total-steps', '2000')
+@pytest.mark.parametrize(
+  ('arrangement', 'line'),
+  [(('impala', '--actors', '1'), r'act +\| .*complete'), (('learners', '--learners-insecure'), 'learner-1')],
+)  # fmt: skip
+def test_runs_on_ray(arrangement: tuple[str, ...], line: str, cluster: Any, tmp_path: Path) -> None:
+  words = ('catch', '--as', *arrangement, '--on', 'ray', '--total-steps', '2000')
   at = ('--run-dir', str(tmp_path / 'run'))
-  with Process(tmp_path / 'said', '-m', 'podrace', 'launch', *words, *at) as launch:
+  with Process(tmp_path / 'output', '-m', 'podrace', 'launch', *words, *at) as launch:
     assert launch.wait() == 0, launch.output
     assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 2000
-    assert re.search(r'act +\| podrace act: the run is complete', launch.output)
-
-
-@pytest.mark.slow
-def test_learners_on_ray(cluster: Any, tmp_path: Path) -> None:
-  words = (
-    'catch',
-    '--as',
-    'learners',
-    '--learners-insecure',
-    '--on',
-    'ray',
-    '--total-steps',
-    '2000',
-  )
-  at = ('--run-dir', str(tmp_path / 'run'))
-  with Process(tmp_path / 'said', '-m', 'podrace', 'launch', *words, *at) as launch:
-    assert launch.wait() == 0, launch.output
-    assert json.loads((tmp_path / 'run' / 'summary.json').read_text())['step'] >= 2000
-    assert 'learner-1' in launch.output
+    assert re.search(line, launch.output)
 
 
 @pytest.mark.slow
 def test_a_program_without_room_says_so(cluster: Any, tmp_path: Path) -> None:
   with OnRay(tmp_path, node('main', 'pass', cpus=5, main=True)) as launched:
-    launched.says('waiting for room for 5 CPU, 0 GPU; free: 3 CPU, 0 GPU')
+    launched.says('5 CPU, 0 GPU; free: 3 CPU, 0 GPU')
     launched.signal(signal.SIGTERM)
     assert launched.wait(20) == 143
 
@@ -220,8 +203,8 @@ def test_what_would_be_started_is_shown(tmp_path: Path, capsys: Any) -> None:
   more = ('--gpus', 'learner=1', '--cpus', 'learner=4')
   assert command.run([*LAUNCH, '--run-dir', str(tmp_path / 'run'), '--dry-run', *more]) == 0
   shown = capsys.readouterr().out
-  assert "# learner: {'CPU': 4.0, 'GPU': 1.0}" in shown
-  assert '--params announced:/PODRACE-PRIVATE/announced/learner-0#params' in shown
+  assert "{'CPU': 4.0, 'GPU': 1.0}" in shown
+  assert 'announced:/PODRACE-PRIVATE/announced/learner-0#params' in shown
   assert not (tmp_path / 'run').exists()
 
 
@@ -229,10 +212,10 @@ def test_without_ray_or_a_cluster_it_says_what_to_do(tmp_path: Path, monkeypatch
   words = [*LAUNCH, '--run-dir', str(tmp_path / 'run')]
   monkeypatch.setenv('RAY_ADDRESS', 'ray://h:10001')
   monkeypatch.setitem(sys.modules, 'ray', None)
-  with pytest.raises(UsageError, match=r"pip install 'podrace\[ray\]'"):
+  with pytest.raises(UsageError, match=r"'podrace\[ray\]'"):
     command.run(words)
   monkeypatch.setitem(sys.modules, 'ray', pytest)
-  with pytest.raises(UsageError, match='runs on a machine of the cluster'):
+  with pytest.raises(UsageError, match='cluster'):
     command.run(words)
   assert not (tmp_path / 'run').exists()
 
@@ -261,7 +244,7 @@ def test_the_end_is_seen_where_ray_itself_is_lost(monkeypatch: Any) -> None:
   placed.signal(signal.SIGTERM)  # which raises nothing: other replicas have to hear theirs
   with placed.stdout as said:
     assert placed.wait() and placed.poll() == 1
-    assert said.read().endswith(b'is lost (ConnectionError: no cluster)\n')
+    assert b'ConnectionError' in said.read()
   ended.assert_called_once_with(placed)
 
 

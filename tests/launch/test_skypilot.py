@@ -17,6 +17,7 @@ import pytest
 import test_docs
 import yaml
 from children import DEADLINE, ROOT, alive, until
+from test_kubernetes import CASES
 
 from podrace.commands import launch
 from podrace.errors import UsageError
@@ -24,12 +25,6 @@ from podrace.launch.engines import manifests, skypilot
 from podrace.launch.engines.skypilot import Cloud
 from podrace.launch.program import Backoff, Node, Program
 
-CASES = {
-  'seed': ('pong', '--actors', '4'),
-  'impala': ('catch', '--actors', '4', '--seed', '3'),
-  'apex': ('apex-pong', '--shards', '2', '--actors', '4', '--quiet'),
-  'reanalyse': ('muzero-catch', '--reanalysers', '2'),
-}
 ON = ('--on', 'skypilot', '--image', 'me/podrace:1', '--run-dir', 'runs/one', '--machines', '3')
 CLOUD = Cloud('one', Path('runs/one'), 2, setup='true')
 
@@ -77,8 +72,8 @@ def test_podrace_accepts_the_commands_of_machines(
   assert used == listening
   assert len(listening) == len(kept[0])  # each at a port of its own
   kept_lines = [x for x in script.splitlines() if x.startswith('  keep ')]
-  (learner,) = (x for x in kept_lines if ' podrace train ' in x)
-  assert [x for x in kept_lines if 'keep env JAX_PLATFORMS=cpu ' not in x] == [learner]
+  (learner,) = (x for x in kept_lines if ' train ' in x)
+  assert [x for x in kept_lines if ' JAX_PLATFORMS=cpu ' not in x] == [learner]
 
 
 def test_what_is_asked_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
@@ -100,15 +95,15 @@ def test_all_is_on_one_machine(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
   ('arguments', 'said'),
   [
-    (('--machines', '0'), '--machines must be at least 1, not 0'),
-    (('--setup', 'true'), 'needs --image IMAGE with podrace in it, or --setup COMMAND to install it, not both'),
-    (('--resources', 'accelerator=L4'), "unknown resource 'accelerator': did you mean accelerators"),
-    (('--resources', 'cpus='), "--resources cpus=VALUE takes a text or a number, not ''"),
-    (('--resources', 'cpus=[1'), "--resources cpus=VALUE takes a text or a number, not '[1'"),
-    (('--volume', 'disk'), '--volume: not of --on skypilot'),
-    ((), 'there is no sky here'),
+    (('--machines', '0'), '--machines'),
+    (('--setup', 'true'), '--setup COMMAND'),
+    (('--resources', 'accelerator=L4'), 'accelerators'),
+    (('--resources', 'cpus='), "''"),
+    (('--resources', 'cpus=[1'), "'[1'"),
+    (('--volume', 'disk'), '--volume'),
+    ((), 'sky'),
   ],
-)  # fmt: skip
+)
 def test_bad_usage_of_skypilot(arguments: tuple[str, ...], said: str) -> None:
   with pytest.raises(UsageError) as e:
     launch.run(['catch', '--as', 'impala', *ON, *arguments])
@@ -117,7 +112,7 @@ def test_bad_usage_of_skypilot(arguments: tuple[str, ...], said: str) -> None:
 
 def test_a_node_that_chooses_its_address() -> None:
   node = Node('learner', ('train', '{announce}'), listens=('params',), main=True)
-  with pytest.raises(UsageError, match='node learner chooses where it listens; --on skypilot'):
+  with pytest.raises(UsageError, match='--on skypilot'):
     skypilot.task(Program((node,)), CLOUD, 'KEYS')
 
 
@@ -170,16 +165,12 @@ class Machines:
       }  # fmt: skip
       file = self.home / f'run-{rank}.sh'
       file.write_text(run)
-      with (
-        (self.home / f'said-{rank}').open('w') as said,
-        (self.home / f'errors-{rank}').open('w') as errors,
-      ):
-        self.shells.append(
-          subprocess.Popen(
-            ['bash', '-i', str(file)], env=environ, stdin=subprocess.DEVNULL, stdout=said, stderr=errors,
-            start_new_session=True, text=True,
-          )
-        )  # fmt: skip
+      output, errors = (self.home / f'{name}-{rank}' for name in ('said', 'errors'))
+      with output.open('w') as out, errors.open('w') as err:
+        self.shells.append(subprocess.Popen(
+          ['bash', '-i', str(file)], env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
+          start_new_session=True, text=True,
+        ))  # fmt: skip
 
   def wait(self) -> list[int]:
     return [shell.wait(DEADLINE) for shell in self.shells]
@@ -255,9 +246,7 @@ def test_a_task_that_is_cancelled_lets_processes_save(machines: Machines) -> Non
   assert machines.said().split() == ['waits', 'asked']
 
 
-def test_a_process_that_does_not_end_is_killed(
-  machines: Machines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_deaf_process_is_killed(machines: Machines, monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(skypilot, 'GRACE', 0.2)
   deaf = f'echo $$; {forever("signal.SIG_IGN")}'
   machines.start(script(node('x', deaf, main=True)))
@@ -298,4 +287,4 @@ def test_impala_on_two_machines(machines: Machines, capsys: pytest.CaptureFixtur
   assert machines.wait() == [0, 0], machines.said(0) + machines.said(1)
   summary = machines.home / 'runs' / 'one' / 'summary.json'
   assert json.loads(summary.read_text())['step'] >= 2000
-  assert machines.said(1, 'errors').count('the run is complete') == 2
+  assert machines.said(1, 'errors').count('complete') == 2

@@ -94,19 +94,18 @@ def pids(cluster: Cluster, name: str) -> list[int]:
   return [int(x) for x in re.findall(rf'{name} +\| pid (\d+)', cluster.output)]
 
 
-def test_a_job_runs_all_replicas_and_ends_with_the_main_one(cluster: Cluster, capsys: Any) -> None:
+def test_a_job_ends_with_its_main_node(cluster: Cluster, capsys: Any) -> None:
   go = cluster.log.with_name('go')
   os.mkfifo(go)
-  tells = (
-    'import os; print(*(os.environ[x] for x in ("SLURM_JOB_ID", "SLURM_NTASKS")), flush=True)\n'
-  )
+  names = '("SLURM_JOB_ID", "SLURM_NTASKS")'
+  tells = f'import os; print(*(os.environ[x] for x in {names}), flush=True)\n'
   main = node('main', tells + f'open({str(go)!r}).read()', main=True, cpus=2.5, gpus=1)
   cluster.submit(main, node('other', PID + SAVES_AT_INT, replicas=2))
   assert capsys.readouterr().out.startswith('job 7: ')
   cluster.says('up', 2)
   go.write_text('')
   cluster.ends()
-  assert 'main    | 7 1' in cluster.output
+  assert re.search(r'main +\| 7 1', cluster.output)
   assert cluster.output.count('saved') == 2
   assert not any(map(alive, pids(cluster, r'other-\d')))
   steps = {words[1]: words for words in cluster.calls('srun')}
@@ -125,15 +124,12 @@ def test_a_replica_that_is_killed_is_another_step(cluster: Cluster) -> None:
     os.kill(first, signal.SIGKILL)
     until(lambda n=name: len(pids(cluster, n)) == 2)
   assert [x[1] for x in cluster.calls('srun')].count('--job-name=main') == 2
-  assert cluster.output.count('ended with 137, starts again in 0 s') == 2
+  assert cluster.output.count('ended with 137') == 2
   assert alive(pids(cluster, 'main')[-1])
 
 
 @pytest.mark.parametrize(('signum', 'queued'), [(signal.SIGUSR1, True), (signal.SIGTERM, False)])
-def test_a_job_saves_and_is_queued_again_when_its_time_is_up(
-  cluster: Cluster, signum: int, queued: bool
-) -> None:
-
+def test_a_job_out_of_time_is_queued_again(cluster: Cluster, signum: int, queued: bool) -> None:
   cluster.submit(node('main', SAVES_AT_INT, main=True), node('other', SAVES_AT_INT))
   cluster.says('up', 2)
   os.kill(cluster.pid, signum)
@@ -200,16 +196,15 @@ def test_each_job_has_new_keys_that_are_its_users_alone(tmp_path: Path) -> None:
   slurm.prepare(program, tmp_path)
   made = keys.readable(tmp_path / 'keys' / 'client.key').read_text()
   slurm.prepare(program, tmp_path)
-  assert (tmp_path / 'keys' / 'client.key').read_text() != made, (
-    'the directory may be of a stranger'
-  )
+  # The directory may be of a stranger.
+  assert (tmp_path / 'keys' / 'client.key').read_text() != made
   assert (tmp_path / 'keys' / keys.ALLOWED).read_text().count('\n') == 1
   assert (tmp_path / 'keys').stat().st_mode & 0o777 == 0o700
   assert not (tmp_path / 'keys' / 'authority.key').exists()
   assert sorted(p.name for p in tmp_path.iterdir()) == ['keys', 'program.json']
 
 
-def test_a_job_runs_no_other_program_than_the_one_that_was_submitted(cluster: Cluster) -> None:
+def test_a_job_runs_only_the_submitted_program(cluster: Cluster) -> None:
   """A run directory with somebody's program.json, whose commands are run by nobody's word."""
   mine, ran = Program((node('main', 'pass', main=True),)), cluster.directory / 'ran'
   (cluster.directory / 'logs').mkdir(parents=True)
@@ -233,8 +228,8 @@ def test_impala_as_a_job(cluster: Cluster) -> None:
     assert launch.output.startswith(f'job 7: {cluster.directory}/job.sbatch')
   cluster.ends()
   assert json.loads((cluster.directory / 'summary.json').read_text())['step'] >= 2000
-  assert re.search(r'act-1 +\| podrace act: the run is complete', cluster.output)
-  assert 'PRIVATE KEY' not in cluster.output + cluster.log.read_text()
+  assert re.search(r'act-1 +\| .*complete', cluster.output)
+  assert 'PRIVATE' not in cluster.output + cluster.log.read_text()
 
 
 @pytest.mark.slow
@@ -249,26 +244,18 @@ def test_learners_as_a_job(cluster: Cluster) -> None:
           return int(process.name)
     raise AssertionError(cluster.output)
 
-  words = (
-    'catch',
-    '--as',
-    'learners',
-    '--learners-insecure',
-    '--on',
-    'slurm',
-    '--total-steps',
-    '60_000',
-  )
+  words = ('catch', '--as', 'learners', '--learners-insecure', '--on', 'slurm')
+  words += ('--total-steps', '60_000')
   at = ('--checkpoint-every', '5000', '--run-dir', str(cluster.directory))
   with Process(cluster.log.with_name('said'), '-m', 'podrace', 'launch', *words, *at) as launch:
     assert launch.wait() == 0, launch.output
   kept = cluster.directory / 'checkpoints'
   until(lambda: kept.is_dir() and any(x.name.isdigit() for x in kept.iterdir()))
-  (first,) = (x for x in cluster.calls('srun') if '--process-id 0' in ' '.join(x))
-  assert '--coordinator 0.0.0.0:0' in ' '.join(first)
+  calls = map(' '.join, cluster.calls('srun'))
+  assert ['0.0.0.0:0' in call for call in calls if '--process-id 0' in call] == [True]
   before = announce.read(cluster.directory / 'announced' / 'learner-0')['coordinator']
   os.kill(learner(cluster), signal.SIGKILL)
-  cluster.says('resuming at step')
+  cluster.says('resuming')
   assert announce.read(cluster.directory / 'announced' / 'learner-0')['coordinator'] != before
   cluster.ends()
   assert json.loads((cluster.directory / 'summary.json').read_text())['step'] >= 60_000
@@ -290,24 +277,24 @@ def test_what_would_be_submitted_is_shown(tmp_path: Path, capsys: Any) -> None:
     'time=8:00:00', 'exclusive',
   ]  # fmt: skip
   assert re.findall(r'^# (.*)', shown, re.M) == ['replay', 'learner', 'act-0', 'act-1']
-  assert f'--params announced:{tmp_path}/run/announced/learner-0#params' in shown.replace("'", '')
+  assert f'announced:{tmp_path}/run/announced/learner-0#params' in shown
   assert not (tmp_path / 'run').exists()
 
 
 @pytest.mark.parametrize(
   ('more', 'said'),
   [
-    ((), 'launch needs --run-dir'),
-    (('--run-dir', 'a,b'), 'its path is in addresses, so it has no spaces and commas'),
-    (('--run-dir', 'a b'), 'its path is in addresses, so it has no spaces and commas'),
-    (('--run-dir', 'a', '--sbatch', '-p gpu'), "takes an option of sbatch, as time=8:00:00, not '-p"),
-    (('--run-dir', 'a', '--gpus', 'lerner=1'), 'with one of replay, learner, act as NODE'),
-    (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N takes a whole number'),
-    (('--run-dir', 'a'), 'there is no sbatch here'),
-    (('--run-dir', 'a', '--metrics-listen', '0.0.0.0:9100'), 'or --metrics-insecure, with which'),
-    (('--run-dir', 'a', '--on', 'local', '--gpus', 'act=1'), '--gpus: not of --on local'),
+    ((), '--run-dir'),
+    (('--run-dir', 'a,b'), 'a,b: '),
+    (('--run-dir', 'a b'), 'a b: '),
+    (('--run-dir', 'a', '--sbatch', '-p gpu'), '--sbatch'),
+    (('--run-dir', 'a', '--gpus', 'lerner=1'), 'replay, learner, act'),
+    (('--run-dir', 'a', '--cpus', 'act=two'), '--cpus act=N'),
+    (('--run-dir', 'a'), 'sbatch'),
+    (('--run-dir', 'a', '--metrics-listen', '0.0.0.0:9100'), '--metrics-insecure'),
+    (('--run-dir', 'a', '--on', 'local', '--gpus', 'act=1'), '--gpus'),
   ],
-)  # fmt: skip
+)
 def test_what_is_refused(
   more: tuple[str, ...], said: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
@@ -329,14 +316,14 @@ def test_a_job_has_the_accelerators_of_its_user(cluster: Cluster, monkeypatch: A
 
 def test_a_program_that_runs_is_not_submitted_again(cluster: Cluster) -> None:
   words = [*LAUNCH, '--run-dir', str(cluster.directory)]
-  with lock_logs(cluster.directory / 'logs'), pytest.raises(UsageError, match='runs already'):
+  with lock_logs(cluster.directory / 'logs'), pytest.raises(UsageError, match='already'):
     command.run(words)
   assert not cluster.calls('sbatch')
 
 
 def test_what_listens_must_announce(tmp_path: Path) -> None:
   serve = Node('serve', ('serve', '{listen}'), listens=('it',), main=True)
-  with pytest.raises(UsageError, match=r'add --announce \{announce\}'):
+  with pytest.raises(UsageError, match=r'--announce \{announce\}'):
     slurm.places(Program((serve,)), tmp_path)
 
 

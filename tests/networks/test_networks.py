@@ -14,6 +14,7 @@ import pytest
 import streams
 from flax import linen as nn
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import networks
 from podrace.distributions import MASKED
@@ -94,7 +95,7 @@ def torsos_and_cores() -> list[Any]:
 @pytest.mark.parametrize(('torso', 'core'), torsos_and_cores())
 def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.MonkeyPatch) -> None:
   if torso != 'grid':  # XLA's convolution compiles ten times faster; that ours is equal, see below
-    monkeypatch.setattr(layers, 'conv2d', layers._xla_conv)
+    monkeypatch.setattr(layers, 'conv2d', layers.xla_conv)
   space = spaces.Box(0, 255, IMAGES[torso], np.uint8)
   net = network(space, torso=torso, core=core, initializer='lecun')  # no QR to compile
   params = init(net)
@@ -284,8 +285,8 @@ def test_patches_are_a_convolution(
     y, back = jax.vjp(lambda x, k: conv(x, k, stride, padding), x, kernel)
     return y, *back(jnp.cos(y))
 
-  ours = value_and_grads(layers._patches_conv, x, kernel)
-  xlas = value_and_grads(layers._xla_conv, x, kernel)
+  ours = value_and_grads(layers.patches_conv, x, kernel)
+  xlas = value_and_grads(layers.xla_conv, x, kernel)
   for a, b in zip(ours, xlas, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)  # sums of up to 192 products of size 1
 
@@ -298,8 +299,8 @@ def test_bytes_are_scaled_in_either_convolution() -> None:
     y, back = jax.vjp(lambda k: conv(x, k, 2, 'SAME'), kernel)
     return y, *back(jnp.cos(y))
 
-  of_floats = value_and_grad(layers._xla_conv, x / 255)
-  for conv in (layers._patches_conv, layers._xla_conv):
+  of_floats = value_and_grad(layers.xla_conv, x / 255)
+  for conv in (layers.patches_conv, layers.xla_conv):
     for a, b in zip(value_and_grad(conv, x), of_floats, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
 
@@ -311,13 +312,11 @@ def test_convolutions_on_cpu_are_by_patches() -> None:
   )
   assert ' convolution(' not in text
   used = layers.conv2d(x, kernel, 1, 'SAME')
-  np.testing.assert_allclose(used, layers._xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
+  np.testing.assert_allclose(used, layers.xla_conv(x, kernel, 1, 'SAME'), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize('seeds', [None, 3])
-@pytest.mark.parametrize(
-  'width', [1, pytest.param(7, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow), 40]
-)
+@pytest.mark.parametrize('width', slow_after(2, 1, 40, 7, 8))
 def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
   def value_and_grads(f: Any) -> Any:
     def one(x: Any, kernel: Any, bias: Any) -> Any:
@@ -536,13 +535,10 @@ def test_what_is_shared() -> None:
 @pytest.mark.parametrize(
   ('size', 'torso'),
   [
-    ((36, 40, 1), 'nature'),
-    ((35, 84, 1), 'grid'),
-    ((10, 10, 10), 'mlp'),
-    ((9,), 'mlp'),
+    ((36, 40, 1), 'nature'), ((35, 84, 1), 'grid'), ((10, 10, 10), 'mlp'), ((9,), 'mlp'),
     ((9, 9), 'mlp'),
   ],
-)
+)  # fmt: skip
 def test_auto_torso(size: tuple[int, ...], torso: str) -> None:
   assert network(spaces.Box(0, 255, size, np.uint8)).image_torso == torso
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -41,10 +42,10 @@ class Both:
     example = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, world_like(world).unroll()))
     self.layout = Layout(self.w, example)
     self.memory = self.replay.init(example)
-    self._add = jax.jit(self.replay.add)
+    self.remember = jax.jit(self.replay.add)
     sizes = dict(length=length, period=self.w.period, stack=self.w.stack)
     self.window = jax.jit(functools.partial(read_windows, **sizes))
-    self._decode = jax.jit(self.layout.sample)
+    self.decode = jax.jit(self.layout.sample)
     self.hosted = HostReplay(self.layout, topology.learner_mesh(1), seed=1)
     self.hosted.start()
     self.unrolls = 0
@@ -53,7 +54,7 @@ class Both:
     """To the host in any order, if there is an rng."""
     for _ in range(times):
       trajectory = self.world.unroll()
-      self.memory = self._add(self.memory, trajectory)
+      self.memory = self.remember(self.memory, trajectory)
       serial = np.full(B, self.unrolls)
       order = np.arange(B) if rng is None else rng.permutation(B)
       for part in np.array_split(order, 2 if rng is not None else 1):
@@ -65,14 +66,14 @@ class Both:
 
   def sample(self) -> tuple[np.ndarray, Any]:
     (found,) = self.hosted.samples(1)
-    return found.key, self._decode(found.data)
+    return found.key, self.decode(found.data)
 
   def close(self) -> None:
     self.hosted.close()
 
 
 def world_like(world: World) -> World:
-  return World(0, stack=world._stack, kinds=world._kinds)
+  return World(0, stack=world.stack, kinds=world.kinds)
 
 
 def starts_of(world: World, sample: Any) -> list[int]:
@@ -112,10 +113,9 @@ def test_windows_are_those_of_the_device(case: str, order: str) -> None:
   for b in range(B):
     if stack:  # nothing is before the first episode, of which the device knows nothing
       world.rows[b][0]['observation'][:-1] = 0
-      world._frames[b][:-1] = 0
-  both = Both(world, **given)
-  rng = np.random.default_rng(0) if order == 'in any order' else None
-  try:
+      world.frames[b][:-1] = 0
+  with contextlib.closing(Both(world, **given)) as both:
+    rng = np.random.default_rng(0) if order == 'in any order' else None
     seen = set()
     for unroll in range(8):
       both.add(rng)
@@ -135,8 +135,6 @@ def test_windows_are_those_of_the_device(case: str, order: str) -> None:
     head, period = 8 * T, both.w.period
     every = {(b, s) for b in range(B) for s in range(0, head - given['length'] + 1, period)}
     assert seen == every and len(both.hosted.table) == len(every)
-  finally:
-    both.close()
 
 
 def test_weights_and_priorities_are_those_of_the_device() -> None:
@@ -145,8 +143,9 @@ def test_weights_and_priorities_are_those_of_the_device() -> None:
     capacity=10_000, priority_exponent=0.7, importance_exponent=0.4, importance_steps=20 * T * B,
     batch_size=512,
   )  # fmt: skip
-  both = Both(World(3), 6, buffer, keep_state=True, initial_priority=first_priority)
-  try:
+  with contextlib.closing(
+    Both(World(3), 6, buffer, keep_state=True, initial_priority=first_priority)
+  ) as both:
     both.add(times=10)
     both.hosted.times(9)  # the tenth update: half of the way to an exponent of 1
     tree = np.array(both.memory.tree[0]).reshape(-1)
@@ -167,15 +166,12 @@ def test_weights_and_priorities_are_those_of_the_device() -> None:
 
     for _ in range(3):
       compare()
-    assert both.hosted._streams.highest == 7
-  finally:
-    both.close()
+    assert both.hosted.streams.highest == 7
 
 
 def test_new_windows_have_the_highest_priority_so_far() -> None:
   buffer = settings(capacity=10_000, priority_exponent=1.0, batch_size=8)
-  both = Both(World(3), 2, buffer)
-  try:
+  with contextlib.closing(Both(World(3), 2, buffer)) as both:
     both.add(times=2)
     key, _ = both.sample()
     both.hosted.update(key, jnp.full(8, 50.0))
@@ -186,15 +182,12 @@ def test_new_windows_have_the_highest_priority_so_far() -> None:
       i for i, item in enumerate(snapshot['items']) if item.key > snapshot['items'][0].key + 20
     ]
     assert newest and all(snapshot['priorities'][i] == 50 for i in newest[-B * T :])
-  finally:
-    both.close()
 
 
 def test_no_window_goes_over_a_gap() -> None:
   """Where an unroll was lost, a stream begins anew; nothing else is missing."""
   world = World(5)
-  both = Both(world, 3)
-  try:
+  with contextlib.closing(Both(world, 3)) as both:
     both.add(times=2)
     world.unroll()
     both.unrolls += 1
@@ -209,15 +202,12 @@ def test_no_window_goes_over_a_gap() -> None:
         steps = [row['reward'] for row in world.rows[b][start : start + 4]]
         np.testing.assert_array_equal(rewards[:, i], steps)
     assert seen == {*range(2 * T - 2), *range(3 * T, 5 * T - 2)}
-  finally:
-    both.close()
 
 
 def test_memory_is_bounded() -> None:
   """Items, and the bytes of what they are slices of."""
   world = World(1)
-  both = Both(world, 3, settings(capacity=96))
-  try:
+  with contextlib.closing(Both(world, 3, settings(capacity=96))) as both:
     sizes = []
     for _ in range(120):
       world.rows = [rows[-1:] for rows in world.rows]
@@ -225,18 +215,20 @@ def test_memory_is_bounded() -> None:
       assert len(both.hosted.table) <= 96
       sizes.append(both.hosted.table.store.total.bytes)
     assert max(sizes[80:]) <= 1.2 * max(sizes[40:80])
-  finally:
-    both.close()
 
 
-@pytest.mark.parametrize('ratio', [0.3, 1.5, 7.77])
-@pytest.mark.parametrize('min_size', [1, 50])
+@pytest.mark.parametrize(
+  ('ratio', 'min_size'),
+  [
+    *((0.3, 1), (1.5, 50), (7.77, 1)),
+    *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.3, 50), (1.5, 1), (7.77, 50))),
+  ],
+)
 def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
   buffer = settings(
     capacity=1000, batch_size=8, samples_per_insert=ratio, min_size=min_size, priority_exponent=0.5
   )
-  both = Both(World(2), 3, buffer)
-  try:
+  with contextlib.closing(Both(World(2), 3, buffer)) as both:
     learned, expected = 0, 0
     for update in range(40):
       both.add()
@@ -250,8 +242,6 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
     assert both.hosted.table.contents.counts.samples == 8 * learned
     ready = -(-max(min_size, 1) // (B * T)) - 1
     assert learned == int(Fraction(ratio).limit_denominator(10_000) * (40 - ready) * B * T / 8)
-  finally:
-    both.close()
 
 
 def test_of_two_processes_each_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,8 +253,9 @@ def test_of_two_processes_each_has_a_share(monkeypatch: pytest.MonkeyPatch) -> N
   )
   for number in range(2):
     monkeypatch.setattr(jax, 'process_index', lambda number=number: number)
-    both = Both(World(2), 3, settings(capacity=101, batch_size=8, priority_exponent=0.5))
-    try:
+    with contextlib.closing(
+      Both(World(2), 3, settings(capacity=101, batch_size=8, priority_exponent=0.5))
+    ) as both:
       both.add(times=2)
       there = 0
       assert both.hosted.times(1) == 0  # the other has nothing yet
@@ -274,8 +265,6 @@ def test_of_two_processes_each_has_a_share(monkeypatch: pytest.MonkeyPatch) -> N
       assert both.hosted.metrics()['replay_samples'] == 4 + 5
       assert both.hosted.table.contents.max_size == 51
       found.append(keys.tolist())
-    finally:
-      both.close()
   assert len(found[0]) == len(found[1]) == 4 and found[0] != found[1]
 
 
@@ -296,31 +285,25 @@ def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_pat
   stack, kinds = given.get('stack', 0), given.pop('kinds', ('zeros',))
   buffer = settings(capacity=120, batch_size=4, priority_exponent=0.6)
   world = World(4, stack=stack, kinds=kinds)
-  one = Both(world, buffer=buffer, **given)
-  try:
+  with contextlib.closing(Both(world, buffer=buffer, **given)) as one:
     drawn(one, range(12))
     write = one.hosted.save(tmp_path / '12', streams=True)
     rows = [list(x) for x in world.rows]
-    rng, frames, left = world._rng.bit_generator.state, list(world._frames), list(world._left)
+    rng, frames, left = world.rng.bit_generator.state, list(world.frames), list(world.left)
     expected = drawn(one, range(12, 20))
     told = write()  # later, and in another thread than those that change it
-  finally:
-    one.close()
-  world.rows, world._frames, world._left = rows, frames, left
-  world._rng.bit_generator.state = rng
-  other = Both(world, buffer=buffer, **given)
-  other.unrolls = 12
-  try:
+  world.rows, world.frames, world.left = rows, frames, left
+  world.rng.bit_generator.state = rng
+  with contextlib.closing(Both(world, buffer=buffer, **given)) as other:
+    other.unrolls = 12
     other.hosted.wait()
     other.hosted.restore(tmp_path / '12', told)
     found = drawn(other, range(12, 20))
-  finally:
-    other.close()
   assert len(found) == len(expected) > 8
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-def test_what_is_saved_outlives_a_power_cut(
+def test_a_saved_replay_outlives_a_power_cut(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """Every file and directory is on the disk before it gets its name, and then the name."""
@@ -332,12 +315,9 @@ def test_what_is_saved_outlives_a_power_cut(
     synced.append((str(path.relative_to(tmp_path)), inside))
 
   monkeypatch.setattr(os, 'fsync', fsync)
-  both = Both(World(4), 2)
-  try:
+  with contextlib.closing(Both(World(4), 2)) as both:
     both.add(times=3)
     both.hosted.save(tmp_path / 'replay' / '3', streams=True)()
-  finally:
-    both.close()
   partial = 'replay/.3.partial'
   last = {name: (i, inside) for i, (name, inside) in enumerate(synced)}
   assert last[partial][1] == {'tables', 'streams.npz'}
@@ -346,24 +326,20 @@ def test_what_is_saved_outlives_a_power_cut(
 
 
 def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
-  both = Both(World(4), 2)
-  try:
+  with contextlib.closing(Both(World(4), 2)) as both:
     both.add(times=3)
     told = both.hosted.save(tmp_path / '3', streams=True)()
     (tmp_path / '3' / 'streams.npz').write_bytes(b'else')
-    with pytest.raises(tables.CheckpointError, match='its checksum is'):
-      both.hosted.restore(tmp_path / '3', told)
-    with pytest.raises(tables.CheckpointError, match='is not there'):
-      both.hosted.restore(tmp_path / '4', told)
+    for step in ('3', '4'):  # the fourth is not there
+      with pytest.raises(tables.CheckpointError, match=str(tmp_path / step)):
+        both.hosted.restore(tmp_path / step, told)
     told = both.hosted.save(tmp_path / '3', streams=False)()
     path = tmp_path / '3' / 'tables' / 'chunks.bin'
     path.write_bytes(path.read_bytes()[:-1])
     count = len(both.hosted.table)
-    with pytest.raises(tables.CheckpointError, match=r'chunks\.bin has'):
+    with pytest.raises(tables.CheckpointError, match=r'chunks\.bin'):
       both.hosted.restore(tmp_path / '3', told)
     assert len(both.hosted.table) == count > 0  # as before
-  finally:
-    both.close()
 
 
 def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
@@ -384,20 +360,17 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_failing_thread_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-  both = Both(World(4), 2)
-  try:
+  with contextlib.closing(Both(World(4), 2)) as both:
     both.add(times=3)
 
     def fail(*args: Any, **kwargs: Any) -> None:
-      raise MemoryError('no more chunks')
+      raise MemoryError
 
     monkeypatch.setattr(both.hosted.table, 'sample', fail)
-    with pytest.raises(ReplayFailed, match='MemoryError: no more chunks'):
+    with pytest.raises(ReplayFailed, match='MemoryError'):
       list(both.hosted.samples(3))
-    with pytest.raises(ReplayFailed, match='MemoryError: no more chunks'):
+    with pytest.raises(ReplayFailed, match='MemoryError'):
       both.add()
-  finally:
-    both.close()
 
 
 def test_a_batch_that_does_not_divide_is_refused() -> None:
@@ -405,5 +378,5 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
   both.close()
   buffer = dataclasses.replace(both.w.buffer, batch_size=3)
   layout = Layout(dataclasses.replace(both.w, buffer=buffer), both.layout.example)
-  with pytest.raises(ValueError, match='batch_size 3 does not divide over 2 learner devices'):
+  with pytest.raises(ValueError, match=r'batch_size 3 .* 2 '):
     HostReplay(layout, topology.learner_mesh(2), 0)

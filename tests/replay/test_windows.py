@@ -23,30 +23,30 @@ class World:
   """Streams of numbered timesteps, with episodes of random lengths; all of it is kept."""
 
   def __init__(self, seed: int, stack: int = 0, kinds: tuple[str, ...] = ('zeros',)) -> None:
-    self._rng = np.random.default_rng(seed)
-    self._stack, self._kinds = stack, kinds
+    self.rng = np.random.default_rng(seed)
+    self.stack, self.kinds = stack, kinds
     self.rows: list[list[dict[str, Any]]] = [[] for _ in range(B)]
-    self._frames = [np.zeros((stack, 2, 2), np.uint8) for _ in range(B)]
-    self._left = [0] * B
+    self.frames = [np.zeros((stack, 2, 2), np.uint8) for _ in range(B)]
+    self.left = [0] * B
     for b in range(B):
       self._next(b, FIRST)
 
   def _next(self, b: int, step_type: int) -> None:
-    rng, n = self._rng, len(self.rows[b])
+    rng, n = self.rng, len(self.rows[b])
     frame = rng.integers(1, 255, (2, 2)).astype(np.uint8)
-    frames = np.concatenate([self._frames[b][1:], frame[None]]) if self._stack else None
+    frames = np.concatenate([self.frames[b][1:], frame[None]]) if self.stack else None
     if step_type == FIRST:
-      self._left[b] = int(rng.integers(1, 7))
-      kind = rng.choice(self._kinds)
-      if self._stack and kind == 'zeros':
-        frames = np.concatenate([np.zeros((self._stack - 1, 2, 2), np.uint8), frame[None]])
-      elif self._stack and kind == 'repeated':
-        frames = np.repeat(frame[None], self._stack, axis=0)
-    if self._stack:
-      self._frames[b] = frames
+      self.left[b] = int(rng.integers(1, 7))
+      kind = rng.choice(self.kinds)
+      if self.stack and kind == 'zeros':
+        frames = np.concatenate([np.zeros((self.stack - 1, 2, 2), np.uint8), frame[None]])
+      elif self.stack and kind == 'repeated':
+        frames = np.repeat(frame[None], self.stack, axis=0)
+    if self.stack:
+      self.frames[b] = frames
     self.rows[b].append(
       dict(
-        observation=frames if self._stack else np.float32([b, n]),
+        observation=frames if self.stack else np.float32([b, n]),
         reward=np.float32(rng.normal()),
         discount=np.float32(step_type != LAST or rng.random() < 0.5),
         step_type=np.int8(step_type),
@@ -58,8 +58,8 @@ class World:
   def step(self, b: int) -> None:
     if self.rows[b][-1]['step_type'] == LAST:
       return self._next(b, FIRST)
-    self._left[b] -= 1
-    return self._next(b, LAST if self._left[b] <= 0 else MID)
+    self.left[b] -= 1
+    return self._next(b, LAST if self.left[b] <= 0 else MID)
 
   def cut(self, b: int) -> None:
     """The newest timestep is lost, and an episode begins in its place."""
@@ -110,14 +110,12 @@ def settings(**changes: Any) -> Buffer:
   return Buffer(**{**dict(capacity=60, batch_size=96, min_size=1), **changes})
 
 
-@pytest.mark.parametrize('exponent', [0.0, 1.0])
 @pytest.mark.parametrize(
-  ('length', 'keep_state'),
+  ('length', 'keep_state', 'exponent'),
   [
-    pytest.param(1, False, marks=pytest.mark.slow),
-    (3, False),
-    pytest.param(6, True, marks=pytest.mark.slow),
-    (4, True),
+    pytest.param(*case, marks=() if case in ((3, False, 1.0), (4, True, 0.0)) else pytest.mark.slow)
+    for shape in ((1, False), (3, False), (6, True), (4, True))
+    for case in ((*shape, 0.0), (*shape, 1.0))
   ],
 )
 def test_windows_are_those_of_a_plain_list(length: int, keep_state: bool, exponent: float) -> None:
@@ -173,22 +171,22 @@ def test_stacks_of_frames_are_put_together_again(kinds: tuple[str, ...]) -> None
   world.rows[0][0]['observation'][:3] = 0  # nothing is before the first episode
   for b in range(B):
     world.rows[b][0]['observation'][:3] = 0
-    world._frames[b][:3] = 0
+    world.frames[b][:3] = 0
   replay = windows(settings(), 3, B, T, stack=4)
   memory = replay.init(jax.eval_shape(lambda: World(3, stack=4, kinds=kinds).unroll()))
   assert memory.timesteps.observation.shape[2:] == (2, 2)
   add, sample = jax.jit(replay.add), jax.jit(replay.sample)
   for unroll in range(25):
     if unroll == 11:
-      world._kinds = ('zeros',)
+      world.kinds = ('zeros',)
       world.cut(1)
-      world._kinds = kinds
+      world.kinds = kinds
     memory = add(memory, world.unroll())
     check(world, sample(memory, jax.random.key(unroll)), 3)
 
 
 @pytest.mark.parametrize('keep_state', [False, True])
-def test_the_agent_s_state_is_kept_only_where_it_is_asked_for(keep_state: bool) -> None:
+def test_the_agents_state_is_kept_on_request(keep_state: bool) -> None:
   """Though all windows start where unrolls do, as those have one step."""
   whole = World(0).unroll()
   timesteps, outputs = (
@@ -202,14 +200,14 @@ def test_the_agent_s_state_is_kept_only_where_it_is_asked_for(keep_state: bool) 
 
 @pytest.mark.parametrize('exponent', [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 @pytest.mark.parametrize(('length', 'keep_state'), [(3, False), (4, True)])
-def test_the_smallest_ring_has_room_for_what_stacks_look_back_on(
+def test_the_smallest_ring_has_room_for_stacks(
   length: int, keep_state: bool, exponent: float
 ) -> None:
   """Of more frames than an unroll has steps."""
   world = World(5, stack=8)
   for b in range(B):
     world.rows[b][0]['observation'][:-1] = 0
-    world._frames[b][:-1] = 0
+    world.frames[b][:-1] = 0
   buffer = settings(capacity=B * (length + T), priority_exponent=exponent)
   replay = windows(buffer, length, B, T, keep_state=keep_state, stack=8)
   memory = replay.init(jax.eval_shape(lambda: World(5, stack=8).unroll()))
@@ -382,7 +380,7 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
 
 def test_a_ratio_that_would_be_rounded_is_refused() -> None:
   windows(settings(samples_per_insert=1 / 3), 2, B, T)
-  with pytest.raises(ValueError, match='too odd a number'):  # it would be rounded to 0
+  with pytest.raises(ValueError, match='samples_per_insert'):  # it would be rounded to 0
     windows(settings(samples_per_insert=1e-7), 2, B, T)
 
 
@@ -405,11 +403,11 @@ def test_without_any_priority_all_windows_are_alike() -> None:
 @pytest.mark.parametrize(
   ('changes', 'message'),
   [
-    (dict(capacity=0), 'capacity must be at least 1, not 0'),
-    (dict(min_size=2000, capacity=1000), 'min_size 2000 is more than the capacity of 1000'),
-    (dict(samples_per_insert=0.0), 'samples_per_insert must be more than 0'),
-    (dict(importance_steps=-1), 'importance_steps must be at least 0, not -1'),
-    (dict(priority_exponent=1.5), r'priority_exponent must be within \[0, 1\], not 1.5'),
+    (dict(capacity=0), 'capacity'),
+    (dict(min_size=2000, capacity=1000), 'min_size 2000'),
+    (dict(samples_per_insert=0.0), 'samples_per_insert'),
+    (dict(importance_steps=-1), 'importance_steps'),
+    (dict(priority_exponent=1.5), r'priority_exponent'),
   ],
 )
 def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> None:
@@ -418,7 +416,7 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> No
 
 
 @pytest.mark.parametrize('keep_state', [False, True])
-def test_a_capacity_without_room_for_an_unroll_and_a_window_is_refused(keep_state: bool) -> None:
+def test_a_capacity_below_an_unroll_and_a_window_is_refused(keep_state: bool) -> None:
   """A smaller one would be rounded up on the device, and on the host keep some environments only."""
   message = (
     'capacity of 1000 is too little for 512 environments: each needs room for an unroll of 16 steps and a '

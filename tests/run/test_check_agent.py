@@ -91,7 +91,7 @@ class NoMemory(Good):
 
 
 def test_a_buffer_that_nothing_is_put_into() -> None:
-  with pytest.raises(UsageError, match=r'NoMemory has the Buffer `buffer` and no method memory\('):
+  with pytest.raises(UsageError, match=r'NoMemory.*Buffer `buffer`'):
     build.build(config(NoMemory()))
 
 
@@ -119,7 +119,7 @@ def test_params_that_stay_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert not caplog.records
     build.build(config(Idle()))
   said = caplog.records[0].getMessage()
-  assert line(Idle, 'learn') in said and 'nothing is learned' in said
+  assert line(Idle, 'learn') in said
 
 
 @pytest.mark.slow
@@ -128,11 +128,8 @@ def test_a_run_that_ends_before_it_learns(
 ) -> None:
   loop.train(config(Remembers(), total_steps=64), tmp_path / 'short', quiet=True)
   said = capsys.readouterr().err
-  assert (
-    'this run learns nothing: with min_size 100 of the buffer it begins to learn at step 128'
-    in (said)
-  )
-  assert 'and ends at step 64' in said
+  assert 'min_size 100' in said and 'step 128' in said
+  assert 'step 64' in said
   loop.train(config(Remembers(), total_steps=128), tmp_path / 'enough', quiet=True)
   assert 'learns nothing' not in capsys.readouterr().err
 
@@ -144,7 +141,7 @@ class Diverges(Good):
 
 
 def test_a_loss_that_is_nan_names_learn(tmp_path: Path) -> None:
-  with pytest.raises(RunError, match='the loss is NaN or infinite at step 64') as told:
+  with pytest.raises(RunError, match=r'NaN.*step 64') as told:
     loop.train(config(Diverges()), tmp_path / 'run', quiet=True)
   assert line(Diverges, 'learn') in str(told.value)
-  assert 'A lower learning rate often helps' in str(told.value)
+  assert 'learning rate' in str(told.value)

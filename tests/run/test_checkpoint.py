@@ -16,17 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from children import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import every_file
+from processes import every_file, signed
+from shorthand import Patch
 
 from podrace.errors import CheckpointError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.checkpoint.arrays import fingerprint
-from podrace.run.checkpoint.stored import signed
 from podrace.system.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.
@@ -140,7 +141,7 @@ def test_a_checkpoint_that_lacks_an_item_is_damaged(item: str, saved: Path, tmp_
   shutil.copytree(saved, folder)
   shutil.rmtree(folder / '10' / item)
   params, rest = state()
-  with pytest.raises(CheckpointError, match='checkpoint 10 in'):
+  with pytest.raises(CheckpointError, match='checkpoint 10'):
     Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
 
 
@@ -241,7 +242,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
       return {}
 
     checkpoints.save(step, jnp.ones(3), rest, {}, write)
-    checkpoints._join()
+    until(checkpoints.extra(step).is_dir)
     checkpoints.tidy()  # as `save` does before it writes again
     while step not in (whole := whole_in(folder)):
       assert (
@@ -254,7 +255,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   checkpoints.close()
 
 
-def test_a_clock_that_jumps_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_ends_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
   """The wall's, by ten days each time that it is read; orbax measures by it how long it has waited."""
   now, jumps = time.time, itertools.count()
   monkeypatch.setattr(time, 'time', lambda: now() + 864_000 * next(jumps))
@@ -308,21 +309,24 @@ def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
 
 
 def test_closing_waits_for_what_is_beside_no_longer_than_it_may(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.setattr(checkpoint, 'CLOSE_SECONDS', 0.01)
   checkpoints = Checkpoints(tmp_path / 'checkpoints')
   go, params, rest = threading.Event(), *state()
+  threads: list[threading.Thread] = []
 
   def write() -> dict[str, Any]:
+    threads.append(threading.current_thread())
     assert go.wait(60)
     return {}
 
   checkpoints.save(10, params, rest, {}, write)
-  writing = checkpoints._writing
   checkpoints.close()
   go.set()
-  assert writing is not None and writing.join(60)
+  until(lambda: threads)
+  threads[0].join(60)
+  assert not threads[0].is_alive()
   assert not whole_in(tmp_path / 'checkpoints')
 
 
@@ -368,5 +372,5 @@ def test_fingerprint_tells_bools_keys_and_places() -> None:
 def test_read_json(tmp_path: Path) -> None:
   assert read_json(tmp_path / 'none.json') is None
   (tmp_path / 'some.json').write_text('{"a": ')
-  with pytest.raises(UsageError, match=r'some\.json is not JSON'):
+  with pytest.raises(UsageError, match=r'some\.json.*JSON'):
     read_json(tmp_path / 'some.json')

@@ -21,15 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import until
-from processes import (
-  StopAt,
-  as_users_have_it,
-  cache,
-  checkpoints,
-  every_file,
-  lines,
-  summary,
-)
+from processes import StopAt, as_users_have_it, cache, checkpoints, every_file, lines, summary
+from shared_programs import shared_programs
+from shorthand import Capture, Patch, TempPaths, slow_after
 
 from podrace import envs, errors
 from podrace.agents.dqn import DQN
@@ -53,14 +47,9 @@ from podrace.system import files, signals
 
 SMALL = ActorCritic(hidden=(16,), initializer='lecun')
 CONFIG = Config(
-  agent=Impala(network=SMALL),
-  num_envs=4,
-  unroll_length=8,
-  total_steps=3200,
-  devices=1,
-  log_every=320,
-  checkpoint_every=1600,
-)
+  agent=Impala(network=SMALL), num_envs=4, unroll_length=8, total_steps=3200, devices=1,
+  log_every=320, checkpoint_every=1600,
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -76,14 +65,14 @@ def change(config: Config = CONFIG, **changes: Any) -> Config:
 
 
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory: TempPaths) -> Path:
   run_dir = tmp_path_factory.mktemp('finished') / 'run'
   loop.train(CONFIG, run_dir, quiet=True)
   return run_dir
 
 
 @pytest.fixture(scope='module')
-def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two_seeds(tmp_path_factory: TempPaths) -> Path:
   run_dir = tmp_path_factory.mktemp('seeds') / 'run'
   loop.train(change(seeds=2), run_dir, quiet=True)
   return run_dir
@@ -92,9 +81,7 @@ def two_seeds(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # --- the run directory --------------------------------------------------------------------------
 
 
-def test_what_a_run_writes_whole_outlives_a_power_cut(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_run_writes_whole_outlives_a_power_cut(tmp_path: Path, monkeypatch: Patch) -> None:
   synced: list[str] = []
 
   def fsync(descriptor: int) -> None:
@@ -156,21 +143,13 @@ def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
 
 def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
   (tmp_path / 'summary.json').write_text('{"step": 1}')
-  with pytest.raises(UsageError, match=r'summary\.json is not the summary of a run'):
+  with pytest.raises(UsageError, match=r'summary\.json'):
     loop.train(CONFIG, tmp_path, quiet=True)
 
 
-@pytest.mark.parametrize(
-  'damaged',
-  [
-    b'',
-    pytest.param(b'\0' * 40, marks=pytest.mark.slow),
-    b'{"step": 32',
-    pytest.param(b'\xff\xfe', marks=pytest.mark.slow),
-  ],
-)
+@pytest.mark.parametrize('damaged', slow_after(2, b'', b'{"step": 32', b'\0' * 40, b'\xff\xfe'))
 def test_a_damaged_summary_is_written_again(
-  damaged: bytes, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  damaged: bytes, finished: Path, tmp_path: Path, capsys: Capture
 ) -> None:
   run_dir = tmp_path / 'run'
   shutil.copytree(finished, run_dir)
@@ -178,11 +157,11 @@ def test_a_damaged_summary_is_written_again(
   found = loop.train(CONFIG, run_dir)
   assert found['params_sha256'] == summary(finished)['params_sha256']
   assert summary(run_dir)['step'] == CONFIG.total_steps
-  assert 'summary.json is not JSON' in capsys.readouterr().err
+  assert 'summary.json' in capsys.readouterr().err
 
 
 def test_lines_that_were_lost_are_counted_and_the_run_goes_on(
-  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+  tmp_path: Path, capsys: Capture
 ) -> None:
   run_dir = tmp_path / 'run'
 
@@ -235,7 +214,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 )
 @pytest.mark.parametrize('replaced', [True, False])
 def test_a_directory_that_is_removed_or_replaced_ends_the_run(
-  step: int, replaced: bool, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  step: int, replaced: bool, finished: Path, tmp_path: Path, monkeypatch: Patch
 ) -> None:
   run_dir, old = tmp_path / 'run', tmp_path / 'old'
 
@@ -248,9 +227,7 @@ def test_a_directory_that_is_removed_or_replaced_ends_the_run(
       (run_dir / 'replay' / '7').mkdir(parents=True)  # which that is just writing
 
   monkeypatch.setitem(sinks.SINKS, 'replace', At(step, replace))
-  with pytest.raises(
-    errors.RunError, match='was removed, moved or replaced while this run was in it'
-  ):
+  with pytest.raises(errors.RunError, match='replaced'):
     loop.train(CONFIG, run_dir, sinks=('replace',))
   assert checkpoints(old) == [1600][: step > 1600]
   if replaced:
@@ -287,10 +264,10 @@ def test_two_seeds(two_seeds: Path, finished: Path) -> None:
   assert len(summary(two_seeds)['episode_return_by_seed']) == 2
 
 
-def test_finished_says_so(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_finished_says_so(finished: Path, capsys: Capture) -> None:
   before = (finished / 'summary.json').read_bytes()
   assert loop.train(CONFIG, finished) == summary(finished)
-  assert 'is finished: step 3,200' in capsys.readouterr().err
+  assert 'step 3,200' in capsys.readouterr().err
   assert (finished / 'summary.json').read_bytes() == before
 
 
@@ -335,9 +312,7 @@ def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
 def test_override_of_a_finished_run_is_refused(finished: Path) -> None:
   before = (finished / 'summary.json').read_bytes()
   changed = change(agent=dataclasses.replace(CONFIG.agent, discount=0.5))
-  with pytest.raises(
-    UsageError, match=r'is finished at step 3,200.*\n  agent.discount: 0.99 -> 0.5'
-  ):
+  with pytest.raises(UsageError, match=r'step 3,200(.|\n)*agent.discount: 0.99 -> 0.5'):
     loop.train(changed, finished, override=True)
   assert (finished / 'summary.json').read_bytes() == before
 
@@ -351,15 +326,15 @@ def test_override_may_change_all_of_a_run_without_a_checkpoint(tmp_path: Path) -
 @pytest.mark.parametrize(
   ('changed', 'message'),
   [
-    ({'agent': Impala(network=ActorCritic(hidden=(8,)))}, 'another kind of state'),
-    ({'num_envs': 8}, r'holds another run, which this one cannot be:\n  num_envs: 4 -> 8\n'),
-    ({'unroll_length': 4}, r'cannot be:\n  unroll_length: 8 -> 4\n'),
-    ({'architecture': 'sebulba'}, r'cannot be:\n  architecture: "anakin" -> "sebulba"\n'),
-    ({'devices': 2}, 'give --devices 1'),
+    ({'agent': Impala(network=ActorCritic(hidden=(8,)))}, 'state'),
+    ({'num_envs': 8}, 'num_envs: 4 -> 8'),
+    ({'unroll_length': 4}, 'unroll_length: 8 -> 4'),
+    ({'architecture': 'sebulba'}, '"anakin" -> "sebulba"'),
+    ({'devices': 2}, '--devices 1'),
   ],
 )
 def test_override_cannot_change_the_state(
-  changed: dict, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  changed: dict, message: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(320))
   with pytest.raises(errors.Stopped):
@@ -377,14 +352,14 @@ def test_a_checkpoint_tells_of_the_steps_it_counts(tmp_path: Path) -> None:
   loop.train(change(total_steps=64), tmp_path, quiet=True)
   for name in ('config.json', 'summary.json'):
     (tmp_path / name).unlink()
-  with pytest.raises(UsageError, match='counts 32 steps an update, this run has 64'):
+  with pytest.raises(UsageError, match=r'counts 32.*64'):
     loop.train(change(num_envs=8), tmp_path, quiet=True)
 
 
 def test_a_second_process_is_refused(tmp_path: Path) -> None:
   with (tmp_path / 'lock').open('w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
-    with pytest.raises(UsageError, match='in use by another run'):
+    with pytest.raises(UsageError, match='in use'):
       loop.train(CONFIG, tmp_path)
   loop.train(change(total_steps=32), tmp_path, quiet=True)
 
@@ -394,7 +369,7 @@ def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
   config = change(architecture='sebulba', lag='1', total_steps=320)
   loop.train(config, tmp_path, quiet=True)
   longer = change(config, total_steps=640, lag='0')
-  with pytest.raises(UsageError, match='another kind of state') as e:
+  with pytest.raises(UsageError, match='state') as e:
     loop.train(longer, tmp_path, override=True, quiet=True)
   assert 'lag: "1" -> "0"' in str(e.value)
 
@@ -408,16 +383,14 @@ REMEMBERS = DQN(
 @pytest.mark.slow
 @pytest.mark.parametrize(
   ('place', 'what', 'message'),
-  [
+  slow_after(1,
     ('device', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25'),
-    pytest.param('device', dict(n_step=3), 'steps of a window 2 -> 3', marks=pytest.mark.slow),
-    pytest.param(
-      'host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25', marks=pytest.mark.slow
-    ),
-    pytest.param('host', dict(capacity=500), 'capacity 400 -> 500', marks=pytest.mark.slow),
-    pytest.param('host', dict(n_step=1), 'steps of a window 2 -> 1', marks=pytest.mark.slow),
-  ],
-)
+    ('device', dict(n_step=3), 'steps of a window 2 -> 3'),
+    ('host', dict(priority_exponent=0.25), 'priority_exponent 0.5 -> 0.25'),
+    ('host', dict(capacity=500), 'capacity 400 -> 500'),
+    ('host', dict(n_step=1), 'steps of a window 2 -> 1'),
+  ),
+)  # fmt: skip
 def test_override_cannot_change_what_replay_holds(
   place: str, what: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
@@ -454,10 +427,10 @@ class Away:
     pass
 
 
-def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sink_that_fails_loses_nothing(tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.setitem(sinks.SINKS, 'away', Away)
   config = change(log_every=160)
-  with pytest.raises(errors.RunError, match=r'the service is away(.|\n)*saved at step 320'):
+  with pytest.raises(errors.RunError, match=r'saved at step 320'):
     loop.train(config, tmp_path / 'half', sinks=('away',), quiet=True)
   resumed = loop.train(config, tmp_path / 'half', quiet=True)
   assert (
@@ -478,7 +451,7 @@ def test_a_call_is_at_most_twice_the_one_before() -> None:
   assert pace.updates() == 1
 
 
-def test_calls_end_where_learning_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_end_where_learning_begins(tmp_path: Path, monkeypatch: Patch) -> None:
   """Updates before that cost next to nothing: a call of thousands may be a few that learn."""
   calls: list[int] = []
   advance = AnakinDriver.advance
@@ -526,45 +499,47 @@ def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: P
   with pytest.raises(errors.RunError) as e:
     loop.train(config, tmp_path, quiet=True)
   assert re.search('(loss|parameter) is NaN or infinite at step 1,9(52|84);', str(e.value))
-  assert 'the last good checkpoint is step 1,600' in str(e.value)
+  assert 'checkpoint is step 1,600' in str(e.value)
   assert checkpoints(tmp_path) == [1600]
   if sick == 'loss':  # the very update is known, however many there were in a call
-    assert f'loss is NaN or infinite at step {61 * 32:,}' in str(e.value)
+    assert f'step {61 * 32:,}' in str(e.value)
   result = evaluate(tmp_path, 3, allow_code=['test_loop'])
   assert result['step'] == 1600
 
 
-def test_a_run_that_dies_early_has_a_checkpoint(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_dies_early_has_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
   """Though the first that was asked for is far away."""
   monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 0.0)
   agent = Sick(network=SMALL, minibatches=1, epochs=1)
-  with pytest.raises(errors.RunError, match='the last good checkpoint is step'):
+  with pytest.raises(errors.RunError, match='checkpoint is step'):
     loop.train(change(agent=agent, checkpoint_every=10**9), tmp_path, quiet=True)
   assert 0 < checkpoints(tmp_path)[-1] < 1952
 
 
-def test_when_checkpoints_are_due() -> None:
-  def due(saved: int, seconds: float, every: int) -> bool:
-    one = object.__new__(updates.UpdateLoop)
-    one.config, one.saves = change(checkpoint_every=every), SimpleNamespace(saved=saved)
-    return one._is_save_due(seconds)
-
-  with pytest.MonkeyPatch.context() as patch:
-    patch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 10.0)
-    assert [due(-1, s, every) for s in (9, 11) for every in (0, 100)] == [False] * 2 + [True] * 2
-    assert [due(32, s, every) for s in (11, 61) for every in (0, 100)] == [False] * 2 + [
-      True,
-      False,
-    ]
+@pytest.mark.parametrize(
+  ('seconds', 'every', 'least', 'most'),
+  [
+    ((math.inf, math.inf), 0, 1, 1), ((0.0, math.inf), 0, 2, 2), ((0.0, 0.0), 10**9, 2, 2),
+    ((0.0, 0.0), 0, 5, 100), ((math.inf, 0.0), 0, 1, 1),
+  ],
+)  # fmt: skip
+def test_when_checkpoints_are_due(
+  seconds: tuple[float, float],
+  every: int,
+  least: int,
+  most: int,
+  tmp_path: Path,
+  monkeypatch: Patch,
+) -> None:
+  """After the seconds to the first, and after the seconds between two unless steps are between them."""
+  monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', seconds[0])
+  monkeypatch.setattr(updates, 'CHECKPOINT_SECONDS', seconds[1])
+  loop.train(change(checkpoint_every=every, keep=100), tmp_path / 'run', quiet=True)
+  assert least <= len(checkpoints(tmp_path / 'run')) <= most
 
 
 def test_quiet_is_about_progress_alone(
-  finished: Path,
-  capsys: pytest.CaptureFixture[str],
-  monkeypatch: pytest.MonkeyPatch,
-  tmp_path: Path,
+  finished: Path, capsys: Capture, monkeypatch: Patch, tmp_path: Path
 ) -> None:
   shutil.copytree(finished, tmp_path / 'run')
   (tmp_path / 'run' / 'summary.json').unlink()
@@ -573,7 +548,7 @@ def test_quiet_is_about_progress_alone(
   monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
   loop.train(CONFIG, tmp_path / 'run', quiet=True)
   told = capsys.readouterr().err
-  assert 'dropped what was half-written: 9.orbax' in told and 'not bit for bit' in told
+  assert '9.orbax' in told and 'not bit for bit' in told
   assert 'compil' not in told and 'resuming' not in told
   assert checkpoints(tmp_path / 'run') == [1600, 3200]
   assert not list((tmp_path / 'run' / 'checkpoints').glob('*tmp*'))
@@ -581,9 +556,7 @@ def test_quiet_is_about_progress_alone(
 
 def test_nan_at_once(tmp_path: Path) -> None:
   agent = Impala(network=SMALL, learning_rate=1e38)
-  with pytest.raises(
-    errors.RunError, match=r'NaN or infinite at step .*there is no checkpoint yet'
-  ):
+  with pytest.raises(errors.RunError, match='NaN'):
     loop.train(change(agent=agent), tmp_path, quiet=True)
   assert checkpoints(tmp_path) == []
 
@@ -603,7 +576,7 @@ class Failing(Impala):
 
 
 def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.setitem(sinks.SINKS, 'away', Away)
   save = checkpointing.Saves.save
@@ -619,7 +592,7 @@ def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
     loop.train(config, tmp_path, sinks=('away',), quiet=True)
   told = str(e.value)
   assert 'the service is away' in told
-  assert 'could not be saved: TypeError: no JSON; the last checkpoint is step 160' in told
+  assert 'TypeError: no JSON; the last checkpoint is step 160' in told
 
 
 def fail(count: Any) -> None:
@@ -637,9 +610,9 @@ def test_a_failure_of_the_learner_is_told_with_its_traceback(
   agent = Failing(network=SMALL)
   with pytest.raises(errors.RunError) as e:
     loop.train(change(agent=agent, architecture=architecture), tmp_path, quiet=True)
-  assert 'ZeroDivisionError: the learner broke' in str(e.value)
+  assert 'ZeroDivisionError' in str(e.value)
   assert 'Traceback (most recent call last)' in str(e.value)
-  assert 'the run is saved at step' in str(e.value)
+  assert 'saved at step' in str(e.value)
   assert checkpoints(tmp_path)[0] == 1600
   assert evaluate(tmp_path, 3, allow_code=['test_loop'])['step'] == checkpoints(tmp_path)[-1]
 
@@ -655,18 +628,18 @@ def make(config: Config) -> None:
 @pytest.mark.parametrize(
   ('config', 'message'),
   [
-    (change(num_envs=6, devices=4), '--num-envs 6 does not divide over 4 devices'),
-    (change(num_envs=2, devices=4), '--num-envs 2 does not divide over 4 devices'),
-    (change(devices=9), '--devices 9 must be 1 to 8: so many cpu'),
+    (change(num_envs=6, devices=4), r'--num-envs 6.*4'),
+    (change(num_envs=2, devices=4), r'--num-envs 2.*4'),
+    (change(devices=9), r'--devices 9.*1.*8'),
     (change(devices=0), '--devices 0'),
-    (change(agent=PPO(minibatches=3)), '8 steps of an unroll do not divide into 3 minibatches'),
+    (change(agent=PPO(minibatches=3)), r'8 steps.*3 minibatches'),
     (
       change(agent=PPO(network=ActorCritic(core='gru'), minibatches=8)),
-      '4 environments on a device do not divide into 8 minibatches',
+      r'4 environments.*8 minibatches',
     ),
     (change(env='gymnax:CartPole-v1', agent=Impala(network=ActorCritic(torso='nature'))),
-     "torso 'nature' needs an image"),
-    (change(agent=Impala(network=ActorCritic(squash=True))), 'tanh-Normal needs a continuous action space, not Discrete'),
+     "'nature'"),
+    (change(agent=Impala(network=ActorCritic(squash=True))), 'Discrete'),
     (change(env='podrace:catch,rows=1'), 'rows'),
   ],
 )  # fmt: skip
@@ -709,13 +682,9 @@ def test_a_space_that_no_head_is_for() -> None:
       'give --learner-devices with 2, of all processes together; the run had --actor-devices 0 '
       '--learner-devices 1,2',
     ),
-    (
-      'sebulba',
-      {},
-      'give --learner-devices with 2, of all processes together; the run had no options for its devices',
-    ),
+    ('sebulba', {}, 'give --learner-devices with 2, of all processes together; the run had no options for its devices'),
   ],
-)
+)  # fmt: skip
 def test_another_number_of_devices_is_refused_with_what_to_give(
   architecture: Any, devices: dict[str, Any], advice: str, tmp_path: Path
 ) -> None:
@@ -724,6 +693,6 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   (tmp_path / 'config.json').write_text(json.dumps(to_json(old)))
   program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1, shape={'data': 1}))
   one = Fit(config, program, tmp_path)
-  with pytest.raises(UsageError, match=r'made on 2 .*, this run has 1: ') as told:
+  with pytest.raises(UsageError, match=r'on 2.*1') as told:
     one.check({'step': 1024, 'mesh': 2})
   assert str(told.value).endswith(f': {advice}')

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from children import until
 from processes import DEADLINE, checkpoints, environment, lines, summary
+from shorthand import Patch
 
 from podrace.run import processes
 from podrace.run.build import build
@@ -161,15 +162,13 @@ def open_mpi(number: int, port: int) -> dict[str, str]:
 @pytest.mark.parametrize(
   ('variables', 'host'), [(slurm, 'localhost'), (open_mpi, '127.0.0.1')], ids=['slurm', 'open mpi']
 )
-def test_a_process_finds_its_place(
-  variables: Any, host: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_finds_its_place(variables: Any, host: str, monkeypatch: Patch) -> None:
   for name, value in variables(2, 1234).items():
     monkeypatch.setenv(name, value)
   assert processes.detect_place() == (f'{host}:1234', 4, 2, (2,), '')
 
 
-def test_variables_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_that_make_no_sense_are_refused(monkeypatch: Patch) -> None:
   for name, value in slurm(2, 1234).items():
     monkeypatch.setenv(name, value)
   monkeypatch.setenv('SLURM_NTASKS', 'four')

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from children import Process, until
 from processes import lines
+from shorthand import Patch
 
 from podrace.errors import SecurityError, UsageError
 from podrace.run import prometheus
@@ -56,7 +57,7 @@ def test_a_line_as_prometheus_reads_it() -> None:
   'where', ['', '9100', 'a:', ':1', 'a:b', '1.2.3.4:70000', 'tcp://a:1', 'a b:1', 'unix:/x']
 )
 def test_what_is_no_address(where: str) -> None:
-  with pytest.raises(UsageError, match='takes HOST:PORT'):
+  with pytest.raises(UsageError, match='HOST:PORT'):
     check_listen_address(where, True)
 
 
@@ -65,7 +66,7 @@ def test_other_machines_must_be_asked_for() -> None:
     assert check_listen_address(where, False) == f'tcp://{where}'
   for where in ('0.0.0.0:9100', '*:9100', '10.0.0.1:9100', 'gpu1:9100', '[::]:9100'):
     assert check_listen_address(where, True)
-    with pytest.raises(UsageError, match=r'can be reached from other machines.*--metrics-insecure'):
+    with pytest.raises(UsageError, match='--metrics-insecure'):
       check_listen_address(where, False)
 
 
@@ -122,7 +123,7 @@ def stall(endpoint: Endpoint, kind: str) -> socket.socket:
 
 @pytest.mark.parametrize('kind', ['silent', 'drips', 'reads nothing'])
 def test_readers_that_stall_delay_no_other_and_are_ended(
-  kind: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+  kind: str, endpoint: Endpoint, monkeypatch: Patch
 ) -> None:
   monkeypatch.setattr(prometheus, 'SECONDS', 3600.0)
   endpoint.text = b'x' * 30_000_000  # more than anything between the two holds
@@ -136,9 +137,7 @@ def test_readers_that_stall_delay_no_other_and_are_ended(
 
 
 @pytest.mark.parametrize('kind', ['silent', 'drips', 'reads nothing'])
-def test_a_reader_that_stalls_is_ended(
-  kind: str, endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_stalls_is_ended(kind: str, endpoint: Endpoint, monkeypatch: Patch) -> None:
   monkeypatch.setattr(prometheus, 'SECONDS', 2.0)  # enough for a reader that does not stall
   endpoint.text = b'x' * 30_000_000
   with stall(endpoint, kind) as stalled:
@@ -147,11 +146,11 @@ def test_a_reader_that_stalls_is_ended(
     if kind != 'reads nothing':
       with contextlib.suppress(ConnectionResetError):
         assert stalled.recv(1000) == b''
-  assert endpoint._worker.alive
+  assert get(endpoint, '/')[0] == 404
 
 
 def test_the_oldest_reader_goes_where_there_are_too_many(
-  endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch
+  endpoint: Endpoint, monkeypatch: Patch
 ) -> None:
   monkeypatch.setattr(prometheus, 'SECONDS', 3600.0)
   silent = [connect(endpoint) for _ in range(prometheus.READERS)]
@@ -172,7 +171,7 @@ def test_it_ends_while_somebody_reads(endpoint: Endpoint) -> None:
 
 
 def test_an_address_that_is_taken(endpoint: Endpoint) -> None:
-  with pytest.raises(SecurityError, match='cannot listen at'):
+  with pytest.raises(SecurityError, match='listen'):
     Endpoint(endpoint.address)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from processes import podrace
+from shorthand import Capture
 
 from podrace import cli
 
@@ -43,9 +44,7 @@ def exit_code(*words: str) -> int | str | None:
 
 
 @pytest.mark.parametrize('name', TRAINED)
-def test_a_recorded_run_is_evaluated(
-  name: str, runs: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recorded_run_is_evaluated(name: str, runs: Path, capsys: Capture) -> None:
   assert not exit_code('eval', name, '--episodes', '2')
   result = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert result['step'] == TRAINED[name] and -1 <= result['episode_return_mean'] <= 1
@@ -77,7 +76,7 @@ def test_a_recorded_meta_training_is_finished(runs: Path) -> None:
   assert (runs / 'discover' / 'rule.npz').read_bytes() == before
 
 
-def test_recorded_runs_are_listed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recorded_runs_are_listed(runs: Path, capsys: Capture) -> None:
   assert not exit_code('runs', str(runs), '--json')
   rows = json.loads(capsys.readouterr().out)
   assert {r['state'] for r in rows} == {'finished'} and len(rows) >= 5
@@ -88,7 +87,7 @@ PLAIN = '--agent.network.scaling plain'
 
 
 def test_acting_processes_of_a_recorded_run_have_the_networks_that_it_began_with(
-  runs: Path, capsys: pytest.CaptureFixture[str]
+  runs: Path, capsys: Capture
 ) -> None:
   launch = ['launch', 'catch', '--as', 'impala', '--actors', '1', *SMALL, '--dry-run', '--run-dir']
   for run_dir, times in (('catch', 2), ('new', 0)):  # the learner and the acting process
@@ -96,7 +95,7 @@ def test_acting_processes_of_a_recorded_run_have_the_networks_that_it_began_with
     assert capsys.readouterr().out.count(PLAIN) == times
 
 
-def test_a_recorded_sweep_goes_on(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_sweep_goes_on(runs: Path, capsys: Capture) -> None:
   record = (runs / 'sweep' / 'sweep.json').read_text()
   vary = ['--vary', 'agent.learning-rate=log:1e-4..1e-2', '--method', 'random', '--trials', '2']
   assert not exit_code('sweep', 'catch', *SMALL, *vary, '--dir', 'sweep')
@@ -106,7 +105,7 @@ def test_a_recorded_sweep_goes_on(runs: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_a_run_does_not_begin_with_parameters_that_were_learned_in_other_units(
-  runs: Path, capsys: pytest.CaptureFixture[str]
+  runs: Path, capsys: Capture
 ) -> None:
   train = ['train', 'catch', *SMALL, '--init-from', 'catch', '--quiet', '--run-dir', 'new']
   assert exit_code(*train) == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import math
 import re
@@ -83,14 +84,14 @@ def test_any_field_of_a_config_shows_in_its_record() -> None:
 
 def test_a_record_of_another_version_or_with_other_fields_is_refused() -> None:
   record = to_json(PRESETS['catch']())
-  with pytest.raises(UsageError, match='version 0, expected 1'):
+  with pytest.raises(UsageError, match=r'version 0.*1'):
     from_json({**record, 'version': 0})
-  with pytest.raises(UsageError, match="unknown field of Config 'num_env': did you mean num_envs"):
+  with pytest.raises(UsageError, match=r"Config 'num_env'.*num_envs"):
     from_json({**record, 'num_env': 3})
   agent = {**record['agent'], 'learning_rat': 1.0}
-  with pytest.raises(UsageError, match=r'unknown field of Impala.*learning_rate'):
+  with pytest.raises(UsageError, match=r'Impala.*learning_rate'):
     from_json({**record, 'agent': agent})
-  with pytest.raises(UsageError, match="unknown agent 'impalla': did you mean impala"):
+  with pytest.raises(UsageError, match=r"'impalla'.*impala"):
     from_json({**record, 'agent': {'name': 'impalla'}})
   with pytest.raises(UsageError, match='no agent'):
     from_json({**record, 'agent': {'name': 'nowhere:Agent'}})
@@ -126,7 +127,7 @@ def test_somebody_elses_network_is_made_again() -> None:
 
 def test_a_network_that_json_cannot_hold_is_told() -> None:
   record = to_json(Config(agent=OwnAgent(network=open)))
-  with pytest.raises(UsageError, match='was made in Python'):
+  with pytest.raises(UsageError, match='Python'):
     from_json(record)
 
 
@@ -164,29 +165,26 @@ def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'num_envs': 0}, '--num-envs must be at least 1, not 0'),
-    ({'unroll_length': -4}, '--unroll-length must be at least 1, not -4'),
-    ({'total_steps': 0}, '--total-steps must be at least 1, not 0'),
-    ({'seeds': 0}, '--seeds must be at least 1, not 0'),
-    ({'keep': 0}, '--keep must be at least 1, not 0'),
-    ({'log_every': -1}, '--log-every must not be negative, not -1'),
-    ({'checkpoint_every': -1}, '--checkpoint-every must not be negative, not -1'),
-    ({'seed': -1}, '--seed must not be negative, not -1'),
+    ({'num_envs': 0}, r'--num-envs.*1.*0'),
+    ({'unroll_length': -4}, r'--unroll-length.*1.*-4'),
+    ({'total_steps': 0}, r'--total-steps.*1.*0'),
+    ({'seeds': 0}, r'--seeds.*1.*0'),
+    ({'keep': 0}, r'--keep.*1.*0'),
+    ({'log_every': -1}, r'--log-every.*-1'),
+    ({'checkpoint_every': -1}, r'--checkpoint-every.*-1'),
+    ({'seed': -1}, r'--seed.*-1'),
     ({'seed': 2**40}, '--seed'),
-    ({'env': 'ale:pong'}, 'ale:pong runs on the host: give --architecture sebulba'),
-    ({'lag': '0'}, '--lag is for --architecture sebulba'),
-    ({'actor_devices': '0'}, '--actor-devices is for --architecture sebulba'),
-    ({'architecture': 'sebulba', 'seeds': 2}, '--seeds 2: sebulba trains one agent'),
-    ({'architecture': 'sebulba', 'actor_threads': 0}, '--actor-threads must be at least 1, not 0'),
-    ({'architecture': 'sebulba', 'max_lag': 0}, '--max-lag must be at least 1, not 0'),
-    (
-      {'architecture': 'sebulba', 'max_lag': 3},
-      '--max-lag 3 is for --lag async',
-    ),
-    ({'architecture': 'sebulba', 'max_wait_ms': 2.0}, '--max-wait-ms 2 is for --envs remote'),
-    ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size must not be negative'),
-    ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads must not be negative'),
-    ({'architecture': 'sebulba', 'env_deadline': -1.0}, '--env-deadline must be more than 0'),
+    ({'env': 'ale:pong'}, r'ale:pong.*--architecture sebulba'),
+    ({'lag': '0'}, r'--lag.*--architecture sebulba'),
+    ({'actor_devices': '0'}, r'--actor-devices.*--architecture sebulba'),
+    ({'architecture': 'sebulba', 'seeds': 2}, r'--seeds 2.*sebulba'),
+    ({'architecture': 'sebulba', 'actor_threads': 0}, r'--actor-threads.*1.*0'),
+    ({'architecture': 'sebulba', 'max_lag': 0}, r'--max-lag.*1.*0'),
+    ({'architecture': 'sebulba', 'max_lag': 3}, r'--max-lag 3.*--lag async'),
+    ({'architecture': 'sebulba', 'max_wait_ms': 2.0}, r'--max-wait-ms 2.*--envs remote'),
+    ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size'),
+    ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads'),
+    ({'architecture': 'sebulba', 'env_deadline': -1.0}, r'--env-deadline.*0'),
   ],
 )
 def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:
@@ -194,6 +192,7 @@ def test_numbers_that_cannot_be_right(change: dict, message: str) -> None:
     validate(dataclasses.replace(PRESETS['catch'](), **change))
 
 
+@functools.cache
 def attributes_read(of: str) -> set[str]:
   """The names after a dot in podrace, where something is read; `of`: only config.NAME."""
   names = set()
@@ -217,10 +216,10 @@ def test_every_field_is_read(cls: str) -> None:
 @pytest.mark.parametrize(
   ('agent', 'message'),
   [
-    (type('Half', (), {'init': 0, 'act': 0})(), 'Half is no agent: it has no initial_state and no learn'),
+    (type('Half', (), {'init': 0, 'act': 0})(), r'Half.*initial_state'),
     (
       type('Plain', (), dict.fromkeys(('init', 'initial_state', 'act', 'learn'), 0))(),
-      'Plain is no agent: it is no dataclass',
+      'Plain',
     ),
   ],
 )  # fmt: skip
@@ -244,21 +243,21 @@ def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: A
     return
   with pytest.raises(ValueError, match='action space'):
     bind(agent, env)
-  with pytest.raises(UsageError, match=f'{name} cannot act in podrace:catch, whose action space'):
+  with pytest.raises(UsageError, match=f'{name} .*podrace:catch'):
     bind_run(Config(agent), env)
 
 
 @pytest.mark.parametrize(
   ('agent', 'changes', 'message'),
   [
-    ('dqn', {'epsilon_steps': 3 * 10**9}, '--agent.epsilon-steps must be less than 2^31, not 3000000000'),
-    ('dqn', {'target_period': 10**12}, '--agent.target-period must be less than 2^31'),
-    ('ppo', {'epochs': 10**10}, '--agent.epochs must be less than 2^31'),
-    ('sac', {'target_entropy': math.nan}, '--agent.target-entropy must be a finite number, not nan'),
-    ('impala', {'value_cost': math.inf}, '--agent.value-cost must be a finite number, not inf'),
-    ('dqn', {'network': QNetwork(v_min=math.nan)}, '--agent.network.v-min must be a finite number'),
-    ('sac', {'initial_temperature': math.inf}, '--agent.initial-temperature must be a finite number'),
-    ('d4pg', {'noise': math.inf}, '--agent.noise must be a finite number'),
+    ('dqn', {'epsilon_steps': 3 * 10**9}, '--agent.epsilon-steps'),
+    ('dqn', {'target_period': 10**12}, '--agent.target-period'),
+    ('ppo', {'epochs': 10**10}, '--agent.epochs'),
+    ('sac', {'target_entropy': math.nan}, '--agent.target-entropy'),
+    ('impala', {'value_cost': math.inf}, '--agent.value-cost'),
+    ('dqn', {'network': QNetwork(v_min=math.nan)}, '--agent.network.v-min'),
+    ('sac', {'initial_temperature': math.inf}, '--agent.initial-temperature'),
+    ('d4pg', {'noise': math.inf}, '--agent.noise'),
   ],
 )  # fmt: skip
 def test_numbers_that_no_agent_can_have(agent: str, changes: dict[str, Any], message: str) -> None:
@@ -293,17 +292,17 @@ def test_settings_that_make_no_sense(name: str, field: str, value: float) -> Non
 @pytest.mark.parametrize(
   ('make', 'message'),
   [
-    (lambda: PPO(learning_rate='1e-3'), "learning_rate of PPO must be a number, not '1e-3'"),
-    (lambda: PPO(epochs=2.5), 'epochs of PPO must be a whole number, not 2.5'),
-    (lambda: PPO(epochs=True), 'epochs of PPO must be a whole number, not True'),
-    (lambda: Impala(normalize_rewards='no'), "normalize_rewards of Impala must be True or False"),
-    (lambda: Buffer(capacity='many'), "capacity of Buffer must be a whole number, not 'many'"),
-    (lambda: validation.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), 'batch-size 200 is more than --a'),
-    (lambda: ActorCritic(core_size='64'), "core_size of ActorCritic must be a whole number"),
-    (lambda: agents.agent_class('sac')(discount=None), 'discount of SAC must be a number, not None'),
-    (lambda: validation.validate(Config(PPO)), r'agent is the class PPO, expected .*, as PPO\(\)'),
-    (lambda: validation.validate(Config(PPO(), env=Catch())), 'env is an object of Catch, expected a na'),
-    (lambda: validation.validate(Config(PPO(), num_envs='64')), "num_envs of Config must be a whole n"),
+    (lambda: PPO(learning_rate='1e-3'), r"learning_rate.*PPO.*'1e-3'"),
+    (lambda: PPO(epochs=2.5), r'epochs.*PPO.*2.5'),
+    (lambda: PPO(epochs=True), r'epochs.*PPO.*True'),
+    (lambda: Impala(normalize_rewards='no'), r'normalize_rewards.*Impala.*True.*False'),
+    (lambda: Buffer(capacity='many'), r"capacity.*Buffer.*'many'"),
+    (lambda: validation.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), r'batch-size 200.*--a'),
+    (lambda: ActorCritic(core_size='64'), r'core_size.*ActorCritic'),
+    (lambda: agents.agent_class('sac')(discount=None), r'discount.*SAC.*None'),
+    (lambda: validation.validate(Config(PPO)), r'agent.*PPO.*PPO\(\)'),
+    (lambda: validation.validate(Config(PPO(), env=Catch())), r'env.*Catch'),
+    (lambda: validation.validate(Config(PPO(), num_envs='64')), r'num_envs.*Config'),
   ],
 )  # fmt: skip
 def test_settings_of_another_type(make: Any, message: str) -> None:

@@ -78,6 +78,21 @@ class Bare:
       ), heard
     raise AssertionError(f'no {kind.name} in {seconds} s')
 
+  def last(self, kind: Kind) -> Any:
+    """The first field of the next message of this kind. Earlier messages are passed over."""
+    while (heard := self.hear()) is not None:
+      if heard[0] is kind:
+        return heard[1][0]
+    raise AssertionError('the connection ended without a word')
+
+  def gone(self) -> str:
+    """Why the session is over."""
+    return self.last(session_messages.GONE)
+
+  def refused(self) -> list[str]:
+    """Why it is refused."""
+    return self.last(session_messages.REFUSED)
+
   def is_closed(self, seconds: float = 10.0) -> bool:
     """Whether the other end closes it in time."""
     end = time.monotonic() + seconds

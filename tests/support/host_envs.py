@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import threading
-import time
 from typing import Any
 
 import gymnasium
@@ -35,7 +34,7 @@ class Sequence(gymnasium.Env):
     return self._observe(-1), {}
 
   def step(self, action: int) -> Any:
-    time.sleep(self._slow)
+    threading.Event().wait(self._slow)
     self._in_episode += 1
     over = self._in_episode == self._length
     return self._observe(action), 1.0, over and self._me % 2 == 0, over and self._me % 2 == 1, {}

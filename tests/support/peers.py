@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import copy
+import fcntl
 import itertools
+import termios
 import threading
 from pathlib import Path
 from typing import Any
@@ -59,7 +61,9 @@ class Learner:
     self.said: list[str] = []
     self.levels: list[int] = []  # of these
     listen = Listen(address, keys, peer_timeout=peer_timeout)
-    self.server = Server(listen, slots * threads, max_wait, deadline, on_cores, self._say)
+    self.say = self.note  # receives the lines of the server
+    say = lambda level, line: self.say(level, line)  # noqa: E731
+    self.server = Server(listen, slots * threads, max_wait, deadline, on_cores, say)
     self.spec = self.server.spec(kind or spec())
     self.slots, self.keep = slots, keep
     self.arrivals: list[Any] = []
@@ -72,9 +76,16 @@ class Learner:
     self.pools = [self.spec.make(args) for _ in range(threads)]
     self._threads = [threading.Thread(target=self._act, args=(p,)) for p in self.pools if act]
 
-  def _say(self, level: int, line: str) -> None:
+  def note(self, level: int, line: str) -> None:
     self.said.append(line)
     self.levels.append(level)
+
+  def has_arrived(self, raw: Raw) -> bool:
+    """Whether all that a client has sent since it was answered is there to be read."""
+    (peer,) = [p for p in self.server.peers if p.client == raw.client]
+    size = np.zeros(1, np.int32)
+    fcntl.ioctl(peer.stream.socket, termios.FIONREAD, size)
+    return size[0] == raw.out
 
   def __enter__(self) -> Learner:
     self.server.__enter__()
@@ -203,32 +214,14 @@ class Raw(bare.Bare):
     return [x.tobytes() for x in (records, *arrays)]
 
   def step(self, size: int, seq: int, kind: int = MID, group: int = 0, body: Any = None) -> None:
-    self.say(
-      environment_messages.STEP,
-      group,
-      seq,
-      arrays=body if body is not None else self.body(size, kind),
-    )
+    arrays = body if body is not None else self.body(size, kind)
+    self.say(environment_messages.STEP, group, seq, arrays=arrays)
 
   def act(self, size: int, seq: int, group: int = 0) -> np.ndarray:
     fields, (data,) = self.expect(environment_messages.ACTION)
     assert list(fields) == [group, seq]
     self.out = 0
     return self.layout.actions(data, size)
-
-  def refused(self) -> list[str]:
-    """Why it is refused."""
-    while (heard := self.hear()) is not None:
-      if heard[0] is session_messages.REFUSED:
-        return heard[1][0]
-    raise AssertionError('the connection ended without a word')
-
-  def gone(self) -> str:
-    """Why the session is over."""
-    while (heard := self.hear()) is not None:
-      if heard[0] is session_messages.GONE:
-        return heard[1][0]
-    raise AssertionError('the connection ended without a word')
 
   def join(self, size: int) -> None:
     """As far as the first action."""

@@ -47,8 +47,7 @@ def config(**settings: Any) -> Discovery:
 
 def kind(updates: int = 2, **settings: Any) -> Kind:
   """What the members of a group have in common."""
-  given = config(**settings, agent_updates=updates)
-  return build._kind(given, *given.groups[0])
+  return program(**settings, agent_updates=updates).kinds[0]
 
 
 def member(kind: Kind, number: int = 0) -> Member:
@@ -82,4 +81,4 @@ def disco_rule(seed: int = 0) -> dict[str, Any]:
 
 def program(**settings: Any) -> Any:
   """The compiled functions of a population."""
-  return build.build_discovery(config(**settings))._program
+  return build.meta_training(config(**settings))

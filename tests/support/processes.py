@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import hashlib
 import json
 import multiprocessing
 import os
@@ -55,6 +56,8 @@ def _child(
 
 def hang(pool: type, at: int) -> None:
   """Has each pool of that class hang in C when it is asked for its `at`-th answer, for ever."""
+  from podrace.architectures.sebulba import actors
+
   recv, calls = pool.recv, collections.Counter()
 
   def hung(self: Any) -> Any:
@@ -64,6 +67,7 @@ def hang(pool: type, at: int) -> None:
     return recv(self)
 
   pool.recv = hung
+  actors.CLOSE_SECONDS = 0.2
 
 
 def tell_parameters() -> None:
@@ -235,3 +239,15 @@ class StopAt:
 def fingerprints(run_dir: Path, step: int) -> Any:
   """Of what the checkpoint of a step holds."""
   return Checkpoints(run_dir / 'checkpoints', writes=False).meta(step)['fingerprints']
+
+
+def as_saved(state: Any) -> tuple[Any, Any]:
+  """The two items of a checkpoint: the parameters, and the state without them."""
+  return state.train.params, state._replace(train=state.train._replace(params=()))
+
+
+def signed(meta: dict[str, Any]) -> dict[str, Any]:
+  """The meta of a checkpoint with the hash that belongs to it."""
+  rest = {k: v for k, v in meta.items() if k != 'sha256'}
+  digest = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+  return {**rest, 'sha256': digest}

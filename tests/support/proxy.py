@@ -9,12 +9,22 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
+
+
+def _direction(name: str) -> Any:
+  """A property: whether data passes in a direction."""
+  return property(lambda self: self._open[name].is_set(), lambda self, on: self._set(name, on))
 
 
 class Proxy:
-  """Forwards TCP connections; can hold back either direction, delay both, and reset all."""
+  """Forwards TCP connections; can hold back either direction, delay both, and reset all.
 
-  def __init__(self, port: int, host: str = '127.0.0.1') -> None:
+  `to` is a port of `host`, or an address.
+  """
+
+  def __init__(self, to: int | str, host: str = '127.0.0.1') -> None:
+    port = to if isinstance(to, int) else int(to.rpartition(':')[2])
     self._to = (host, port)
     self._listener = socket.create_server((host, 0))
     self.address = f'tcp://{host}:{self._listener.getsockname()[1]}'
@@ -43,21 +53,13 @@ class Proxy:
         thread.start()
         self._threads.append(thread)
 
-  @property
-  def up(self) -> bool:
-    return self._open['up'].is_set()
+  up, down = _direction('up'), _direction('down')
 
-  @up.setter
-  def up(self, value: bool) -> None:
-    self._set('up', value)
+  def __enter__(self) -> Proxy:
+    return self
 
-  @property
-  def down(self) -> bool:
-    return self._open['down'].is_set()
-
-  @down.setter
-  def down(self, value: bool) -> None:
-    self._set('down', value)
+  def __exit__(self, *exc: object) -> None:
+    self.close()
 
   def _set(self, name: str, value: bool) -> None:
     if value:

@@ -22,8 +22,7 @@ def start(code: str, **options: int) -> ChildProcess:
 
 
 @pytest.mark.parametrize(
-  ('code', 'expected'),
-  [('raise SystemExit(3)', 3), ('import os; os.kill(os.getpid(), 9)', 137)],
+  ('code', 'expected'), [('raise SystemExit(3)', 3), ('import os; os.kill(os.getpid(), 9)', 137)]
 )
 def test_exit_codes_are_those_of_a_shell(code: str, expected: int) -> None:
   assert start(code).finish() == expected

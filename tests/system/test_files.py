@@ -118,7 +118,7 @@ def test_a_fifo_that_has_a_reader_is_refused_as_well(tmp_path: Path) -> None:
   os.mkfifo(tmp_path / 'a')
   reader = os.open(tmp_path / 'a', os.O_RDONLY | os.O_NONBLOCK)
   try:
-    with pytest.raises(files.NotOwn, match='a FIFO'):
+    with pytest.raises(files.NotOwn, match='FIFO'):
       files.open_append(tmp_path / 'a')
     assert os.read(reader, 1) == b''
   finally:
@@ -150,7 +150,7 @@ def test_a_folder_is_no_link(plant: Plant, tmp_path: Path, outside: Path) -> Non
   if plant is folder:
     assert files.make_folder(tmp_path / 'a').is_dir()
   else:
-    with pytest.raises(files.NotOwn, match='expected a directory'):
+    with pytest.raises(files.NotOwn, match=str(tmp_path / 'a')):
       files.make_folder(tmp_path / 'a')
   (tmp_path / 'b').mkdir()
   with pytest.raises(FileExistsError):
@@ -181,7 +181,7 @@ def test_a_whole_directory_is_checked(
   refused = plant in (folder_link, device_link, fifo, fifo_link)
   for links in (False, True):
     if refused and not (links and plant is folder_link):
-      with pytest.raises(UsageError, match=f'--run-dir .*run: {name} there is a'):
+      with pytest.raises(UsageError, match=f'--run-dir .*run: {name} '):
         files.check_folder(tmp_path / 'run', '--run-dir', links)
     else:
       files.check_folder(tmp_path / 'run', '--run-dir', links)
@@ -200,7 +200,7 @@ def test_a_directory_of_any_depth_and_none_are_checked(tmp_path: Path) -> None:
     os.close(here)
     here = below
   os.close(here)
-  with pytest.raises(UsageError, match='too many levels'):
+  with pytest.raises(UsageError, match='levels'):
     files.check_folder(tmp_path, '--run-dir')
   subprocess.run(['rm', '-r', str(tmp_path / 'a')], check=True)  # pytest would recurse
 

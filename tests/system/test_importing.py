@@ -17,27 +17,14 @@ from podrace.system import importing
 from podrace.system.options import Options
 
 BROKEN = {
-  'broken_import': (
-    'import jax\nfrom podrace.agents import sgd\n',
-    "broken_import.py:2: ImportError: cannot import name 'sgd' from 'podrace.agents'",
-  ),
-  'broken_module': (
-    'from podrace.learners import sgd\n',
-    "broken_module.py:1: ModuleNotFoundError: No module named 'podrace.learners'",
-  ),
-  'broken_syntax': (
-    'x = 1\ndef f(self)\n  pass\n',
-    "broken_syntax.py:2: SyntaxError: expected ':'\n  def f(self)",
-  ),
-  'broken_name': (
-    'class C:\n  x = np.zeros(3)\n',
-    "broken_name.py:2: NameError: name 'np' is not defined",
-  ),
+  'broken_import': ('import jax\nfrom podrace.agents import sgd\n', 2, ImportError),
+  'broken_module': ('from podrace.learners import sgd\n', 1, ModuleNotFoundError),
+  'broken_syntax': ('x = 1\ndef f(self)\n  pass\n', 2, SyntaxError),
+  'broken_name': ('class C:\n  x = np.zeros(3)\n', 2, NameError),
   'broken_fields': (
-    'import dataclasses\n@dataclasses.dataclass\nclass C:\n  a: int = 1\n  b: int\n',
-    "broken_fields.py:2: TypeError: non-default argument 'b' follows default argument",
+    'import dataclasses\n@dataclasses.dataclass\nclass C:\n  a: int = 1\n  b: int\n', 2, TypeError
   ),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -50,31 +37,29 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize('module', BROKEN)
 def test_errors_in_the_users_file_name_its_line(module: str, here: Path) -> None:
-  text, message = BROKEN[module]
+  text, line, error = BROKEN[module]
   (here / f'{module}.py').write_text(text)
   for name, load in (
-    (f'no agent {module + ":Mine"!r}', lambda: agent_class(f'{module}:Mine')),
-    (f'no environment python:{module}.f', lambda: make(f'python:{module}.f')),
-    (f'no environment gymnasium:{module}:X-v0', lambda: make_on_host(f'gymnasium:{module}:X-v0')),
+    (f'{module}:Mine', agent_class),
+    (f'python:{module}.f', make),
+    (f'gymnasium:{module}:X-v0', make_on_host),
   ):
     with pytest.raises((UsageError, UnknownName)) as told:
-      load()
+      load(name)
     said = str(told.value)
-    assert said.startswith(f'{name}: {message}')
+    assert name in said and f'{module}.py:{line}: {error.__name__}: ' in said
     assert 'Traceback' not in said and 'importlib' not in said
 
 
 def test_errors_in_what_the_users_function_does(here: Path) -> None:
   (here / 'makes_env.py').write_text('def f():\n  return 1 / 0\n')
-  with pytest.raises(UnknownName, match=r'f failed: makes_env.py:2: ZeroDivisionError: division'):
+  with pytest.raises(UnknownName, match=r'makes_env.py:2: ZeroDivisionError'):
     make('python:makes_env.f')
 
 
 def test_a_class_in_the_place_of_an_environment(here: Path) -> None:
   (here / 'gives_class.py').write_text('class Env: pass\ndef f():\n  return Env\n')
-  with pytest.raises(
-    UnknownName, match=r'python:gives_class.f returned the class Env; write Env\('
-  ):
+  with pytest.raises(UnknownName, match=r'python:gives_class.f .* Env\('):
     make('python:gives_class.f')
 
 
@@ -82,26 +67,22 @@ def test_names_that_are_not_there(here: Path) -> None:
   (here / 'named_pg.py').write_text('class PG: pass\n')
   (here / 'colorsys.py').write_text('class PG: pass\n')
   for name, message in (
-    ('named_pg:Pg', "module 'named_pg' has no 'Pg': did you mean PG?"),
-    ('named_pgg:PG', f"no module 'named_pgg', neither in this directory ({here}) nor installed"),
-    ('named_pg.py:PG', 'your own is named MODULE:CLASS; write named_pg:PG'),
-    ('named_pg.PG', 'your own is named MODULE:CLASS; write named_pg:PG'),
+    ('named_pg:Pg', ' PG?'),
+    ('named_pgg:PG', str(here)),
+    ('named_pg.py:PG', ' named_pg:PG'),
+    ('named_pg.PG', ' named_pg:PG'),
   ):
     with pytest.raises(UsageError) as told:
       agent_class(name)
     assert message in str(told.value)
-  with pytest.raises(UsageError, match='write named_pg:PG'):
+  with pytest.raises(UsageError, match=' named_pg:PG'):
     requested_agent(Options(['--agent', 'named_pg.PG'], COMMAND))
 
 
-def test_a_file_that_is_shadowed_by_pythons_own(
-  here: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_shadowed_by_pythons_own(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """The working directory is searched last, and so Python's own module is found."""
   (here / 'json.py').write_text('class PG: pass\n')
-  with pytest.raises(
-    UsageError, match=r"module 'json' is another one .*__init__.py, and not your j"
-  ):
+  with pytest.raises(UsageError, match=r"'json' .*__init__.py"):
     importing.import_attribute('no agent', 'json', 'PG')
 
 
@@ -128,17 +109,12 @@ def test_settings_without_a_type_are_told(here: Path) -> None:
   (here / 'untyped_agent.py').write_text(MINE)
   mine = Config(agent_class('untyped_agent:Mine')())
   for option, message in (
-    (
-      '--agent.boldness',
-      'untyped_agent:Mine: `boldness` has no type, so it is no field: write `boldness: float = 0.003`',
-    ),
-    ('--agent.learning_rat', 'did you mean --agent.learning-rate'),
-    ('--agent.network.hiden', 'did you mean --agent.network.hidden'),
+    ('--agent.boldness', '`boldness: float = 0.003`'),
+    ('--agent.learning_rat', ' --agent.learning-rate'),
+    ('--agent.network.hiden', ' --agent.network.hidden'),
   ):
     with pytest.raises(UsageError) as told:
       parse(mine, [option, '1'])
     assert message in str(told.value)
-  with pytest.raises(
-    UsageError, match='`net` has bind but no type, so it is no field: write `net: '
-  ):
+  with pytest.raises(UsageError, match='`net: '):
     bind(agent_class('untyped_agent:NoType')(), None)

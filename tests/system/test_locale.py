@@ -59,7 +59,7 @@ def test_commands_in_a_locale_that_is_not_utf8(name: str, theirs: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_in_a_locale_that_is_not_utf8(theirs: Path) -> None:
+def test_a_run_goes_on_without_a_utf8_locale(theirs: Path) -> None:
   done = subprocess.run(
     [sys.executable, '-P', '-c', EACH, f'train --run-dir {theirs} --total-steps 128 --override', f'eval {theirs}'],
     env={**environment(), **C}, capture_output=True, encoding='utf-8', check=False,

@@ -47,7 +47,7 @@ def test_training_goes_on_if_nobody_reads_what_it_says(line: str, tmp_path: Path
   assert 'Traceback' not in ended.stdout + ended.stderr
 
 
-def test_a_list_that_nobody_reads_to_its_end_ends_as_by_a_broken_pipe() -> None:
+def test_an_unread_list_ends_as_by_a_broken_pipe() -> None:
   ended = shell('podrace | true; exit ${PIPESTATUS[0]}', 'list')
   assert (ended.returncode, ended.stderr) == (141, '')
 
@@ -73,7 +73,7 @@ def test_a_signal_while_importing_is_not_lost(name: str, tmp_path: Path) -> None
   args = [*TRAIN, '--env', 'python:swallows.make', '--run-dir', str(tmp_path / 'run')]
   ended = shell('podrace', *args, PYTHONPATH=f'{tmp_path}:{os.environ.get("PYTHONPATH", "")}')
   assert ended.returncode == 128 + signal.Signals[name], ended
-  assert f'{name}: ended at once; there was nothing to save' in ended.stderr
+  assert name in ended.stderr
 
 
 def test_a_stream_that_fails_is_left_alone() -> None:
@@ -85,8 +85,9 @@ def test_a_stream_that_fails_is_left_alone() -> None:
     stream = Lasting(file)
     print('anything', file=stream, flush=True)
     assert not stream.isatty()
-  closed = Lasting(io.StringIO())
-  closed._file.close()
+  file = io.StringIO()
+  closed = Lasting(file)
+  file.close()
   print('anything', file=closed, flush=True)
   assert not closed.isatty()
 

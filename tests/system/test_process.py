@@ -94,7 +94,7 @@ def test_a_hang_up_is_handled_and_under_nohup_stays_ignored() -> None:
     signal.signal(signal.SIGHUP, before)
 
 
-def test_a_directory_is_locked_as_long_as_it_is_the_same_one(tmp_path: Path) -> None:
+def test_a_lock_is_of_one_directory(tmp_path: Path) -> None:
   folder = tmp_path / 'folder'
   folder.mkdir()
   with lock(folder) as file:

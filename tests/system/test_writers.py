@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+import functools
 from pathlib import Path
 
 import podrace
@@ -46,14 +46,16 @@ ALLOWED = {
 }  # fmt: skip
 
 
-def sources() -> Iterator[tuple[str, ast.Call]]:
+@functools.cache
+def sources() -> list[tuple[str, ast.Call]]:
+  """Each call in the package, with the name of its file."""
+  calls = []
   for path in sorted(PACKAGE.rglob('*.py')):
     name = path.relative_to(PACKAGE).as_posix()
-    if name == 'system/files/__init__.py' or name.startswith('commands/templates/'):
-      continue
-    for node in ast.walk(ast.parse(path.read_text(encoding='utf-8'))):
-      if isinstance(node, ast.Call):
-        yield name, node
+    if name != 'system/files/__init__.py' and not name.startswith('commands/templates/'):
+      nodes = ast.walk(ast.parse(path.read_text(encoding='utf-8')))
+      calls += [(name, node) for node in nodes if isinstance(node, ast.Call)]
+  return calls
 
 
 def last_name(call: ast.Call) -> tuple[str, str]:
@@ -103,17 +105,9 @@ def shown(call: ast.Call) -> str:
 
 
 PASSED_ON = {
-  'write_text',
-  'write_bytes',
-  'touch',
-  'mkdir',
-  'makedirs',
-  'symlink_to',
-  'savez',
-  'savefig',
-  'rename',
-  'copyfile',
-}
+  'write_text', 'write_bytes', 'touch', 'mkdir', 'makedirs', 'symlink_to', 'savez', 'savefig',
+  'rename', 'copyfile',
+}  # fmt: skip
 
 
 def test_no_writer_is_passed_on() -> None:
@@ -145,13 +139,9 @@ def test_the_search_finds_each_way_of_writing() -> None:
   ):  # fmt: skip
     assert writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
   for text in (
-    'open(p)',
-    "p.open('rb')",
-    'x.open(stack, 3)',
-    "s.replace('a', 'b')",
-    'os.open(p, os.O_RDONLY)',
-    'dataclasses.replace(x)',
-  ):
+    'open(p)', "p.open('rb')", 'x.open(stack, 3)', "s.replace('a', 'b')",
+    'os.open(p, os.O_RDONLY)', 'dataclasses.replace(x)',
+  ):  # fmt: skip
     assert not writes(ast.parse(text).body[0].value), text  # type: ignore[attr-defined]
 
 
@@ -182,14 +172,9 @@ def lacks_encoding(call: ast.Call) -> bool:
 def test_each_text_is_opened_with_its_encoding() -> None:
   """A locale that is not UTF-8 changes no file."""
   # Methods `open` of podrace's own, none of which opens text.
-  own = {
-    'self._actors.open()',
-    'self._listener.open()',
-    'self.network.open()',
-    'self.source.open()',
-  }
-  found = {f'{name}: {shown(call)}' for name, call in sources() if lacks_encoding(call)}
+  own = {f'{x}.open()' for x in ('self._actors', 'self._listener', 'self.network', 'self.source')}
   own |= {'places(program, directory).open()', 'Addresses(program, private, directory).open()'}
+  found = {f'{name}: {shown(call)}' for name, call in sources() if lacks_encoding(call)}
   left = {x for x in found if x.partition(': ')[2] not in own}
   of_bytes = {
     'envs/host/worker_pool.py: tempfile.TemporaryFile()',

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import hashlib
 import json
 import os
 import threading
@@ -12,20 +14,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from test_tables import in_thread
 
 from podrace import tables
+from podrace.system import files
 from podrace.tables import checkpoint
 
 SELECTORS = [
-  tables.uniform(),
-  tables.fifo(),
-  tables.lifo(),
-  tables.prioritized(0.6),
-  tables.min_heap(),
+  tables.uniform(), tables.fifo(), tables.lifo(), tables.prioritized(0.6), tables.min_heap(),
   tables.max_heap(),
-]
+]  # fmt: skip
 
 
 class Step(NamedTuple):
@@ -87,6 +87,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize('sampler', SELECTORS, ids=lambda s: s.name)
 @pytest.mark.parametrize('remover', SELECTORS, ids=lambda s: s.name)
 @settings(max_examples=2, deadline=None)
+@example(seed=0, steps=0)
 @given(seed=st.integers(0, 99), steps=st.integers(0, 15))
 def test_goes_on_as_if_nothing_had_happened(
   tmp_path_factory: Any, sampler: Any, remover: Any, seed: int, steps: int
@@ -102,31 +103,14 @@ def test_goes_on_as_if_nothing_had_happened(
     before, after = store.tables[name].info(), again.tables[name].info()
     for field in ('inserts', 'samples', 'deletes', 'updates', 'size', 'chunks'):
       assert getattr(before, field) == getattr(after, field)
+    assert store.tables[name].contents.slots == again.tables[name].contents.slots
   assert use(store, seed + 1, 9) == use(again, seed + 1, 9)
-
-
-def test_the_data_comes_back(folder: Path) -> None:
-  store, again = make(), make()
-  use(store, 0, 20)
-  tables.restore(again, folder)
-  for name in ('one', 'two'):
-    before, after = (s.tables[name] for s in (store, again))
-    assert before.contents.slots == after.contents.slots
-    a, b = before.sample(8, at_least=1), after.sample(8, at_least=1)
-    assert type(b.data).__name__ == 'Step'
-    for x, y in zip([*a.data, *a[2:]], [*b.data, *b[2:]], strict=True):
-      np.testing.assert_array_equal(x, y)
-  again.tables['one'].delete(list(again.tables['one'].contents.slots))
-  again.tables['two'].delete(list(again.tables['two'].contents.slots))
-  assert (again.total.bytes, again.total.chunks) == (0, 0)
-
-
-def test_an_empty_store(tmp_path: Path) -> None:
-  tables.save(make(), tmp_path / 'empty')
-  store = make()
-  tables.restore(store, tmp_path / 'empty')
-  assert use(store, 0, 10) == use(make(), 0, 10)
-  assert store.tables['one'].info().inserts == 7
+  emptied = make(sampler, remover)
+  tables.restore(emptied, path)
+  for table in emptied.tables.values():
+    assert not len(table) or type(table.sample(1, peek=True).data).__name__ == 'Step'
+    table.delete(list(table.contents.slots))
+  assert (emptied.total.bytes, emptied.total.chunks) == (0, 0)
 
 
 def flip(path: Path, at: float) -> None:
@@ -163,31 +147,27 @@ def test_damage_is_refused(folder: Path, name: str, damage: Callable[[Path], Any
 def test_other_versions_are_refused(folder: Path) -> None:
   manifest = json.loads((folder / 'manifest.json').read_text())
   (folder / 'manifest.json').write_text(json.dumps(dict(manifest, version=99)))
-  with pytest.raises(tables.CheckpointError, match='version 99, this program reads 1'):
+  with pytest.raises(tables.CheckpointError, match=r'99.*1'):
     tables.restore(make(), folder)
 
 
 def test_other_tables_are_refused(folder: Path) -> None:
-  with pytest.raises(
-    tables.CheckpointError, match=r"'one' had sampler prioritized\(0.6\), now fifo"
-  ):
-    tables.restore(make(sampler=tables.fifo()), folder)
-  store = tables.ChunkStore()
-  with pytest.raises(tables.CheckpointError, match=r"tables \['one', 'two'\], the store has \[\]"):
-    tables.restore(store, folder)
   used = make()
   use(used, 0, 5)
-  with pytest.raises(tables.CheckpointError, match='has been used'):
-    tables.restore(used, folder)
+  for store, part in (
+    (make(sampler=tables.fifo()), r"'one' .*sampler prioritized\(0.6\), now fifo"),
+    (tables.ChunkStore(), r"\['one', 'two'\].*\[\]"),
+    (used, "'one'.*used"),
+  ):
+    with pytest.raises(tables.CheckpointError, match=part):
+      tables.restore(store, folder)
 
 
 def test_a_limiter_is_compared_by_its_numbers(folder: Path) -> None:
   same = make(error=30)
   assert same.tables['one'].rate_limiter.name != make().tables['one'].rate_limiter.name
   tables.restore(same, folder)
-  with pytest.raises(
-    tables.CheckpointError, match=r"'one' had limits \[2.0, 2.0, -26.0, 34.0\], now"
-  ):
+  with pytest.raises(tables.CheckpointError, match=r"'one' .*limits \[2.0, 2.0, -26.0, 34.0\]"):
     tables.restore(make(error=31.0), folder)
 
 
@@ -197,15 +177,19 @@ def test_a_checkpoint_that_has_but_the_name_of_a_limiter(folder: Path) -> None:
   manifest = json.loads(path.read_text())
   for table in manifest['tables']:
     del table['config']['limits']
-  manifest['sha256'] = checkpoint._sha256_of(manifest)
-  path.write_text(json.dumps(manifest))
-  with pytest.raises(
-    tables.CheckpointError, match=r"'one' had rate_limiter sample_to.*error=30.0\), now"
-  ):
+  path.write_text(signed(manifest))
+  with pytest.raises(tables.CheckpointError, match=r"'one' .*rate_limiter .*error=30.0\)"):
     tables.restore(make(error=31.0), folder)
   store = make()
   tables.restore(store, folder)
   assert len(store.tables['one'])
+
+
+def signed(manifest: dict[str, Any]) -> str:
+  """The text of a manifest, with the checksum that fits."""
+  rest = {k: v for k, v in manifest.items() if k != 'sha256'}
+  text = json.dumps(rest, sort_keys=True)
+  return json.dumps(dict(rest, sha256=hashlib.sha256(text.encode()).hexdigest()))
 
 
 def rewrite(folder: Path, name: str = 'chunks.npz', types: Any = None, **columns: Any) -> None:
@@ -214,23 +198,23 @@ def rewrite(folder: Path, name: str = 'chunks.npz', types: Any = None, **columns
   manifest = json.loads(path.read_text())
   with np.load(folder / name) as file:
     np.savez(folder / name, **{**file, **{k: np.full_like(file[k], x) for k, x in columns.items()}})
-  manifest['files'][name] = checkpoint._described(folder / name)
+  data = (folder / name).read_bytes()
+  manifest['files'][name] = dict(bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
   manifest['chunk_types'] = types or manifest['chunk_types']
-  manifest['sha256'] = checkpoint._sha256_of(manifest)
-  path.write_text(json.dumps(manifest))
+  path.write_text(signed(manifest))
 
 
 @pytest.mark.parametrize(
   ('change', 'reason'),
   [
-    ({'length': 2**62}, 'a chunk unpacks to .* bytes, expected at most 2,147,483,648'),
-    ({'length': -1}, 'a chunk unpacks to -'),
-    ({'nbytes': -1}, 'a chunk of -1 bytes'),
+    ({'length': 2**62}, '2,147,483,648'),
+    ({'length': -1}, ' -'),
+    ({'nbytes': -1}, '-1 bytes'),
     ({'kind': 7}, 'kind 7'),
-    ({'types': [['<f4', [2**40]]]}, 'axis of size 1099511627776'),
-    ({'types': [['<f4', [-1]]]}, 'axis of size -1'),
-    ({'types': [['O', []]]}, 'expected numbers'),
-    ({'name': 'table-0.npz', 'part_chunks': 9}, 'is damaged: '),
+    ({'types': [['<f4', [2**40]]]}, '1099511627776'),
+    ({'types': [['<f4', [-1]]]}, '-1'),
+    ({'types': [['O', []]]}, 'object'),
+    ({'name': 'table-0.npz', 'part_chunks': 9}, 'damaged'),
   ],
 )
 def test_a_checkpoint_whose_sums_fit_is_bounded(
@@ -244,8 +228,13 @@ def test_a_checkpoint_whose_sums_fit_is_bounded(
 
 
 def test_a_checkpoint_is_never_written_over(folder: Path) -> None:
-  with pytest.raises(tables.CheckpointError, match='is there already'):
+  with pytest.raises(tables.CheckpointError, match=folder.name):
     tables.save(make(), folder)
+
+
+def imports_of(path: Path) -> set[str]:
+  nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Import)]
+  return {alias.name for node in nodes for alias in node.names}
 
 
 def test_no_pickle(folder: Path) -> None:
@@ -261,7 +250,7 @@ def test_no_pickle(folder: Path) -> None:
       begins = data[:1] == b'\x80' and data[1:2] <= b'\x05'  # PROTO and its number; ends with STOP
       assert not (begins and data.endswith(b'.'))
   sources = Path(checkpoint.__file__).parent.glob('*.py')
-  assert not [p.name for p in sources if 'import pickle' in p.read_text()]
+  assert not [p.name for p in sources if 'pickle' in imports_of(p)]
 
 
 def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +258,7 @@ def test_a_failed_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monke
     raise OSError(28, 'No space left on device')
 
   monkeypatch.setattr(checkpoint, 'sync', full)
-  with pytest.raises(tables.CheckpointError, match=r'could not be written: .*No space left'):
+  with pytest.raises(tables.CheckpointError, match='No space left'):
     tables.save(make(), tmp_path / 'saved')
   assert list(tmp_path.iterdir()) == []
 
@@ -284,23 +273,20 @@ def test_traffic_waits_for_references_only(tmp_path: Path, monkeypatch: pytest.M
 
     def watched(*args: Any, **kwargs: Any) -> Any:
       done.append(name)
-      assert not store.lock._lock.locked(), f'{name} while all traffic waits'
+      assert in_thread(store.tables['one'].info)().size  # not while all traffic waits
       return original(*args, **kwargs)
 
     monkeypatch.setattr(where, name, watched)
 
-  watch(checkpoint, 'pack')
-  for name in ('_bytes_of', '_table_arrays', '_described', 'sync'):
-    watch(checkpoint, name)
-  watch(np, 'savez')
-  watch(os, 'open')
+  calls = ((checkpoint, 'pack'), (checkpoint, 'sync'), (np, 'savez'), (hashlib, 'file_digest'))
+  for where, name in (*calls, (os, 'open')):
+    watch(where, name)
   tables.save(store, tmp_path / 'saved')
-  names = {'pack', '_bytes_of', '_table_arrays', '_described', 'sync', 'savez', 'open'}
-  assert set(done) == names
+  assert set(done) == {'pack', 'sync', 'savez', 'file_digest', 'open'}
 
 
 @pytest.mark.parametrize('pixels', [1, 300])
-def test_what_is_copied_while_traffic_waits_does_not_depend_on_the_steps(pixels: int) -> None:
+def test_copies_under_the_lock_do_not_depend_on_steps(pixels: int) -> None:
   """A few numbers for each item; the items and their chunks are the table's own."""
   store = tables.ChunkStore()
   options = dict(sampler=SELECTORS[3], remover=SELECTORS[1], rate_limiter=tables.min_size(1))
@@ -321,24 +307,21 @@ def test_saving_does_not_hold_up_traffic(tmp_path: Path, monkeypatch: pytest.Mon
   store, expected = make(), make()
   use(store, 0, 20)
   use(expected, 0, 20)
-  writing, go_on, original = threading.Event(), threading.Event(), checkpoint._write
+  writing, go_on, original = threading.Event(), threading.Event(), files.new_folder
 
-  def held_up(*args: Any) -> int:
+  def held_up(path: Path) -> Path:
     writing.set()
     assert go_on.wait(60)
-    return original(*args)
+    return original(path)
 
-  monkeypatch.setattr(checkpoint, '_write', held_up)
-  saved: list[Any] = []
-  thread = threading.Thread(target=lambda: saved.append(tables.save(store, tmp_path / 'saved')))
-  thread.start()
+  monkeypatch.setattr(files, 'new_folder', held_up)
+  saved = in_thread(lambda: tables.save(store, tmp_path / 'saved'))
   assert writing.wait(60)
   before = store.tables['one'].info().inserts
   use(store, 1, 30)
   assert store.tables['one'].info().inserts > before
   go_on.set()
-  thread.join(60)
-  assert saved
+  assert saved()['bytes'] > 0
   again = make()
   tables.restore(again, tmp_path / 'saved')
   assert again.tables['one'].info().inserts == before

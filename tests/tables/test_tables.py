@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
 import math
 import subprocess
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,11 +25,10 @@ from podrace.tables.items import held
 from podrace.tables.limiters import Counts, RateLimiter
 
 REPLAY = dict(
-  sampler=tables.uniform(),
-  remover=tables.fifo(),
-  rate_limiter=tables.min_size(1),
-  max_size=1000,
+  sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=1000
 )
+ONCE: dict[str, Any] = dict(sampler=tables.fifo(), max_times_sampled=1)
+ONE_AT_A_TIME: dict[str, Any] = dict(ONCE, rate_limiter=tables.queue(1))
 
 
 def make(store: tables.ChunkStore | None = None, name: str = 'it', **changes: Any) -> tables.Table:
@@ -36,13 +37,31 @@ def make(store: tables.ChunkStore | None = None, name: str = 'it', **changes: An
 
 def fill(table: tables.Table, priorities: list[float], **options: Any) -> list[int]:
   """An item of one row, its number, for each priority; their keys."""
-  writer = tables.Writer(table.store, history=1, **options)
+  with tables.Writer(table.store, history=1, **options) as writer:
+    return write(writer, table, *range(len(priorities)), priorities=priorities)
+
+
+def write(
+  writer: tables.Writer, table: tables.Table, *values: Any, priorities: Sequence[float] = ()
+) -> list[int]:
+  """An item of one row for each value; their keys."""
   keys = []
-  for i, priority in enumerate(priorities):
-    writer.append(np.int64(i))
+  for value, priority in itertools.zip_longest(values, priorities, fillvalue=1.0):
+    writer.append(np.int64(value) if isinstance(value, int) else value)
     keys.append(writer.create_item(table, priority, num_steps=1))
-  writer.close()
   return keys
+
+
+def writer_of(table: tables.Table, *values: Any, **options: Any) -> tables.Writer:
+  """A writer that has made an item of one row for each value."""
+  writer = tables.Writer(table.store, **{'history': 1, **options})
+  write(writer, table, *values)
+  return writer
+
+
+def noise(seed: int) -> np.ndarray:
+  """1,000 bytes that no chunk packs."""
+  return np.frombuffer(np.random.default_rng(seed).bytes(1000), np.uint8)
 
 
 def in_thread(call: Callable[[], Any]) -> Callable[[], Any]:
@@ -140,14 +159,6 @@ def test_zero_priority_is_never_drawn_not_even_at_the_edges(u: float, weights: l
   assert (probabilities > 0).all()
 
 
-@pytest.mark.parametrize('exponent', [0.0, 1.0])
-def test_a_priority_set_to_zero_is_not_drawn(exponent: float) -> None:
-  table = make(sampler=tables.prioritized(exponent))
-  keys = fill(table, [1.0] * 3)
-  table.update_priorities(keys[:2], [0.0, 0.0])
-  assert set(table.sample(50).key.tolist()) == {keys[2]}
-
-
 def test_all_zero_priorities_are_uniform() -> None:
   table = make(sampler=tables.prioritized(0.8), seed=1)
   counts = drawn(table, fill(table, [0.0] * 20), 10_000)
@@ -214,9 +225,9 @@ def test_equal_seeds_give_equal_samples() -> None:
 def test_bad_priorities_are_refused(priority: float) -> None:
   table = make(sampler=tables.prioritized(1.0))
   keys = fill(table, [1.0, 2.0])
-  with pytest.raises(ValueError, match=r'priority .* is not in'):
+  with pytest.raises(ValueError, match='priority'):
     fill(table, [priority])
-  with pytest.raises(ValueError, match=r'priority .* is not in'):
+  with pytest.raises(ValueError, match='priority'):
     table.update_priorities(keys, [5.0, priority])
   assert sorted(table.sample(50).priority.tolist())[-1] == 2.0  # none of the two was set
 
@@ -228,7 +239,7 @@ def test_priorities_whose_power_is_too_large_are_refused() -> None:
     fill(table, [1e31])
 
 
-def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> None:
+def test_update_takes_the_last_of_equal_keys() -> None:
   table = make(sampler=tables.max_heap())
   keys = fill(table, [1.0, 2.0, 3.0])
   n = table.update_priorities([keys[0], 12345, keys[0], keys[1]], [9.0, 7.0, 0.5, 2.5])
@@ -236,7 +247,7 @@ def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> N
   assert table.sample(1).key == keys[2]
   table.delete([keys[2]])
   assert (table.sample(1).key, table.sample(1).priority) == (keys[1], 2.5)
-  with pytest.raises(ValueError, match='expected keys'):
+  with pytest.raises(ValueError, match=r'3.*1'):
     table.update_priorities(keys, [1.0])
 
 
@@ -246,17 +257,17 @@ def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> N
 @pytest.mark.parametrize(
   'make_limiter, message',
   [
-    (lambda: tables.min_size(0), 'at least 1'),
-    (lambda: tables.sample_to_insert_ratio(0.0, 1, 5.0), 'positive'),
-    (lambda: tables.sample_to_insert_ratio(-1.0, 1, 5.0), 'positive'),
-    (lambda: tables.sample_to_insert_ratio(float('nan'), 1, 5.0), 'positive'),
-    (lambda: tables.sample_to_insert_ratio(2.0, 0, 5.0), 'at least 1'),
-    (lambda: tables.sample_to_insert_ratio(2.0, 10, 1.99), 'differ by at least 4'),
-    (lambda: tables.sample_to_insert_ratio(0.5, 10, 0.99), 'differ by at least 2'),
-    (lambda: tables.sample_to_insert_ratio(2.0, 10, float('nan')), 'differ by at least 4'),
+    (lambda: tables.min_size(0), 'min_size'),
+    (lambda: tables.sample_to_insert_ratio(0.0, 1, 5.0), 'samples_per_insert'),
+    (lambda: tables.sample_to_insert_ratio(-1.0, 1, 5.0), 'samples_per_insert'),
+    (lambda: tables.sample_to_insert_ratio(float('nan'), 1, 5.0), 'samples_per_insert'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 0, 5.0), 'min_size'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 10, 1.99), ' 4'),
+    (lambda: tables.sample_to_insert_ratio(0.5, 10, 0.99), ' 2'),
+    (lambda: tables.sample_to_insert_ratio(2.0, 10, float('nan')), ' 4'),
     (lambda: tables.sample_to_insert_ratio(1.0, 3, (3.5, 9.0)), 'deadlocks'),
-    (lambda: tables.queue(0), 'at least 1'),
-    (lambda: tables.stack(0), 'at least 1'),
+    (lambda: tables.queue(0), 'size'),
+    (lambda: tables.stack(0), 'size'),
     (lambda: make(max_size=4, rate_limiter=tables.min_size(5)), 'deadlocks'),
     (lambda: make(max_bytes=0), 'max_bytes=0'),
     (lambda: make(max_times_sampled=-1), 'max_times_sampled=-1'),
@@ -264,9 +275,7 @@ def test_update_takes_the_last_of_equal_keys_and_passes_over_unknown_ones() -> N
     (lambda: tables.prioritized(float('nan')), 'exponent'),
   ],
 )
-def test_settings_that_cannot_work_are_refused(
-  make_limiter: Callable[[], Any], message: str
-) -> None:
+def test_impossible_settings_are_refused(make_limiter: Callable[[], Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
     make_limiter()
 
@@ -317,34 +326,21 @@ def test_samples_per_insert_is_exact(samples_per_insert: float) -> None:
   table = make(rate_limiter=limiter, max_size=10)
   writer = tables.Writer(table.store, history=1, max_in_flight=1)
   for i in range(101):
-    writer.append(np.int32(i))
-    writer.create_item(table, 1.0, num_steps=1)
-    try:
+    write(writer, table, i)
+    with contextlib.suppress(tables.RateLimited):
       while True:
         table.sample(1, timeout=0)
-    except tables.RateLimited:
-      pass
   due = (101 - 4) * samples_per_insert + 4
   assert table.info().samples == math.floor(due)
   assert table.info().inserts == 101
 
 
 def test_queue_gives_each_item_once_in_order() -> None:
-  table = make(sampler=tables.fifo(), rate_limiter=tables.queue(5), max_times_sampled=1, max_size=5)
-  writer = tables.Writer(table.store, history=1, max_in_flight=1)
-
-  def write() -> None:
-    for i in range(200):
-      writer.append(np.int64(i))
-      writer.create_item(table, 1.0, num_steps=1)
-    writer.flush()
-
-  written = in_thread(write)
+  table = make(rate_limiter=tables.queue(5), max_size=5, **ONCE)
+  written = in_thread(lambda: writer_of(table, *range(200), max_in_flight=1).flush())
   got = [x for _ in range(25) for x in table.sample(8, timeout=30).data.ravel().tolist()]
   assert written() is None
-  assert got == list(range(200))
-  assert len(table) == 0
-  assert table.info().deletes == 200
+  assert got == list(range(200)) and (len(table), table.info().deletes) == (0, 200)
 
 
 # --- waiting ----------------------------------------------------------------------------------
@@ -355,34 +351,25 @@ def test_a_blocked_sample_says_why() -> None:
   fill(table, [1.0, 1.0])
   with pytest.raises(tables.RateLimited) as e:
     table.sample(1, timeout=0)
-  for part in (
-    "table 'it'",
-    'sample_to_insert_ratio(2, min_size=3, error=2.0)',
-    '2 inserts, 0 samples, 0 deletes',
-    '3 items are needed and 2 are there (insert 1 more)',
-    'would fall to 3, below 4 (insert 1 more)',
-  ):
+  for part in ("'it'", str(table.rate_limiter.name), '2 inserts', '0 samples', '(insert 1 more)'):
     assert part in str(e.value)
-  assert e.value.taken is None
-  assert isinstance(e.value, TimeoutError)
+  assert e.value.taken is None and isinstance(e.value, TimeoutError)
 
 
 def test_a_blocked_insert_says_why() -> None:
-  table = make(rate_limiter=tables.queue(2), sampler=tables.fifo(), max_times_sampled=1)
+  table = make(rate_limiter=tables.queue(2), **ONCE)
   fill(table, [1.0, 1.0])
   writer = tables.Writer(table.store, history=1, max_in_flight=0)
   writer.append(np.int64(7))
-  with pytest.raises(tables.RateLimited) as e:
+  with pytest.raises(tables.RateLimited, match=r"'it'.*queue\(2\).*\(sample 1 more\)"):
     writer.create_item(table, 1.0, num_steps=1, timeout=0)
-  for part in ("insert into table 'it'", 'queue(2)', 'would rise to 3, above 2 (sample 1 more)'):
-    assert part in str(e.value)
   assert (writer.in_flight, table.info().waiting_inserts) == (0, 0)  # it was taken back
   table.sample(1)
   assert len(table) == 1
 
 
 def test_samples_taken_before_a_timeout_are_not_lost() -> None:
-  table = make(rate_limiter=tables.queue(3), sampler=tables.fifo(), max_times_sampled=1)
+  table = make(rate_limiter=tables.queue(3), **ONCE)
   fill(table, [1.0, 1.0])
   with pytest.raises(tables.RateLimited) as e:
     table.sample(3, timeout=0)
@@ -391,10 +378,9 @@ def test_samples_taken_before_a_timeout_are_not_lost() -> None:
   assert table.info().samples == 2
   fill(table, [1.0, 1.0])
   assert len(table.sample(3, at_least=1, timeout=0).key) == 2
-  with pytest.raises(ValueError, match='at_least'):
-    table.sample(2, at_least=3)
-  with pytest.raises(ValueError, match='at_least'):
-    table.sample(0)
+  for n, at_least in ((2, 3), (0, None)):
+    with pytest.raises(ValueError, match='at_least'):
+      table.sample(n, at_least=at_least)
 
 
 def test_a_stuck_sample_reports_itself_and_can_be_cancelled() -> None:
@@ -403,9 +389,7 @@ def test_a_stuck_sample_reports_itself_and_can_be_cancelled() -> None:
   fill(table, [1.0, 1.0])
   result = in_thread(lambda: table.sample(1))
   message = waits.wait()
-  assert "sample from table 'it' has waited for" in message
-  assert 'min_size(5)' in message
-  assert '(insert 3 more)' in message
+  assert all(part in message for part in ("'it'", 'min_size(5)', '(insert 3 more)'))
   assert table.info().waiting_samplers == 1
   table.close()
   error = result()
@@ -425,8 +409,7 @@ def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
   writer.create_item(table, 1.0, num_steps=2)  # waits, but nobody waits for it
   result = in_thread(lambda: writer.create_item(table, 1.0, num_steps=3))
   message = waits.wait()
-  assert "insert into table 'it' has waited for" in message
-  assert 'queue(1)' in message
+  assert "'it'" in message and 'queue(1)' in message
   assert table.info().waiting_inserts == writer.in_flight == 1
   table.close()
   assert isinstance(result(), tables.Closed)
@@ -440,30 +423,25 @@ def test_a_stuck_insert_reports_itself_and_can_be_cancelled() -> None:
 def test_waiting_is_cancelled_and_the_table_goes_on() -> None:
   """Samples that were taken come with the error; an item that was made still waits, one that was not is not."""
   waits = Waits()
-  table = make(
-    rate_limiter=tables.queue(2), sampler=tables.fifo(), max_times_sampled=1, **waits.options
-  )
+  table = make(rate_limiter=tables.queue(2), **ONCE, **waits.options)
   keys = fill(table, [1.0, 1.0])
   table.cancel()  # nobody waits: nothing happens
   writer = tables.Writer(table.store, history=1, max_in_flight=1)
-  writer.append(np.int64(7))
-  keys.append(writer.create_item(table, 1.0, num_steps=1))  # waits, but nobody waits for it
+  keys += write(writer, table, 7)  # waits; no call waits for it
   for call in (writer.flush, lambda: writer.create_item(table, 1.0, num_steps=1)):
     waits.reported.clear()
     result = in_thread(call)
     waits.wait()
     table.cancel()
     error = result()
-    assert isinstance(error, tables.Cancelled)
-    assert "insert into table 'it' was cancelled after" in str(error)
+    assert isinstance(error, tables.Cancelled) and "'it'" in str(error)
     assert writer.in_flight == table.info().waiting_inserts == 1
   waits.reported.clear()
   result = in_thread(lambda: table.sample(4))
   waits.wait()
   table.cancel()
   error = result()
-  assert isinstance(error, tables.Cancelled)
-  assert "sample from table 'it' was cancelled after" in str(error)
+  assert isinstance(error, tables.Cancelled) and "'it'" in str(error)
   assert error.taken is not None and error.taken.key.tolist() == keys
   assert (table.info().samples, table.info().waiting_samplers, writer.in_flight) == (3, 0, 0)
   fill(table, [1.0])
@@ -474,9 +452,7 @@ def test_waiting_is_cancelled_and_the_table_goes_on() -> None:
 def test_an_item_whose_wait_is_cancelled_is_withdrawn() -> None:
   waits = Waits()
   table = make(rate_limiter=tables.queue(1), sampler=tables.fifo(), **waits.options)
-  with tables.Writer(table.store, history=1, max_in_flight=0) as writer:
-    writer.append(np.int64(0))
-    writer.create_item(table, 1.0, num_steps=1)
+  with writer_of(table, 0, max_in_flight=0) as writer:
     result = in_thread(lambda: writer.create_item(table, 1.0, num_steps=1))
     waits.wait()
     table.cancel()
@@ -486,11 +462,8 @@ def test_an_item_whose_wait_is_cancelled_is_withdrawn() -> None:
 
 def two_that_are_full(**options: Any) -> tuple[tables.Table, tables.Table, tables.Writer]:
   """Tables on one store, in each of which an item of the writer's is, and for each of which one waits."""
-  queue: dict[str, Any] = dict(
-    rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1
-  )
-  first = make(name='first', **queue, **options)
-  second = make(first.store, 'second', **queue)
+  first = make(name='first', **ONE_AT_A_TIME, **options)
+  second = make(first.store, 'second', **ONE_AT_A_TIME)
   writer = tables.Writer(first.store, history=1, max_in_flight=2)
   writer.append(np.int64(0))
   for table in (first, second) * 2:
@@ -504,7 +477,7 @@ def test_a_flush_waits_for_any_of_several_tables() -> None:
   waits = Waits()
   first, second, writer = two_that_are_full(**waits.options)
   flushed = in_thread(lambda: writer.flush(1, timeout=60))
-  assert "insert into table 'first'" in waits.wait()
+  assert "'first'" in waits.wait()
   second.sample(1)
   assert flushed() is None and writer.in_flight == 1
   writer.create_item(second, 1.0, num_steps=1)
@@ -523,7 +496,7 @@ def test_a_flush_waits_for_any_of_several_tables() -> None:
   writer.close(timeout=60)
 
 
-def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
+def test_inserted_items_are_forgotten_behind_a_stuck_one() -> None:
   _, second, writer = two_that_are_full()
   (item,) = [weakref.ref(pending.item) for pending in second.desk.inserts]
   second.sample(1)
@@ -532,20 +505,19 @@ def test_what_has_come_in_is_forgotten_though_an_older_item_is_stuck() -> None:
   assert item() is None and writer.in_flight == 1
 
 
-def test_a_closed_table_is_told_once_and_the_writer_goes_on_with_others() -> None:
+def test_a_writer_hears_once_of_a_closed_table() -> None:
   waits = Waits()
   first, second, writer = two_that_are_full(**waits.options)
   flushed = in_thread(writer.flush)
   waits.wait()
   first.close()
-  assert "table 'first' is closed; the items that waited" in str(flushed())
+  assert isinstance(error := flushed(), tables.Closed) and "'first'" in str(error)
   assert writer.in_flight == 1
   second.sample(1)
   writer.end_episode(timeout=60)
-  writer.append(np.int64(1))
-  writer.create_item(second, 1.0, num_steps=1)
+  write(writer, second, 1)
   second.close()
-  with pytest.raises(tables.Closed, match="'second' is closed; the items"):
+  with pytest.raises(tables.Closed, match="'second'"):
     writer.close()
   assert writer.in_flight == 0
 
@@ -555,31 +527,37 @@ def test_two_tables_that_close_are_told_of_both() -> None:
   first.close()
   second.close()
   for name in ('first', 'second'):
-    with pytest.raises(tables.Closed, match=f"'{name}' is closed; the items"):
+    with pytest.raises(tables.Closed, match=f"'{name}'"):
       writer.flush()
   writer.close()
 
 
 def test_items_that_are_dropped_together_are_told_of_once() -> None:
   table = make(rate_limiter=tables.queue(1))
-  writer = tables.Writer(table.store, history=1)
-  writer.append(np.int64(0))
-  for _ in range(5):
-    writer.create_item(table, 1.0, num_steps=1)
+  writer = writer_of(table, *range(5))
   table.close()
-  with pytest.raises(tables.Closed, match='are dropped'):
+  with pytest.raises(tables.Closed):
     writer.flush()
   writer.close()
 
 
+def instead_of_waiting(monkeypatch: pytest.MonkeyPatch, meanwhile: Callable[[float], None]) -> None:
+  """Calls `meanwhile` where this thread would wait for a condition."""
+  wait, thread = threading.Condition.wait, threading.current_thread()
+
+  def instead(condition: threading.Condition, timeout: float | None = None) -> bool:
+    if threading.current_thread() is not thread:
+      return wait(condition, timeout)
+    meanwhile(math.inf if timeout is None else timeout)
+    return True
+
+  monkeypatch.setattr(threading.Condition, 'wait', instead)
+
+
 @pytest.mark.parametrize('blocking', [False, True])
-def test_a_cancel_is_not_lost_to_an_item_that_comes_in_at_the_same_time(
-  blocking: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_insert_loses_no_cancel(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
   """The flush goes on to the next item; and while an item is made that nobody waits for yet."""
-  table = make(rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1)
-  writer = tables.Writer(table.store, history=1, max_in_flight=0 if blocking else 9)
-  writer.append(np.int64(0))
+  table = make(**ONE_AT_A_TIME)
   looks: list[float] = []
 
   def meanwhile(seconds: float) -> None:
@@ -590,12 +568,11 @@ def test_a_cancel_is_not_lost_to_an_item_that_comes_in_at_the_same_time(
     table.cancel()
     table.store.lock.acquire()
 
-  monkeypatch.setattr(writer._in_flight.fewer, 'wait', meanwhile)
-  writer.create_item(table, 1.0, num_steps=1)
+  instead_of_waiting(monkeypatch, meanwhile)
+  writer = writer_of(table, 0, max_in_flight=0 if blocking else 9)
   if not blocking:
-    for _ in range(3):
-      writer.create_item(table, 1.0, num_steps=1)
-    with pytest.raises(tables.Cancelled, match='was cancelled after'):
+    write(writer, table, 1, 2, 3)
+    with pytest.raises(tables.Cancelled):
       writer.flush()
     assert writer.in_flight == 2
     return
@@ -607,7 +584,7 @@ def test_a_cancel_is_not_lost_to_an_item_that_comes_in_at_the_same_time(
     return pending
 
   monkeypatch.setattr(table, 'submit', submit_and_cancel)
-  with pytest.raises(tables.Cancelled, match='was cancelled after'):
+  with pytest.raises(tables.Cancelled):
     writer.create_item(table, 1.0, num_steps=1)
   assert writer.in_flight == 0 and not looks
 
@@ -616,13 +593,9 @@ def test_a_flush_is_one_wait_whatever_it_waits_for(monkeypatch: pytest.MonkeyPat
   """Its reports count from its beginning, and become rarer."""
   now, told = [0.0], []
   table = make(
-    rate_limiter=tables.queue(1), sampler=tables.fifo(), max_times_sampled=1, report_after=2.0,
-    report=lambda message: told.append((now[0], message)),
-  )  # fmt: skip
-  writer = tables.Writer(table.store, history=1, max_in_flight=99)
-  writer.append(np.int64(0))
-  for _ in range(60):
-    writer.create_item(table, 1.0, num_steps=1)
+    report_after=2.0, report=lambda message: told.append((now[0], message)), **ONE_AT_A_TIME
+  )
+  writer = writer_of(table, *range(60), max_in_flight=99)
   monkeypatch.setattr(time, 'monotonic', lambda: now[0])
 
   def meanwhile(seconds: float) -> None:
@@ -631,21 +604,19 @@ def test_a_flush_is_one_wait_whatever_it_waits_for(monkeypatch: pytest.MonkeyPat
     table.sample(1)
     table.store.lock.acquire()
 
-  monkeypatch.setattr(writer._in_flight.fewer, 'wait', meanwhile)
-  with pytest.raises(tables.RateLimited, match='timed out after 50 s'):
+  instead_of_waiting(monkeypatch, meanwhile)
+  with pytest.raises(tables.RateLimited, match='50 s'):
     writer.flush(timeout=50.0)
   assert [seconds for seconds, _ in told] == [2, 6, 14, 30]
-  assert all(f'has waited for {seconds:.0f} s' in message for seconds, message in told)
+  assert all(f'{seconds:.0f} s' in message for seconds, message in told)
 
 
 def test_reports_become_rarer(monkeypatch: pytest.MonkeyPatch) -> None:
   now, told = [0.0], []
   table = make(report_after=2.0, report=lambda message: told.append(now[0]))
   monkeypatch.setattr(time, 'monotonic', lambda: now[0])
-  monkeypatch.setattr(
-    table.desk.readable, 'wait', lambda seconds: now.__setitem__(0, now[0] + seconds)
-  )
-  with pytest.raises(tables.RateLimited, match='timed out after 50 s'):
+  instead_of_waiting(monkeypatch, lambda seconds: now.__setitem__(0, now[0] + seconds))
+  with pytest.raises(tables.RateLimited, match='50 s'):
     table.sample(1, timeout=50.0)
   assert told == [2, 6, 14, 30]
 
@@ -668,12 +639,9 @@ def test_samples_taken_before_a_table_is_closed_are_not_lost(caplog: Any) -> Non
 
   def report(message: str) -> None:
     told.set()
-    raise ArithmeticError('nobody listens')
+    raise ArithmeticError('of the report')
 
-  table = make(
-    rate_limiter=tables.queue(2), sampler=tables.fifo(), report_after=1e-3, report=report,
-    max_times_sampled=1,
-  )  # fmt: skip
+  table = make(rate_limiter=tables.queue(2), report_after=1e-3, report=report, **ONCE)
   fill(table, [1.0, 1.0])
   result = in_thread(lambda: table.sample(3))
   assert told.wait(30)
@@ -681,28 +649,7 @@ def test_samples_taken_before_a_table_is_closed_are_not_lost(caplog: Any) -> Non
   error = result()
   assert isinstance(error, tables.Closed)
   assert error.taken is not None and error.taken.data.ravel().tolist() == [0, 1]
-  assert 'nobody listens' in caplog.text and "sample from table 'it' has waited" in caplog.text
-
-
-def test_waiting_calls_go_on_when_they_may() -> None:
-  waits = Waits()
-  table = make(rate_limiter=tables.min_size(3), **waits.options)
-  result = in_thread(lambda: table.sample(4))
-  waits.wait()
-  fill(table, [1.0] * 3)
-  assert result().data.shape == (4, 1)
-
-
-def test_deleting_lets_waiting_items_in() -> None:
-  table = make(rate_limiter=tables.queue(2), sampler=tables.fifo())
-  writer = tables.Writer(table.store, history=1, max_in_flight=3)
-  keys = []
-  for i in range(4):
-    writer.append(np.int64(i))
-    keys.append(writer.create_item(table, 1.0, num_steps=1))
-  assert writer.in_flight == 2
-  table.delete(keys[:2])  # below min_size an insert is always allowed
-  assert (writer.in_flight, sorted(table.contents.slots)) == (1, keys[2:3])
+  assert 'of the report' in caplog.text and "'it'" in caplog.text
 
 
 def test_seconds_are_a_partition_of_the_time() -> None:
@@ -726,7 +673,7 @@ def test_seconds_are_a_partition_of_the_time() -> None:
 # --- chunks -----------------------------------------------------------------------------------
 
 
-def test_a_chunk_is_freed_with_its_last_item_in_any_table() -> None:
+def test_a_chunk_is_freed_with_its_last_item() -> None:
   store = tables.ChunkStore()
   one, two = make(store, 'one'), make(store, 'two')
   writer = tables.Writer(store, history=4, rows_per_chunk=2)
@@ -753,49 +700,17 @@ def test_a_chunk_is_freed_with_its_last_item_in_any_table() -> None:
   assert (store.total.bytes, store.cached) == (0, 0)
 
 
-def test_max_bytes_counts_shared_chunks_once() -> None:
-  store = tables.ChunkStore()
-  table = make(store, max_bytes=20_000)
-  writer = tables.Writer(store, history=2, rows_per_chunk=2)
-  rng = np.random.default_rng(0)
-  for i in range(40):
-    writer.append(rng.bytes(1000) and np.frombuffer(rng.bytes(1000), np.uint8))
-    if i:
-      writer.create_item(table, 1.0, num_steps=2)
-  assert table.contents.account.bytes <= 20_000
-  assert 18 <= len(table) <= 20  # an item of each row, of 1,000 bytes
-  info = table.info()
-  assert info.inserts == 39
-  assert info.deletes == 39 - len(table)
-
-
-def test_an_item_larger_than_max_bytes_is_refused() -> None:
-  table = make(max_bytes=500)
-  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
-  writer.append(np.zeros(1000, np.uint8))  # packed it is small enough
-  writer.create_item(table, 1.0, num_steps=1)
-  writer.append(np.frombuffer(np.random.default_rng(0).bytes(1000), np.uint8))
-  with pytest.raises(ValueError, match='1000 bytes, and max_bytes is 500'):
-    writer.create_item(table, 1.0, num_steps=1)
-
-
 def test_a_sampler_that_max_bytes_starves_says_so() -> None:
   table = make(max_bytes=3000, rate_limiter=tables.min_size(10))
-  writer = tables.Writer(table.store, history=1, rows_per_chunk=1)
-  for i in range(20):
-    writer.append(np.frombuffer(np.random.default_rng(i).bytes(1000), np.uint8))
-    writer.create_item(table, 1.0, num_steps=1)
-  with pytest.raises(tables.RateLimited, match='3000 of 3000 bytes are used, which may be why'):
+  writer_of(table, *map(noise, range(20)), rows_per_chunk=1)
+  with pytest.raises(tables.RateLimited, match='3000 of 3000 bytes'):
     table.sample(1, timeout=0)
 
 
 def test_the_cache_is_bounded_and_used() -> None:
   store = tables.ChunkStore(cache_bytes=3 * 8000)
   table = make(store)
-  writer = tables.Writer(store, history=1, rows_per_chunk=1)
-  for i in range(10):
-    writer.append(np.full(1000, i))
-    writer.create_item(table, 1.0, num_steps=1)
+  writer_of(table, *(np.full(1000, i) for i in range(10)), rows_per_chunk=1)
   for _ in range(20):
     sample = table.sample(10)
     assert (sample.data[:, 0, 0] == sample.data[:, 0, -1]).all()
@@ -809,9 +724,8 @@ def test_the_cache_keeps_what_is_used() -> None:
   writer = tables.Writer(table.store, history=1, rows_per_chunk=2)
   keys = []
   for i in range(12):
-    for _ in range(2):
-      writer.append(np.full(1000, i))
-    keys.append(writer.create_item(table, 0.0, num_steps=1))
+    writer.append(np.full(1000, i))
+    keys += write(writer, table, np.full(1000, i), priorities=[0.0])
   favourite = table.contents.items[table.contents.slots[keys[0]]].parts[0][0][0]
   for key in keys[1:]:  # the first one every other time, the others once
     for wanted in (keys[0], key):

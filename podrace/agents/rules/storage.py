@@ -15,10 +15,7 @@ from podrace.errors import UnreadableFile, UsageError
 from podrace.system.files import save_arrays, write_whole
 from podrace.system.files.reading import read_bytes, read_npz
 
-FILE_BYTES, UNPACKED_BYTES = (
-  2**26,
-  2**28,
-)  # largest rule, as a file and in memory; Disco103 has 3 MB
+FILE_BYTES, UNPACKED_BYTES = 2**26, 2**28  # largest rule, packed or not; Disco103 has 3 MB
 KNOWN = {  # sha256 -> name of the release
   'dac840a15b81e8805326363458c33979626172618f620d9e6e170315388530aa': 'Disco103',
 }
@@ -134,6 +131,19 @@ def _some(names: list[str]) -> str:
   return ', '.join(names[:3]) + (f' and {len(names) - 3} more' if len(names) > 3 else '')
 
 
+def params_of(agent: Any, kind: type[Sizes], usage: str) -> dict[str, np.ndarray]:
+  """Return the arrays of the rule of an agent.
+
+  Raises:
+    UsageError: if there is no rule, or it does not fit the agent.
+  """
+  if not agent.rule:
+    raise UsageError(usage)
+  params = load(agent.rule, agent.rule_sha256, kind)
+  check_fits(agent.rule, agent.fits(kind.of(params)))
+  return params
+
+
 def check_fits(path: str, ours: dict[str, tuple[int, int]]) -> None:
   """Raise UsageError for the first option -> (agent's value, needed value) that differs."""
   for option, (has, needed) in ours.items():
@@ -149,9 +159,9 @@ def save(path: str | Path, params: RuleParams) -> None:
   write_whole(Path(path), content.getvalue())
 
 
-def opening(path: str, digest: str) -> str:
-  """Return the line about the rule with this sha256 that a run prints; '' without a file."""
-  if not path:
+def opening(agent: Any) -> str:
+  """Return the line about its rule that a run of an agent prints; '' without a file."""
+  if not agent.rule:
     return ''
-  name = KNOWN.get(digest, 'which is not a released one')
-  return f'learning by the rule {path}, {name} (sha256 {digest})'
+  name = KNOWN.get(agent.rule_sha256, 'which is not a released one')
+  return f'learning by the rule {agent.rule}, {name} (sha256 {agent.rule_sha256})'

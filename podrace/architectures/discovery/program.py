@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
@@ -25,6 +25,7 @@ from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams
 from podrace.architectures.discovery.members import Kind, Member
 from podrace.architectures.faults import check_faults, count_faults
+from podrace.architectures.sharding import with_shardings
 from podrace.architectures.unroll import Episodes, pooled
 from podrace.learner import Log, add_to_log, all_finite, clip_each, empty_log
 from podrace.system import files
@@ -138,13 +139,8 @@ class MetaTraining:
     """A State of shapes, dtypes and shardings, as `init` returns and a checkpoint holds."""
     keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 1))
     split = P(POPULATION)
-    specs = (P(), split, split, P(), P(), P(), P())  # of State's fields
-
-    def place(spec: P, tree: Any) -> Any:
-      sharding = NamedSharding(self.mesh, spec)
-      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-    return State(*map(place, specs, jax.eval_shape(self._init, keys)))
+    specs: Any = (P(), split, split, P(), P(), P(), P())
+    return with_shardings(jax.eval_shape(self._init, keys), State(*specs), self.mesh)
 
   @functools.cached_property
   def shardings(self) -> State:

@@ -18,40 +18,21 @@ more than `max_lag` updates ago is dropped.
 
 from podrace.architectures.sebulba.acting import ActingProgram, example_trajectory
 from podrace.architectures.sebulba.actors import Actors
-from podrace.architectures.sebulba.any_order import AnyOrder
-from podrace.architectures.sebulba.device_programs import Acting, Carry, Programs
 from podrace.architectures.sebulba.driver import SebulbaDriver
-from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.learning import Batch, LearningProgram, State
-from podrace.architectures.sebulba.lockstep import Lockstep
-from podrace.architectures.sebulba.pipe import ActorFailed, Closed, Lag, Pipe, Snapshot, Unroll
-from podrace.architectures.sebulba.sources import ActorSource, HostReplaySource, Source
-from podrace.architectures.sebulba.statistics import Statistics
-from podrace.architectures.sebulba.thread import ActorThread
+from podrace.architectures.sebulba.pipe import ActorFailed, Unroll
+from podrace.architectures.sebulba.sources import ActorSource, HostReplaySource
 
 __all__ = [
-  'Acting',
   'ActingProgram',
   'ActorFailed',
   'ActorSource',
-  'ActorThread',
   'Actors',
-  'AnyOrder',
   'Batch',
-  'Carry',
-  'Closed',
   'HostReplaySource',
-  'Inference',
-  'Lag',
   'LearningProgram',
-  'Lockstep',
-  'Pipe',
-  'Programs',
   'SebulbaDriver',
-  'Snapshot',
-  'Source',
   'State',
-  'Statistics',
   'Unroll',
   'example_trajectory',
 ]

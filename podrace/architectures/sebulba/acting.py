@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from podrace import topology as topology_
-from podrace.architectures.sebulba.device_programs import Acting, Programs, pack
+from podrace.architectures.sebulba.device_programs import Programs, pack
 from podrace.architectures.sebulba.pipe import Lag, Snapshot
 from podrace.envs.base import batch
 from podrace.envs.host.base import HostSpec, batch_sizes
@@ -35,9 +35,7 @@ class ActingProgram:
   agent: Agent
   spec: HostSpec
   devices: tuple[jax.Device, ...]  # of this process, for acting
-  destinations: tuple[
-    jax.Device, ...
-  ]  # of this process, for learning; an unroll is split over them
+  destinations: tuple[jax.Device, ...]  # likewise, for learning; an unroll is split over them
   num_envs: int
   unroll_length: int
   threads: int = 2  # per device
@@ -70,11 +68,10 @@ class ActingProgram:
         f'--env-batch-size {self.batch_size} does not divide the {self.envs_per_thread} '
         'environments of a thread'
       )
+    why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
     if not self.ordered and self.lag != 'async':
-      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
       raise ValueError(f'environments in any order ({why}) need --lag async, not {self.lag}')
     if not self.ordered and self.in_turn:
-      why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
       raise ValueError(
         f'environments in any order ({why}) need replay on the host: give --replay host'
       )
@@ -141,7 +138,7 @@ class ActingProgram:
   def programs(self) -> Programs:
     """The compiled programs of the actor threads."""
     n, parts = self.envs_per_thread, len(self.destinations)
-    return Programs(Acting(self.agent, n, self.unroll_length, self.columns, parts))
+    return Programs(self.agent, n, self.unroll_length, self.columns, parts)
 
   @functools.cached_property
   def jax_steps(self) -> Any:
@@ -188,9 +185,7 @@ class ActingProgram:
     for device in dict.fromkeys(self.devices):
       with jax.default_device(device):
         params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
-        params = jax.device_put(
-          params, device
-        )  # committed, as in a run; else it would compile anew
+        params = jax.device_put(params, device)  # committed, as in a run, or it compiles anew
         env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
@@ -241,9 +236,9 @@ def example_trajectory(agent: Agent, spec: HostSpec, num_envs: int, length: int)
 
   def make(key: Array) -> Trajectory:
     env_id = jnp.zeros([num_envs], jnp.int32)
-    acting = Acting(agent, num_envs, length, 1, 1)
     params, timestep = agent.init(key).params, example_timestep(spec, num_envs)
-    carry = acting.begin(params, env_id, timestep, jax.random.key(1))
+    programs = Programs(agent, num_envs, length, 1, 1)
+    carry = programs.empty(params, env_id, timestep, jax.random.key(1))
     return Trajectory(carry.timesteps, carry.outputs, carry.start, env_id)
 
   return jax.eval_shape(make, jax.random.key(0))

@@ -77,16 +77,13 @@ class Actors:
     s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
-    life = (
-      0 if snapshot is not None else update
-    )  # a thread that begins anew draws different numbers
+    life = 0 if snapshot is not None else update  # else it would draw the same numbers again
 
     def unroll_key(number: int, on: jax.Device) -> Array:
       """Return the key of Anakin's unroll on the index-th device in the number-th update."""
       with jax.default_device(on):
         return _unroll_key(run_key, np.uint32(number), np.uint32(index), np.uint32(life))
 
-    args = self._pool_args(index, update)
     if s.spec.jax is not None:
       from podrace.envs.host.jax import JaxPool
 
@@ -97,7 +94,7 @@ class Actors:
         lambda number: _env_key(unroll_key(number, host)),
       )
     else:
-      pool = s.spec.make(args)
+      pool = self._make_pool(index, update)
     try:
       return ActorThread(
         s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
@@ -106,12 +103,12 @@ class Actors:
       pool.close()
       raise
 
-  def _pool_args(self, index: int, update: int) -> PoolArgs:
+  def _make_pool(self, index: int, update: int) -> HostEnvironment:
     s = self._acting
     n = s.envs_per_thread
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
     threads = max(1, min(n, (s.env_threads or cores()) // s.local_threads))
-    return PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline)
+    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline))
 
   def publish(self, version: int, params: Any) -> None:
     """Copy a version of the parameters to the actors' devices."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,32 +19,14 @@ class AnyOrder:
 
   A trajectory consists of the N unrolls that were finished first. An environment has more than one
   column: its open unroll, and a finished one that waits until there are N.
-
-  Args:
-    index: of the thread.
-    first_env: the number of the thread's first environment, counted over all threads.
-    num_envs: N, of the thread.
-    length: T, of an unroll.
-    columns: of all environments together.
-    destinations: the learner device of each part of an unroll.
   """
 
-  def __init__(
-    self,
-    index: int,
-    first_env: int,
-    num_envs: int,
-    length: int,
-    columns: int,
-    inference: Inference,
-    pipe: Pipe,
-    counters: UnrollCounters,
-    destinations: Sequence[jax.Device],
-  ) -> None:
-    self._index, self._first_env, self._length = index, first_env, length
+  def __init__(self, inference: Inference, pipe: Pipe, counters: UnrollCounters) -> None:
     self._inference, self._pipe, self._counters = inference, pipe, counters
-    self._destinations = destinations
-    n = self._n = num_envs
+    self._acting, self._index = inference.acting, inference.index
+    self._length = inference.length
+    n, columns = inference.num_envs, inference.num_envs * inference.acting.columns
+    self._n = n
     self._row = np.zeros(n, np.int32)
     self._column = np.arange(n, dtype=np.int32)
     self._serial = np.full(n, counters.number, np.int64)  # of unrolls under way; see `Unroll`
@@ -111,10 +92,10 @@ class AnyOrder:
       self._pipe.release(self._index)
       return False
     columns = np.array([self._finished.popleft() for _ in range(self._n)], np.int32)
-    members = self._first_env + self._member[columns]
+    members = self._acting.first_env(self._index) + self._member[columns]
     parts = self._inference.take(columns, members.astype(np.int32))
     self._free.extend(columns.tolist())
-    parts = move_parts(parts, self._inference.device, self._destinations)
+    parts = move_parts(parts, self._inference.device, self._acting.destinations)
     self._pipe.put(counters.finish(parts, self._versions[columns], self._serials[columns]))
     counters.watch('waiting')
     return True

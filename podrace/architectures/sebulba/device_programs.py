@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any, NamedTuple
 
@@ -45,17 +44,32 @@ def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ..
   return timestep, tuple(numbers[i] for i in range(3, len(numbers)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Acting:
-  """The functions of one actor thread, to be compiled. Each step is one call."""
+class Programs:
+  """The functions of one actor thread, compiled. Each step is one call.
 
-  agent: Agent
-  num_envs: int  # N, of this thread
-  length: int  # T
-  each: int  # columns of each environment
-  parts: int  # learner devices that a trajectory is split over
+  Args:
+    num_envs: N, of this thread.
+    length: T.
+    each: columns of each environment.
+    parts: learner devices that a trajectory is split over.
+  """
+
+  def __init__(self, agent: Agent, num_envs: int, length: int, each: int, parts: int) -> None:
+    self.agent, self.num_envs, self.length, self.each = agent, num_envs, length, each
+    self.parts = parts
+    self.empty = jax.jit(self._empty)
+    self.keys = jax.jit(self._keys)
+    self.step = jax.jit(self._step, donate_argnums=1)
+    self.step_some = jax.jit(self._step_some, donate_argnums=1)
+    self.store = jax.jit(self._store, donate_argnums=0)
+    self.finish = jax.jit(self._finish)
+    self.take = jax.jit(self._take)
 
   def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
+    """Return `empty` on the device of env_id. Like results of `step` it is committed."""
+    return jax.device_put(self.empty(params, env_id, timestep, key), env_id.sharding)
+
+  def _empty(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
     """Return an empty Carry for environments env_id [N], of the shapes of the other arguments."""
     state = self.agent.initial_state(env_id)
     output, _ = jax.eval_shape(self.agent.act, params, state, timestep, key)
@@ -71,12 +85,12 @@ class Acting:
       outputs=jax.tree.map(functools.partial(rows, self.length), output),
     )
 
-  def keys(self, key: Array) -> Array:
+  def _keys(self, key: Array) -> Array:
     """Return the acting keys [T] of an unroll, as numbers, from the key of `unroll.unroll`."""
     act_key, _ = jax.random.split(key)
     return jax.random.key_data(jax.random.split(act_key, self.length))
 
-  def step(
+  def _step(
     self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
     """Act in all environments at row t, with the call-th key; returns the carry and actions [N].
@@ -99,7 +113,7 @@ class Acting:
     )
     return carry, output.action
 
-  def step_some(
+  def _step_some(
     self, params: Any, carry: Carry, keys: Array, numbers: Array, observation: Any
   ) -> tuple[Carry, Any]:
     """Act in environments env_id [b], each at its own row and column. Padding is out of range.
@@ -126,7 +140,7 @@ class Acting:
   def _place(row: Array, column: Array, rows: Array, x: Array) -> Array:
     return rows.at[row, column].set(x.astype(rows.dtype), mode='drop')
 
-  def store(self, carry: Carry, numbers: Array, observation: Any) -> Carry:
+  def _store(self, carry: Carry, numbers: Array, observation: Any) -> Carry:
     """Store the last timesteps of unrolls, without acting.
 
     `numbers` is `pack` of the timestep, row and column.
@@ -135,7 +149,7 @@ class Acting:
     place = functools.partial(self._place, row, column)
     return carry._replace(timesteps=jax.tree.map(place, carry.timesteps, timestep))
 
-  def finish(
+  def _finish(
     self, carry: Carry, numbers: Array, observation: Any, env_id: Array
   ) -> tuple[Any, Any]:
     """Return the trajectory [T+1, N] that ends here, in parts, and the agent's state [N]."""
@@ -146,7 +160,7 @@ class Acting:
     trajectory = Trajectory(timesteps, carry.outputs, carry.start, env_id)
     return self._split(trajectory), jax.tree.map(jnp.copy, carry.agent_state)
 
-  def take(self, carry: Carry, column: Array, env_id: Array) -> Any:
+  def _take(self, carry: Carry, column: Array, env_id: Array) -> Any:
     """Return the trajectory in columns [N], in parts."""
     no_id: Any = ()
     all_columns = Trajectory(carry.timesteps, carry.outputs, carry.start, no_id)
@@ -167,20 +181,3 @@ class Acting:
 def _key(keys: Array, i: Array) -> Array:
   """Return the i-th of keys that are kept as numbers."""
   return jax.random.wrap_key_data(keys[i])
-
-
-class Programs:
-  """The functions of `Acting`, compiled."""
-
-  def __init__(self, acting: Acting) -> None:
-    self._begin = jax.jit(acting.begin)
-    self.keys = jax.jit(acting.keys)
-    self.step = jax.jit(acting.step, donate_argnums=1)
-    self.step_some = jax.jit(acting.step_some, donate_argnums=1)
-    self.store = jax.jit(acting.store, donate_argnums=0)
-    self.finish = jax.jit(acting.finish)
-    self.take = jax.jit(acting.take)
-
-  def begin(self, params: Any, env_id: Array, timestep: TimeStep, key: Array) -> Carry:
-    """Return `Acting.begin` on the device of env_id. Like results of `step` it is committed."""
-    return jax.device_put(self._begin(params, env_id, timestep, key), env_id.sharding)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from podrace.architectures.protocol import Part
 from podrace.architectures.sebulba.learning import LearningProgram, State
 from podrace.architectures.sebulba.sources import Source
 from podrace.errors import RunError
@@ -31,17 +30,13 @@ class SebulbaDriver:
     self.learning, self.source, self._publish = learning, source, publish
     self.mesh, self.init, self.windows = learning.mesh, learning.init, learning.windows
     self.health, self.saved_replay = learning.health, source.saved_replay
+    self.parts, self.finish, self.close = source.parts, source.finish, source.close
     self._update = 0  # number of updates made
 
   @property
   def shapes(self) -> State:
     """A state of shapes, dtypes and shardings, with the actors' snapshots."""
     return self.learning.shapes._replace(actors=self.source.snapshots)
-
-  @property
-  def parts(self) -> Mapping[str, Part]:
-    """State on the host that a checkpoint keeps."""
-    return self.source.parts
 
   def compile(self) -> None:
     """Compile the learner, and open the source."""
@@ -81,11 +76,3 @@ class SebulbaDriver:
   def read_log(self, state: State) -> tuple[dict[str, Any], State]:
     """Return a summary since the last reading, and the state after it."""
     return self.learning.read_log(state, *self.source.read())
-
-  def finish(self, state: State) -> None:
-    """Tell the processes that take part in the run that it is complete."""
-    self.source.finish(state)
-
-  def close(self) -> None:
-    """Close the source."""
-    self.source.close()

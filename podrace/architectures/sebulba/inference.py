@@ -36,9 +36,10 @@ class Inference:
     unroll_key: Callable[[int], Array],
     number: int,
   ) -> None:
-    self._acting, self.device, self._programs = acting, device, acting.programs
-    self._n, self._length = acting.envs_per_thread, acting.unroll_length
-    env_id = acting.first_env(index) + np.arange(self._n, dtype=np.int32)
+    self.acting, self.index, self.device = acting, index, device
+    self.num_envs, self.length = acting.envs_per_thread, acting.unroll_length
+    self._programs = acting.programs
+    env_id = acting.first_env(index) + np.arange(self.num_envs, dtype=np.int32)
     self._env_id = jax.device_put(env_id, device)
     self.version, self.params = -1, None  # none yet
     self._unroll_key = unroll_key
@@ -51,7 +52,7 @@ class Inference:
 
   def begin(self, timestep: TimeStep, agent_state: Any = None) -> None:
     """Make the first carry, for timesteps of this shape, with `agent_state` if there is one."""
-    example = jax.tree.map(lambda x: np.zeros((self._n, *x.shape[1:]), x.dtype), timestep)
+    example = jax.tree.map(lambda x: np.zeros((self.num_envs, *x.shape[1:]), x.dtype), timestep)
     key = self._unroll_key(self._keyed)
     self.carry = self._programs.begin(self.params, self._env_id, example, key)
     if agent_state is not None:
@@ -71,7 +72,7 @@ class Inference:
 
   def _next_call(self) -> int:
     """Return the index of the next key. An unroll with a restart also uses keys of the next one."""
-    if self._calls == self._length:
+    if self._calls == self.length:
       self._keyed += 1
       self._new_keys()
     self._calls += 1
@@ -90,7 +91,7 @@ class Inference:
   ) -> np.ndarray:
     """Return the actions [b] of environments ids [b], each at its own row and column."""
     row, column, timestep = self._pad(timestep, row, column)
-    env_id = np.full(len(row), self._n, np.int32)
+    env_id = np.full(len(row), self.num_envs, np.int32)
     env_id[: len(ids)] = ids
     numbers = pack(timestep, self._next_call(), env_id, row, column)
     self.carry, action = self._programs.step_some(
@@ -114,7 +115,7 @@ class Inference:
 
   def _pad(self, timestep: TimeStep, row: np.ndarray, column: np.ndarray) -> Any:
     """Pad (row, column, timestep) to the next size of `ActingProgram.sizes`, out of range."""
-    more = min(s for s in self._acting.sizes if s >= len(row)) - len(row)
+    more = min(s for s in self.acting.sizes if s >= len(row)) - len(row)
     if not more:
       return row, column, timestep
 
@@ -122,7 +123,7 @@ class Inference:
       return np.concatenate([x, np.full((more, *x.shape[1:]), value, x.dtype)])
 
     return (
-      fill(row, self._length + 1),
-      fill(column, self._n * self._acting.columns),
+      fill(row, self.length + 1),
+      fill(column, self.num_envs * self.acting.columns),
       jax.tree.map(fill, timestep),
     )

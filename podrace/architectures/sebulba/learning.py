@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import topology as topology_
 from podrace.architectures.sebulba.pipe import Snapshot
-from podrace.architectures.sharding import train_specs
+from podrace.architectures.sharding import train_specs, with_shardings
 from podrace.envs.host.episodes import Totals
 from podrace.hooks import gradient_steps
 from podrace.learner import (
@@ -99,12 +99,7 @@ class LearningProgram:
     previous = train.params if self.keeps_previous else ()
     same: Any = P()
     specs = State(train, P(AXIS), same, same, same, previous, same)
-
-    def place(spec: P, tree: Any) -> Any:
-      sharding = NamedSharding(self.mesh, spec)
-      return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
-
-    return jax.tree.map(place, specs, state)
+    return with_shardings(state, specs, self.mesh)
 
   @functools.cached_property
   def shardings(self) -> Any:
@@ -134,38 +129,25 @@ class LearningProgram:
 
   # --- the update
 
-  def _learn_trajectories(self, replay: Replay) -> Any:
-    learn = learner(self.agent, replay, self.mesh)
+  def _update(
+    self, params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, x: Any
+  ) -> Any:
+    """Learn from the data `x` of a batch, the i-th of an update; see `jitted`."""
+    train, (_, key) = TrainState(params, rest), jax.random.split(jax.random.fold_in(key, update))
+    if isinstance(self.replay, Layout):
+      _, learn_key = jax.random.split(jax.random.fold_in(key, i))  # as `learner`'s i-th
+      learn = sample_learner(self.agent, self.mesh, self.replay.sample)
+      train, priority, metrics = learn(train, x, learn_key)
+      return train, memory, add_to_log(log, metrics, jnp.int32(1), update), update, priority
     join = topology_.on_each(
       lambda *trajectories: _concatenate(trajectories),
       self.mesh,
       in_specs=(TRAJECTORY_SPECS,) * self.streams,
       out_specs=TRAJECTORY_SPECS,
     )
-
-    def update(
-      params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, batch: Any
-    ) -> Any:
-      _, learn_key = jax.random.split(jax.random.fold_in(key, update))  # as Anakin's
-      train, memory, metrics, count = learn(
-        TrainState(params, rest), memory, join(*batch), learn_key, update
-      )
-      return train, memory, add_to_log(log, metrics, count, update), update + 1, ()
-
-    return update
-
-  def _learn_sample(self, layout: Layout) -> Any:
-    learn = sample_learner(self.agent, self.mesh, layout.sample)
-
-    def one(
-      params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, batch: Any
-    ) -> Any:
-      _, update_key = jax.random.split(jax.random.fold_in(key, update))  # as `learner`'s i-th
-      _, learn_key = jax.random.split(jax.random.fold_in(update_key, i))
-      train, priority, metrics = learn(TrainState(params, rest), batch, learn_key)
-      return train, memory, add_to_log(log, metrics, jnp.int32(1), update), update, priority
-
-    return one
+    learn = learner(self.agent, self.replay, self.mesh)
+    train, memory, metrics, count = learn(train, memory, join(*x), key, update)
+    return train, memory, add_to_log(log, metrics, count, update), update + 1, ()
 
   @functools.cached_property
   def jitted(self) -> Any:
@@ -173,14 +155,10 @@ class LearningProgram:
 
     The parameters are not donated, because actors use them.
     """
-    s = self.shardings
-    priority: Any = ()
-    if isinstance(self.replay, Layout):
-      function, priority = self._learn_sample(self.replay), NamedSharding(self.mesh, P(AXIS))
-    else:
-      function = self._learn_trajectories(self.replay)
+    s, sampled = self.shardings, isinstance(self.replay, Layout)
+    priority: Any = NamedSharding(self.mesh, P(AXIS)) if sampled else ()
     out = (s.train, s.memory, s.log, s.update, priority)
-    return jax.jit(function, donate_argnums=(1, 2, 3), out_shardings=out)
+    return jax.jit(self._update, donate_argnums=(1, 2, 3), out_shardings=out)
 
   @functools.cached_property
   def _compiled(self) -> Any:

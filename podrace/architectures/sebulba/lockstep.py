@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -23,30 +23,20 @@ class Lockstep:
   restarted environment reaches its own end. The next unrolls begin together.
 
   Args:
-    name: of the environments, for errors.
-    index: of the thread.
-    num_envs: N, of the thread.
-    length: T, of an unroll.
-    destinations: the learner device of each part of an unroll.
     take_snapshot: from the agent's state and the timestep to answer next to the thread's snapshot;
       None if environments cannot give their state.
   """
 
   def __init__(
     self,
-    name: str,
-    index: int,
-    num_envs: int,
-    length: int,
     inference: Inference,
     pipe: Pipe,
     counters: UnrollCounters,
-    destinations: Sequence[jax.Device],
     take_snapshot: Callable[[Any, TimeStep], Snapshot] | None,
   ) -> None:
-    self._name, self._index, self._length, self._n = name, index, length, num_envs
     self._inference, self._pipe, self._counters = inference, pipe, counters
-    self._destinations, self._take_snapshot = destinations, take_snapshot
+    self._acting, self._take_snapshot = inference.acting, take_snapshot
+    self._n, self._length = inference.num_envs, inference.length
     self._ids = everyone(self._n)
     self._row = np.zeros(self._n, np.int32)
     self._serial = np.full(self._n, counters.number, np.int64)  # see `Unroll`
@@ -57,8 +47,8 @@ class Lockstep:
   def take_params(self) -> None:
     """Wait for a place for the unroll and for the parameters that it is acted with."""
     inference = self._inference
-    self._pipe.reserve(self._index)
-    inference.use(*self._pipe.params(self._index, self._counters.number, inference.device))
+    self._pipe.reserve(inference.index)
+    inference.use(*self._pipe.params(inference.index, self._counters.number, inference.device))
     jax.block_until_ready(inference.params)  # published while the learner still computes them
     self._counters.watch('waiting')
     self._versions[:] = inference.version
@@ -74,7 +64,7 @@ class Lockstep:
     """Return environments and their actions: all arrivals except environments that wait."""
     whole = rows_of(ids, self._n) is EVERY
     if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
-      raise HostError(f'{self._name} returned {ids} where order was expected')
+      raise HostError(f'{self._acting.spec.name} returned {ids} where order was expected')
     if whole and self._is_even():
       return ids, self._act_together(timestep)
     return self._act_each(ids, timestep)
@@ -100,7 +90,7 @@ class Lockstep:
   def _put(self, parts: Any, agent_state: Any, timestep: TimeStep) -> None:
     """Send a finished unroll to the learner."""
     snapshot = self._take_snapshot(agent_state, timestep) if self._take_snapshot else None
-    parts = move_parts(parts, self._inference.device, self._destinations)
+    parts = move_parts(parts, self._inference.device, self._acting.destinations)
     versions, serial = self._versions.copy(), self._serial.copy()
     self._pipe.put(self._counters.finish(parts, versions, serial, snapshot))
     self._counters.watch('waiting')

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from podrace.architectures.protocol import Part, SavedReplay
+from podrace import tables
+from podrace.architectures.protocol import Part, SavedReplay, WriteExtra
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
-from podrace.architectures.sebulba.saved_replay import SavedHostReplay
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
-from podrace.replay.host import Draw, HostReplay
+from podrace.errors import CheckpointError, ReplayFailed, UsageError
+from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
+from podrace.system.files import make_folder, sync, write_json
+from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
 
 Cancelled = Callable[[], bool]
+PART = 'record.json'  # in the folder of one process, if there is more than one
 
 
 class Source(Protocol):
@@ -179,47 +184,43 @@ def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
 
 
 class HostReplaySource:
-  """A `Source` of samples from replay on the host, which holds the unrolls of actor threads."""
+  """A `Source` of samples from replay on the host, which holds the unrolls of actor threads.
+
+  It is also the `SavedReplay` of this replay, of which each process saves its own part.
+  """
 
   def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
     self._actors, self.snapshots = actors, actors.snapshots
     self.replay = HostReplay(layout, mesh, seed)
-    self.parts = actors.parts
-    self.saved_replay = SavedHostReplay(self.replay, bool(self.snapshots))
-    self._draws: Iterator[Draw] = iter(())
-    self._due = self._taken = 0  # batches of the update under way
-    self._ends: tuple[Snapshot, ...] = ()
-
-  def open(self) -> None:
-    """Compile the actors' programs."""
-    self._actors.open()
+    self.parts, self.open, self.publish = actors.parts, actors.open, actors.publish
+    self.finish = actors.finish
+    self.saved_replay = self
+    self._batches: Iterator[Batch] = iter(())  # of the update under way
 
   def start(self, state: State, key: Array) -> None:
     """Start replay and the actor threads."""
     self.replay.start()
     self._actors.start(state, key)
 
-  def publish(self, update: int, params: Any) -> None:
-    """Give the actors the parameters after `update` updates."""
-    self._actors.publish(update, params)
-
   def take(self, update: int, cancelled: Cancelled) -> Batch | None:
     """Add the next unrolls to replay, and return one sample of the update after the other."""
     self.replay.check()
-    if self._taken == self._due:
+    batch = next(self._batches, None)
+    if batch is None:
       unrolls = self._actors.unrolls(update, cancelled)
       if unrolls is None:
         return None
       for unroll in unrolls:
         self.replay.add(unroll.parts, unroll.serial)
-      self._ends = snapshots_of(unrolls)
-      self._due, self._taken = self.replay.times(update), 0
-      self._draws = self.replay.samples(self._due)
-      if not self._due:
-        return Batch(None, snapshots=self._ends)
-    draw, i = next(self._draws), self._taken
-    self._taken += 1
-    return Batch(draw.data, draw.key, i, self._taken == self._due, self._ends)
+      self._batches = self._draw(self.replay.times(update), snapshots_of(unrolls))
+      batch = next(self._batches)
+    return batch
+
+  def _draw(self, count: int, ends: tuple[Snapshot, ...]) -> Iterator[Batch]:
+    if not count:
+      yield Batch(None, snapshots=ends)
+    for i, draw in enumerate(self.replay.samples(count)):
+      yield Batch(draw.data, draw.key, i, i == count - 1, ends)
 
   def learned(self, batch: Batch, priority: Any) -> None:
     """Update the priorities of a batch."""
@@ -230,11 +231,52 @@ class HostReplaySource:
     episodes, metrics = self._actors.read()
     return episodes, metrics | self.replay.metrics()
 
-  def finish(self, state: State) -> None:
-    """Tell remote environments that the run is complete."""
-    self._actors.finish(state)
-
   def close(self) -> None:
     """End the actor threads and replay."""
     self._actors.close()
     self.replay.close()
+
+  def save(self, folder: Path) -> WriteExtra:
+    """Take a snapshot; returns a function that writes it to `folder`."""
+    part = _part(folder)
+    try:
+      write = self.replay.save(part, streams=bool(self.snapshots))
+    except ReplayFailed as e:
+      raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
+
+    def write_extra() -> dict[str, Any]:
+      try:
+        if part != folder:
+          make_folder(folder.parent)
+        record = write()
+        if part != folder:
+          write_json(part / PART, record)
+          sync(folder.parent.parent)  # the first process also made the parent
+        return {**record, 'processes': jax.process_count()}
+      except (tables.CheckpointError, OSError) as e:
+        raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
+
+    return write_extra
+
+  def restore(self, folder: Path, record: dict[str, Any] | None) -> None:
+    """Read this process's part of `folder`."""
+    if record is None:
+      raise CheckpointError(f'checkpoint {folder.name} is of a run with replay on the device')
+    if (were := record.get('processes', 1)) != jax.process_count():
+      raise UsageError(
+        f'the checkpoint at step {folder.name} has the replay of {were} process(es), each its own '
+        f'part, and this run has {jax.process_count()}: start {were}, or begin another run with '
+        '--init-from'
+      )
+    part = _part(folder)
+    if part != folder and (record := read_json(part / PART)) is None:
+      raise CheckpointError(f'{part / PART} is not there')
+    try:
+      self.replay.restore(part, record)
+    except tables.CheckpointError as e:
+      raise CheckpointError(str(e)) from e
+
+
+def _part(folder: Path) -> Path:
+  """Return the folder of this process within the folder of all processes."""
+  return folder if jax.process_count() == 1 else folder / str(jax.process_index())

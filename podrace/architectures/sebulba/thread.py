@@ -55,20 +55,17 @@ class ActorThread:
   ) -> None:
     self.index, self.device, self.pool, self._pipe = index, device, pool, pipe
     self._snapshot = snapshot
-    n, length, destinations = pool.num_envs, acting.unroll_length, acting.destinations
-    self._ids, self._length = everyone(n), length
+    n = pool.num_envs
+    self._ids, self._length = everyone(n), acting.unroll_length
     self._check = Checker(acting.spec, n, acting.agent)
     self._timer = AnswerTimer(n)
     self._inference = Inference(acting, index, device, unroll_key, number)
     self._counters = UnrollCounters(index, n, number)
-    channel = self._inference, pipe, self._counters, destinations
-    self.actor: Lockstep | AnyOrder
-    if acting.ordered:
-      take_snapshot = self._take_snapshot if acting.saves_actors else None
-      self.actor = Lockstep(acting.spec.name, index, n, length, *channel, take_snapshot)
-    else:
-      columns, first_env = n * acting.columns, acting.first_env(index)
-      self.actor = AnyOrder(index, first_env, n, length, columns, *channel)
+    channel = self._inference, pipe, self._counters
+    take_snapshot = self._take_snapshot if acting.saves_actors else None
+    self.actor: Lockstep | AnyOrder = (
+      Lockstep(*channel, take_snapshot) if acting.ordered else AnyOrder(*channel)
+    )
     self.worker: Worker | None = None
 
   def start(self) -> None:

@@ -14,25 +14,6 @@ from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.envs.host.episodes import EpisodeCounter
 
 
-class Stopwatch:
-  """Seconds by activity."""
-
-  def __init__(self) -> None:
-    self._seconds: dict[str, float] = collections.defaultdict(float)
-    self._since = time.perf_counter()
-
-  def __call__(self, activity: str) -> None:
-    """Add the time since the last call to `activity`."""
-    now = time.perf_counter()
-    self._seconds[activity] += now - self._since
-    self._since = now
-
-  def take(self) -> dict[str, float]:
-    """Return the seconds of each activity, and begin again at zero."""
-    seconds, self._seconds = dict(self._seconds), collections.defaultdict(float)
-    return seconds
-
-
 class UnrollCounters:
   """Counts episodes, seconds and losses while an actor thread makes an unroll.
 
@@ -46,8 +27,15 @@ class UnrollCounters:
     self._thread = thread
     self.number = number
     self.episodes = EpisodeCounter(num_envs)
-    self.watch = Stopwatch()
     self.restarts = self.dropped = 0
+    self._seconds: dict[str, float] = collections.defaultdict(float)  # by activity
+    self._since = time.perf_counter()
+
+  def watch(self, activity: str) -> None:
+    """Add the time since the last call to `activity`."""
+    now = time.perf_counter()
+    self._seconds[activity] += now - self._since
+    self._since = now
 
   def finish(
     self, parts: Any, versions: np.ndarray, serial: np.ndarray, snapshot: Snapshot | None = None
@@ -55,9 +43,10 @@ class UnrollCounters:
     """Return the unroll of these parts with its counts, and begin to count the next unroll."""
     self.watch('transfer')
     unroll = Unroll(
-      parts, versions, self._thread, self.episodes.take(), snapshot, self.watch.take(),
+      parts, versions, self._thread, self.episodes.take(), snapshot, dict(self._seconds),
       self.restarts, self.dropped, serial,
     )  # fmt: skip
+    self._seconds.clear()
     self.restarts = self.dropped = 0
     self.number += 1
     return unroll

@@ -93,8 +93,8 @@ class RemotePool:
     self._network, self._slots, self._arrivals = network, slots, arrivals
     self._max_wait, self._answer = max_wait, answer
     self._changed = threading.Condition()
-    self._ready: collections.deque[GroupStep] = collections.deque()
-    self._count = 0  # environments in `_ready`
+    self.ready: collections.deque[GroupStep] = collections.deque()
+    self._count = 0  # environments in `ready`
     self.awaited = 0
     self.acting: list[GroupStep] = []
     # Reused: the kernel takes longer to map new memory than to copy observations into it.
@@ -114,7 +114,7 @@ class RemotePool:
     """Hand over checked timesteps."""
     environments = sum(item.group.size for item in items)
     with self._changed:
-      self._ready.extend(items)
+      self.ready.extend(items)
       self._count += environments
       self.awaited -= environments
       self._changed.notify()
@@ -134,10 +134,10 @@ class RemotePool:
     with self._changed:
       if any(item.group is group for item in self.acting):
         return False
-      kept = [item for item in self._ready if item.group is not group]
-      if len(kept) < len(self._ready):
+      kept = [item for item in self.ready if item.group is not group]
+      if len(kept) < len(self.ready):
         self._network.counts['withdrawn'] += group.size
-      self._ready = collections.deque(kept)
+      self.ready = collections.deque(kept)
       self._count = sum(item.group.size for item in kept)
       return True
 
@@ -157,7 +157,7 @@ class RemotePool:
     # Set before the network is tried: the thread that gives it back reads `waiting` afterwards.
     self.waiting = True
     items = None
-    if self._ready:  # left over from the last batch; serve the network first, as more may have come
+    if self.ready:  # left over from the last batch; serve the network first, as more may have come
       self._network.turn(0.0)
       items = self._take(end)
     while items is None:
@@ -173,9 +173,9 @@ class RemotePool:
 
   def _left(self, end: float) -> float:
     """Return the seconds that are left to wait for more environments."""
-    if self._closed or (self._ready and self._count >= min(self.batch_size, self.awaited)):
+    if self._closed or (self.ready and self._count >= min(self.batch_size, self.awaited)):
       return 0.0
-    ready = self._ready  # only this thread takes from it
+    ready = self.ready  # only this thread takes from it
     return (ready[0].at + self._max_wait if ready else end) - time.monotonic()
 
   def _take(self, end: float) -> list[GroupStep] | None:
@@ -183,9 +183,9 @@ class RemotePool:
     with self._changed:
       if self._left(end) > 0:
         return None
-      sizes = [item.group.size for item in self._ready]
+      sizes = [item.group.size for item in self.ready]
       count = groups_at_once(sizes, self.batch_size) if len(sizes) > 1 else len(sizes)
-      items = [self._ready.popleft() for _ in range(count)]
+      items = [self.ready.popleft() for _ in range(count)]
       total = sum(item.group.size for item in items)
       self._count -= total
       self.acting = items

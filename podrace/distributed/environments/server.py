@@ -76,7 +76,7 @@ class Server(ServiceHandler):
       slots,
       on_cores,
     )
-    self.slots = Slots(slots, self._start, self._groups)
+    self.slots = Slots(slots, self._start, self.groups)
     self.network = SharedNetwork(listener, self.slots.pools)
     self.call = self.network.call
     self._loneliness = LonelinessLog(self.log)
@@ -223,7 +223,8 @@ class Server(ServiceHandler):
   def _start(self, group: EnvironmentGroup) -> None:
     self.listener.send(group.peer, environment_messages.START, group.index)
 
-  def _groups(self) -> list[EnvironmentGroup]:
+  def groups(self) -> list[EnvironmentGroup]:
+    """Return the groups of all clients."""
     return [group for peer in self.peers for group in peer.state.groups.values()]
 
   def _answer(self, pool: RemotePool, items: list[GroupStep], actions: bytes) -> None:
@@ -247,18 +248,18 @@ class Server(ServiceHandler):
 
   def forgive(self, seconds: float) -> None:
     """Extend the deadlines of steps."""
-    for group in self._groups():
+    for group in self.groups():
       group.since = min(group.since + seconds, time.monotonic())
 
   def tick(self, now: float) -> None:
     """End sessions with hanging environments, and log that there are no environments."""
-    for group in self._groups():
+    for group in self.groups():
       # The client needs START_SECONDS after the deadline to replace a worker that hangs.
       if group.state == 'stepping' and now - group.since > self._deadline + START_SECONDS:
         why = f'group {group.index} has not answered for {now - group.since:.0f} s'
         self.listener.tell_gone(group.peer, why)
     if self.slots.pools:
-      any_here = any(group.state in WITH_SLOTS for group in self._groups())
+      any_here = any(group.state in WITH_SLOTS for group in self.groups())
       self._loneliness.update(now, any_here, self._command)
 
   def _command(self) -> str:

@@ -131,15 +131,16 @@ class Listener:
     for key, events in ready:
       if type(key.data) is Peer:
         unread.pop(key.data, None)
-        self._serve(key.data, events)
+        self.serve(key.data, events)
       else:
         self._connections.accept()
     for peer in unread:
-      self._serve(peer, READ)
+      self.serve(peer, READ)
     self.do_calls()
     self.handler.turned()
 
-  def _serve(self, peer: Peer, events: int) -> None:
+  def serve(self, peer: Peer, events: int) -> None:
+    """Read from and write to the socket of a client, as `events` allow."""
     try:
       if self._connections.serve(peer, events):
         self.sessions.written(peer)

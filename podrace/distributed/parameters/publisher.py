@@ -110,7 +110,7 @@ class Publisher(listener.ServiceHandler):
     program: Callable[[], dict[str, Any]] = dict,
   ) -> None:
     self._program = program
-    self._leases = leases.Leases(environments)
+    self.leases = leases.Leases(environments)
     self._over = False
     self._before = self._newest = ParameterVersion(-1, [])
     listen = Listen(address, keys, insecure, peer_timeout, announce)
@@ -209,7 +209,7 @@ class Publisher(listener.ServiceHandler):
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
     """Refuse a process that requests more environments than the run has."""
-    size, total = leases.read_request(details)[0], self._leases.total
+    size, total = leases.read_request(details)[0], self.leases.total
     if size <= total:
       return []
     return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
@@ -217,10 +217,10 @@ class Publisher(listener.ServiceHandler):
   def why_wait(self, details: dict[str, Any]) -> str:
     """Return why a process must wait for a session, or ''."""
     size, wish = leases.read_request(details)
-    if not size or self._over or self._leases.find(size, wish):
+    if not size or self._over or self.leases.find(size, wish):
       return ''
     return (
-      f'this process is a spare: others act in the {self._leases.total} environments of the run. '
+      f'this process is a spare: others act in the {self.leases.total} environments of the run. '
       f'It acts when {size} are free'
     )
 
@@ -231,7 +231,7 @@ class Publisher(listener.ServiceHandler):
     if not size or self._over:
       self.listener.log(f'{peer.name} joins')
       return dict(first=wish) if size else {}
-    lent = self._leases.lend(peer, size, wish)
+    lent = self.leases.lend(peer, size, wish)
     self.listener.log(f'{peer.name} joins, with environments {lent.start} to {lent.stop - 1}')
     return dict(first=lent.start)
 
@@ -255,7 +255,7 @@ class Publisher(listener.ServiceHandler):
   def left(self, peer: Peer, reason: str, level: int) -> None:
     """End a session and its lease."""
     peer.state.sending = False
-    self._leases.give_back(peer)
+    self.leases.give_back(peer)
 
   def report(self) -> dict[str, Any]:
     """Return the details of REPORT."""
@@ -267,7 +267,7 @@ class Publisher(listener.ServiceHandler):
     )
 
   def _reader_report(self, peer: Peer) -> dict[str, Any]:
-    reader, lease = peer.state, self._leases.held.get(peer, range(0))
+    reader, lease = peer.state, self.leases.held.get(peer, range(0))
     return dict(
       role=label(reader.role),
       first=lease.start,

@@ -92,9 +92,9 @@ class Parameters(link.LinkHandler):
     self._fresh_at = time.monotonic()  # when the held version was last known to be the newest
     self.fetched = 0
     keys = None if keys is None else Path(keys)
-    self._link = Link(address, keys, insecure, self, self.changed)
-    self._link.ping_every = self._max_staleness / 3
-    self._link.start()
+    self.link = Link(address, keys, insecure, self, self.changed)
+    self.link.ping_every = self._max_staleness / 3
+    self.link.start()
 
   @property
   def version(self) -> int:
@@ -110,7 +110,7 @@ class Parameters(link.LinkHandler):
   @property
   def connected(self) -> bool:
     """Whether there is a session."""
-    return self._link.session is not None
+    return self.link.session is not None
 
   def get(self, timeout: float | None = None) -> Published:
     """Return the newest complete version. Wait for the first one, and while it is too stale.
@@ -127,14 +127,14 @@ class Parameters(link.LinkHandler):
     with self.changed:
       while (held := self._usable()) is None:
         now = time.monotonic()
-        if self._link.waits and timeout is not None:
+        if self.link.waits and timeout is not None:
           deadline = now + timeout  # the publisher answers, and has a reason
         if now >= deadline:
           raise StaleParameters(
             f'{self._why()} and {timeout:g} s were not enough to get newer ones'
           )
         is_late = self._held is not None or now - begun > QUIET_SECONDS
-        if is_late and not (is_logged or self._link.waits):
+        if is_late and not (is_logged or self.link.waits):
           is_logged = True
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
@@ -144,15 +144,15 @@ class Parameters(link.LinkHandler):
 
   def _usable(self) -> Published | None:
     """Return the held version, if it may be used."""
-    if self._link.closed:
+    if self.link.closed:
       raise Closed(f'the parameters of {self.address} are closed')
-    self._link.check()
+    self.link.check()
     return None if self.is_stale else self._held
 
   @property
   def is_stale(self) -> bool:
     """Whether the held version is too old, or another process has this one's environments."""
-    return self.staleness > self._max_staleness or self._link.waits
+    return self.staleness > self._max_staleness or self.link.waits
 
   def _why(self) -> str:
     if self._held is None:
@@ -162,11 +162,11 @@ class Parameters(link.LinkHandler):
         f'parameters of {self.address} are stale: version {self.version} is held, the newest known '
         f'is {self._known}, {self.staleness:.1f} s of {self._max_staleness:g} s allowed'
       )
-    return f'{state} ({"connected" if self.connected else self._link.why})'
+    return f'{state} ({"connected" if self.connected else self.link.why})'
 
   def close(self) -> None:
     """End the thread. Waiting calls raise Closed."""
-    self._link.close()
+    self.link.close()
 
   # --- the link's handler
 

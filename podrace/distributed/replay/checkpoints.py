@@ -63,7 +63,7 @@ class ReplayCheckpoints:
     self._writer: Worker | None = None
     self.requests: list[tuple[Peer, int]] = []
     self._saved_at = time.monotonic()
-    self._saves = TokenBucket(SAVES_AT_ONCE, 1 / SAVE_SECONDS)
+    self.saves = TokenBucket(SAVES_AT_ONCE, 1 / SAVE_SECONDS)
     self._failure = ''  # why the last checkpoint was not written
 
   def unlock(self) -> None:
@@ -101,8 +101,8 @@ class ReplayCheckpoints:
     """Begin a checkpoint if one is due, or was requested and the rate of requests allows it."""
     if self._every and time.monotonic() - self._saved_at > self._every:
       self._save()
-    if self.requests and not self._is_writing and self._saves.left >= 1:
-      self._saves.take(1)
+    if self.requests and not self._is_writing and self.saves.left >= 1:
+      self.saves.take(1)
       self._save()
 
   @property

@@ -106,7 +106,7 @@ class ReplayConnection(LinkHandler):
     self.tables: dict[str, dict[str, Any]] = {}
     self.sizes: dict[str, int] = {}
     self.calls: dict[int, ServiceCall] = {}
-    self._unsent: deque[ServiceCall] = deque()  # to send, or to cancel if they have been sent
+    self.unsent: deque[ServiceCall] = deque()  # to send, or to cancel if they have been sent
     self._numbers = itertools.count(1)
     self._begin_session()
     link.start()
@@ -173,7 +173,7 @@ class ReplayConnection(LinkHandler):
       self.check_open()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
       self.calls[call.number] = call
-      self._unsent.append(call)
+      self.unsent.append(call)
     self.wake()
     return call
 
@@ -182,7 +182,7 @@ class ReplayConnection(LinkHandler):
     with self.changed:
       if self.calls.pop(call.number, None) is None:
         return
-      self._unsent = deque(c for c in self._unsent if c is not call)
+      self.unsent = deque(c for c in self.unsent if c is not call)
       if call.kind is replay_messages.SAMPLE and call.sent and not self.away:
         self.cancel(call)
 
@@ -190,7 +190,7 @@ class ReplayConnection(LinkHandler):
     """Ask the service to answer a SAMPLE with the items drawn so far."""
     with self.changed:
       call.cancelled = True
-      self._unsent.append(call)
+      self.unsent.append(call)
     self.wake()
 
   # --- the link's handler
@@ -214,13 +214,13 @@ class ReplayConnection(LinkHandler):
       for call in self.calls.values():
         call.sent = False
       # A cancelled call is queued twice: to be sent, then to be cancelled.
-      self._unsent = deque(call for call in self.calls.values() for _ in range(1 + call.cancelled))
+      self.unsent = deque(call for call in self.calls.values() for _ in range(1 + call.cancelled))
       for name, settings in self.tables.items():  # the service may be a new process
         table = ServiceCall(
           self, next(self._numbers), replay_messages.TABLE, (name, settings), repeated=True
         )
         self.calls[table.number] = table
-        self._unsent.appendleft(table)
+        self.unsent.appendleft(table)
 
   def lost(self, reason: str) -> None:
     """End a session."""
@@ -258,9 +258,9 @@ class ReplayConnection(LinkHandler):
   def _send_call(self) -> bool:
     """Send the next call, or cancel it if it was sent before; return False if there is none."""
     with self.changed:
-      if not self._unsent:
+      if not self.unsent:
         return False
-      call = self._unsent.popleft()
+      call = self.unsent.popleft()
       was_sent, call.sent = call.sent, True
     kind, args = call.kind, call.args
     if was_sent:

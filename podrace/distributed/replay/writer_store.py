@@ -122,7 +122,7 @@ class WriterStore(ChunkStore):
     self.unacknowledged = Account()
     self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
     self._cutting = threading.Lock()
-    self._key = -1
+    self.last_key = -1
 
   # --- for the writer
 
@@ -166,7 +166,7 @@ class WriterStore(ChunkStore):
     """Queue an item, which is sent when its chunks are full, or after `delay` seconds."""
     self.session.check_open()
     if item.key == NEW:
-      item.key = self._new_key()
+      item.key = self.new_key()
     with self.lock:
       sending = Sending(item, writer, table, self, time.monotonic() + self.delay)
       for part in item.parts:
@@ -179,12 +179,12 @@ class WriterStore(ChunkStore):
       self.session.wake()
     return sending
 
-  def _new_key(self) -> int:
+  def new_key(self) -> int:
     """Return a key that no other writer draws: 42 random bits, new after 2^KEY_BITS items."""
-    if (self._key + 1) % 2**replay_messages.KEY_BITS == 0:
-      self._key = int.from_bytes(os.urandom(8), 'little') >> 22 << replay_messages.KEY_BITS
-    self._key += 1
-    return self._key
+    if (self.last_key + 1) % 2**replay_messages.KEY_BITS == 0:
+      self.last_key = int.from_bytes(os.urandom(8), 'little') >> 22 << replay_messages.KEY_BITS
+    self.last_key += 1
+    return self.last_key
 
   def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
     """Wait until an item is in its table, at most `most` wait, or one has been refused."""

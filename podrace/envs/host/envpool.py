@@ -58,12 +58,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   if config.get('max_num_players', 1) != 1:
     raise UnknownName(f'envpool:{name} has several players, which podrace has no notion of')
   with _without_warnings():
-    space = convert(_space, spec.gymnasium_observation_space)
+    space = convert(space_in_jax, spec.gymnasium_observation_space)
   chosen = {k: v for k, v in values.items() if k in options}
   return HostSpec(
     name=full,
     observation_space=space,
-    action_space=convert(_space, spec.gymnasium_action_space),
+    action_space=convert(space_in_jax, spec.gymnasium_action_space),
     make=lambda args: EnvPool(name, chosen, clip, space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
@@ -80,7 +80,7 @@ def _without_warnings() -> Iterator[None]:
     yield
 
 
-def _space(space: Any) -> Any:
+def space_in_jax(space: Any) -> Any:
   """Return a space in the types that JAX has."""
   if isinstance(space, spaces.Box) and space.dtype == np.float64:
     # EnvPool marks missing bounds by the smallest double above 0 and the largest double.
@@ -91,10 +91,10 @@ def _space(space: Any) -> Any:
   return in_jax(space)
 
 
-def _as_declared(name: str, space: Any, x: Any, order: Any) -> Any:
+def as_declared(name: str, space: Any, x: Any, order: Any) -> Any:
   """Return an observation [n, ...] in the types of `space`, with its rows reordered."""
   if isinstance(x, dict):
-    return {k: _as_declared(name, s, x[k], order) for k, s in space.spaces.items()}
+    return {k: as_declared(name, s, x[k], order) for k, s in space.spaces.items()}
   return cast_exactly(name, x if order is EVERY else x[order], space.dtype)
 
 
@@ -143,7 +143,7 @@ class EnvPool:
         order = np.argsort(ids)
         reward, terminated, truncated = (x[order] for x in (reward, terminated, truncated))
       ids = everyone(self.num_envs)
-    observation = _as_declared(self._name, self._space, observation, order)
+    observation = as_declared(self._name, self._space, observation, order)
     learned = np.sign(reward) if self._clip else reward
     timestep: Any = self._stepper.timestep(ids, observation, learned, terminated, truncated)
     score = timestep.reward

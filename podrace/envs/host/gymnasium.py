@@ -21,8 +21,7 @@ from podrace.envs.host import worker as w
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.envs.host.infos import FIELDS, Infos
-from podrace.envs.host.spaces import WRAPPER, action_bounds
-from podrace.envs.host.spaces import in_jax as _space
+from podrace.envs.host.spaces import WRAPPER, action_bounds, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
 from podrace.envs.spaces import convert, leaves
@@ -42,7 +41,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   """
   probe = registered.make(name, options)
   observation_space, action_space = (
-    convert(_space, x) for x in (probe.observation_space, probe.action_space)
+    convert(in_jax, x) for x in (probe.observation_space, probe.action_space)
   )
   label = full_name('gymnasium', name, options, {})
   fields = _fields(label, observation_space, action_space)
@@ -81,7 +80,7 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> No
     arrival = pool.recv()
     check(arrival)
     name = 'step'
-    pool.send(arrival.env_id, _some_action(spec.action_space, arrival.timestep.observation))
+    pool.send(arrival.env_id, allowed_action(spec.action_space, arrival.timestep.observation))
     check(pool.recv())
   except EnvironmentFailed as error:
     raise UsageError(str(error)) from error
@@ -91,7 +90,7 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> No
     pool.close()
 
 
-def _some_action(space: Any, observation: Any) -> np.ndarray:
+def allowed_action(space: Any, observation: Any) -> np.ndarray:
   """Return an action [1, ...] for one environment: allowed by the mask, or the one nearest to 0."""
   mask = observation.get('action_mask') if isinstance(observation, dict) else None
   if mask is not None and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):

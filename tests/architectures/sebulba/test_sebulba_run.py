@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import os
@@ -29,12 +30,13 @@ from processes import (
   summary,
   tell_parameters,
 )
+from shorthand import Patch, slow_after
 from test_many_processes import TOLERANCE, free_port, pair, parameters
 from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
 from podrace import cli
 from podrace.agents.impala import Impala
-from podrace.architectures.sebulba import ActorFailed
+from podrace.architectures.sebulba import ActorFailed, Lockstep
 from podrace.envs.host import ale, envpool, timesteps
 from podrace.envs.host import base as host
 from podrace.run.processes import SILENCE_SECONDS
@@ -80,7 +82,7 @@ def numbered(unroll: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
-def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: Patch) -> None:
   """Every unroll that is learned from is a piece of one life of one environment, without a gap.
 
   The environments number their steps, so pieces of the same life must follow each other; and the
@@ -100,31 +102,28 @@ def test_fifty_killed_workers_lose_and_duplicate_nothing(monkeypatch: pytest.Mon
       pieces.extend(np.moveaxis(numbered(unroll), 1, 0))
       serials.append(unroll.serial)
 
+  # How often the actor began anew; a worker that is killed at its start restarts twice in one.
+  begun_anew, restarted, restart = np.zeros(4, int), np.zeros(4, int), Lockstep.restart
+
+  def restarting(actor: Lockstep, ids: np.ndarray) -> None:
+    begun_anew[ids] += 1
+    restart(actor, ids)
+
+  monkeypatch.setattr(Lockstep, 'restart', restarting)
   with Running(program) as run:
     watch(run, look)
     (workers,) = run.actors.pools
-    (thread,) = run.actors._threads
-    begun_anew = np.zeros(
-      4, int
-    )  # how often the actor saw that; a worker killed at its start restarts twice in one
-    restart = thread.actor.restarted
-
-    def restarted_(ids: np.ndarray) -> None:
-      begun_anew[ids] += 1
-      restart(ids)
-
-    monkeypatch.setattr(thread.actor, 'restarted', restarted_)
     for _ in range(50):
       run.advance(moments.randint(1, 3))
-      os.kill(moments.choice(workers.pids), signal.SIGKILL)
+      killed = moments.randrange(4)
+      os.kill(workers.pids[killed], signal.SIGKILL)
+      restarted[killed] += 1
       run.advance(1)
     run.advance(3)
     told, _ = run.driver.read_log(run.state)
-    restarted = workers._run_id.copy()
   assert told['host']['env_restarts'] == 50
   # the environment that is restarted loses the steps of the unroll it was in, at most all of them
   assert 0 < told['host']['dropped_steps'] <= 50 * 4
-  assert restarted.sum() == 50
   gaps = np.diff(np.stack(serials), axis=0)
   assert (gaps >= 1).all()
   missing = (gaps - 1).sum(axis=0)
@@ -232,7 +231,7 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
 
 
-def test_no_key_acts_twice_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_key_acts_twice_in_any_order(monkeypatch: Patch) -> None:
   """Two of eight environments at a time: four calls for each step of an unroll."""
   used: list[bytes] = []
   program = shuffled(2, 0)
@@ -313,15 +312,13 @@ def test_one_environment_that_hangs_among_many_is_noticed() -> None:
   """The others go on, and always some of them are there."""
   with Running(shuffled(2, 0, stuck=5, deadline=0.5)) as run:
     over = over_in(120)
-    with pytest.raises(ActorFailed, match='actor thread 0 have not answered for'):
+    with pytest.raises(ActorFailed, match='thread 0'):
       while not over():
         run.advance(1)
 
 
 @pytest.mark.slow
-def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_killed_workers_lose_and_duplicate_nothing_in_any_order(monkeypatch: Patch) -> None:
   """Whoever comes back first: each unroll is a piece of one life, and pieces follow each other."""
   monkeypatch.setattr('podrace.envs.host.worker_pool.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
@@ -329,9 +326,10 @@ def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
     Impala(network=SMALL), spec=spec, num_envs=4, unroll_length=4, lag='async', env_threads=4,
     batch_size=2, max_lag=100,
   )  # fmt: skip
-  moments, lives, kills = random.Random(0), {}, 20
+  moments, lives, kills, counts = random.Random(0), {}, 20, collections.Counter[str]()
 
   def look(_: int, unrolls: Any) -> None:
+    counts.update(restarts=sum(u.restarts for u in unrolls))
     for piece in itertools.chain(*(np.moveaxis(numbered(u), 1, 0) for u in unrolls)):
       assert len({(p, w) for p, w, *_ in piece.tolist()}) == 1
       np.testing.assert_array_equal(np.diff(piece[:, 2]), 1)
@@ -343,8 +341,7 @@ def test_killed_workers_lose_and_duplicate_nothing_in_any_order(
     for killed in range(1, kills + 1):
       run.advance(moments.randint(1, 4))
       os.kill(moments.choice(workers.pids), signal.SIGKILL)
-      until(lambda n=killed: workers._run_id.sum() == n or not run.advance(1))
-    until(lambda: run.driver._told.restarts == kills or not run.advance(1))
+      until(lambda n=killed: counts['restarts'] == n or not run.advance(1))
     run.advance(3)
     told, _ = run.driver.read_log(run.state)
   assert told['host']['env_restarts'] == kills
@@ -366,13 +363,11 @@ ANY_ORDER = ['--lag', 'async', '--env-batch-size', '2']
 
 @pytest.mark.parametrize(
   ('env', 'order', 'resumed'),
-  [
-    pytest.param('ale:pong', [], False, marks=pytest.mark.slow),
-    ('ale:pong', ANY_ORDER, True),
-    pytest.param('envpool:CartPole-v1', [], True, marks=pytest.mark.slow),
-    pytest.param('envpool:CartPole-v1', ANY_ORDER, False, marks=pytest.mark.slow),
-  ],
-)
+  slow_after(1,
+    ('ale:pong', ANY_ORDER, True), ('ale:pong', [], False), ('envpool:CartPole-v1', [], True),
+    ('envpool:CartPole-v1', ANY_ORDER, False),
+  ),
+)  # fmt: skip
 def test_environments_in_c_are_learned_from(
   env: str, order: list[str], resumed: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,8 +401,8 @@ def test_an_exception_in_an_environment_ends_the_run_with_a_checkpoint(
 ) -> None:
   one = start('gymnasium:host_envs:Wrong-v0,what=raise', tmp_path, cache)
   assert one.wait() == 1, one.output
-  assert 'ZeroDivisionError: the game broke' in one.output
-  assert 'the run is saved at step' in one.output
+  assert 'ZeroDivisionError' in one.output
+  assert 'saved at step' in one.output
   assert checkpoints(tmp_path / 'run')
 
 
@@ -421,9 +416,9 @@ def test_a_hang_in_c_ends_the_run_with_a_checkpoint(env: str, tmp_path: Path, ca
   before = functools.partial(hang, library, 30)
   one = Podrace(args, tmp_path / 'log.txt', 1, cache, before)
   assert one.wait() == 1, one.output
-  assert f'{env}: environments of actor thread 0 have not answered for' in one.output
+  assert f'{env}: environments of actor thread 0' in one.output
   (saved,) = checkpoints(tmp_path / 'run')
-  assert saved > 0 and f'the run is saved at step {saved}' in one.output
+  assert saved > 0 and f'saved at step {saved}' in one.output
 
 
 @pytest.mark.parametrize(
@@ -433,16 +428,16 @@ def test_a_hang_in_c_ends_the_run_with_a_checkpoint(env: str, tmp_path: Path, ca
 def test_signals_save_while_actors_are_busy(
   signum: int, code: int, tmp_path: Path, cache: Path
 ) -> None:
-  """Each step of these environments takes a tenth of a second, an update most of one."""
-  one = start('gymnasium:host_envs:Sequence-v0,slow=0.1', tmp_path, cache, '--log-every', '32')
+  """Each step of these environments takes a twentieth of a second, an update eight."""
+  one = start('gymnasium:host_envs:Sequence-v0,slow=0.05', tmp_path, cache, '--log-every', '32')
   one.says('step 32 of')
   one.signal(signum)
   assert one.wait(30) == code, one.output
   (*_, saved) = checkpoints(tmp_path / 'run')
   assert saved >= 32
-  again = start('gymnasium:host_envs:Sequence-v0,slow=0.1', tmp_path, cache, '--log-every', '32')
+  again = start('gymnasium:host_envs:Sequence-v0,slow=0.05', tmp_path, cache, '--log-every', '32')
   again.says(f'resuming at step {saved:,}')
-  until(lambda: lines(tmp_path / 'run')[-1]['step'] >= saved + 64 or not again.process.is_alive())
+  until(lambda: lines(tmp_path / 'run')[-1]['step'] >= saved + 32 or not again.process.is_alive())
   again.signal(signal.SIGTERM)
   assert again.wait(30) == 143
   steps = [line['step'] for line in lines(tmp_path / 'run')]
@@ -518,7 +513,7 @@ def test_two_processes_are_one_run(tmp_path: Path, cache: Path, pair: Any) -> No
 
 @pytest.mark.slow
 def test_a_failure_in_one_of_two_processes_ends_both(
-  tmp_path: Path, pair: Any, monkeypatch: pytest.MonkeyPatch
+  tmp_path: Path, pair: Any, monkeypatch: Patch
 ) -> None:
   """In the middle of a call, whose updates the other one goes on with."""
   monkeypatch.setenv('PYTHONPATH', children.environment()['PYTHONPATH'])

@@ -18,6 +18,7 @@ import pytest
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
 
+from podrace import cli
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.client import EnvironmentClient, run_all
 from podrace.distributed.environments.client_options import ClientOptions, group_sizes
@@ -76,8 +77,9 @@ def all_step(learner: Learner, dropped: int) -> bool:
   return gone and not learner.pools[0].free and all(g.seq for g in groups)
 
 
-def kills(tmp_path: Path, count: int) -> None:
-  """Clients are killed at random moments; others come in their place at once, as connections end with processes."""
+@pytest.mark.parametrize('count', [4, pytest.param(100, marks=pytest.mark.slow)])
+def test_killed_clients_lose_and_duplicate_nothing(count: int, tmp_path: Path) -> None:
+  """At random moments. New clients come in their place at once."""
   moments = random.Random(0)
   with Learner(slots=4, peer_timeout=600.0, deadline=600.0, max_wait=0.001) as learner:
     running: list[Envs] = []
@@ -111,26 +113,17 @@ def kills(tmp_path: Path, count: int) -> None:
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
 
 
-def test_killed_clients_lose_and_duplicate_nothing(tmp_path: Path) -> None:
-  kills(tmp_path, 4)
-
-
-@pytest.mark.slow
-def test_a_hundred_killed_clients(tmp_path: Path) -> None:
-  kills(tmp_path, 100)
-
-
 def test_a_frozen_client_is_dropped_and_comes_back(tmp_path: Path) -> None:
   with Learner(slots=2, peer_timeout=1.0) as learner:
     with Envs(learner.address, tmp_path / 'log', '--num-envs', '2') as envs:
       until(lambda: learner.steps > 50)
       envs.signal(signal.SIGSTOP)
-      learner.says('silent for')
-      learner.says('no environments are connected')
+      learner.says('silent')
+      learner.says('--connect')
       before = learner.steps
       envs.signal(signal.SIGCONT)
       until(lambda: learner.steps > before + 50)
-      envs.says('environments begin anew')
+      envs.says('anew')
     found = lives(learner.arrivals)
     assert_whole(found)
     assert {run for _, _, run in found} == {0, 1}
@@ -142,13 +135,12 @@ def test_a_client_outlives_learners_and_ends_with_the_last(tmp_path: Path) -> No
     envs = Envs(address, tmp_path / 'log', '--num-envs', '2')
     until(lambda: learner.steps > 20)
   with envs:
-    envs.says('is over: the learner has stopped')
+    envs.says('is over')
     with Learner(address=address) as again:
       until(lambda: again.steps > 20)
       assert_whole(lives(again.arrivals))
       again.server.network.finish()
     assert envs.wait() == 0
-    assert 'the run is complete' in envs.output
 
 
 def test_the_end_and_the_cut_may_come_at_once(tmp_path: Path) -> None:
@@ -160,12 +152,12 @@ def test_the_end_and_the_cut_may_come_at_once(tmp_path: Path) -> None:
     end.say(session_messages.WELCOME, dict(largest_group=2, silence=60.0, env=told['env']))
     end.expect(environment_messages.ENTER)  # and it has no more to say
     envs.signal(signal.SIGSTOP)
-    end.say(session_messages.END, True, 'the run is complete')
+    end.say(session_messages.END, True, 'all is done')
     end.close()
     learner.close()
     envs.signal(signal.SIGCONT)
     assert envs.wait() == 0
-    assert 'the run is complete' in envs.output and 'begin anew' not in envs.output
+    assert 'all is done' in envs.output and 'anew' not in envs.output
 
 
 def test_a_killed_worker_is_another_life_and_not_another_session(tmp_path: Path) -> None:
@@ -183,11 +175,9 @@ def test_a_worker_that_hangs_is_replaced_in_the_same_session(tmp_path: Path) -> 
   """Where client and learner allow as much for a step, as they do by default."""
   wrong = f'gymnasium:host_envs:Wrong-v0,what=hang,once={tmp_path}/once'
   args = ['--num-envs', '2', '--workers', '2', '--env-deadline', '2']
-  with (
-    Learner(deadline=2.0) as learner,
-    Envs(learner.address, tmp_path / 'log', *args, env=wrong) as envs,
-  ):
-    envs.says('it did not answer for 2 s')
+  learner = Learner(deadline=2.0)
+  with learner, Envs(learner.address, tmp_path / 'log', *args, env=wrong) as envs:
+    envs.says(' 2 s')
     until(lambda: any(a.run_id.any() for _, a in learner.arrivals[-1000:]))
     before = learner.steps
     until(lambda: learner.steps > before + 20)
@@ -200,13 +190,13 @@ def test_environments_with_other_options_are_told_at_both_ends(tmp_path: Path) -
   with Learner(host.make(one)) as learner:
     learner.says(f'--env {one}`')
     with Envs(learner.address, tmp_path / 'other', env=other) as envs:
-      envs.says(f'these environments are {other}, the learner is one of {one}: ')
-      learner.says(f'joins with {other}, this run is of {one}: ')
+      envs.says(f' {one}: ')
+      learner.says(f' {one}: ')
       until(lambda: learner.steps > 20)
     with Envs(learner.address, tmp_path / 'one', env=one) as envs:
-      envs.says('joined the learner')
+      envs.says('joined')
       until(lambda: learner.server.counts['sessions'] == 2)
-    assert 'these environments are' not in envs.output
+    assert f' {one}: ' not in envs.output
 
 
 @pytest.mark.parametrize(
@@ -228,17 +218,17 @@ def test_an_environment_that_fails_is_told_at_both_ends(tmp_path: Path) -> None:
   wrong = 'gymnasium:host_envs:Wrong-v0,what=raise'
   with Learner() as learner, Envs(learner.address, tmp_path / 'log', env=wrong) as envs:
     assert envs.wait() == 1
-    assert 'ZeroDivisionError: the game broke' in envs.output
-    learner.says('left: it failed')
+    assert 'ZeroDivisionError' in envs.output
+    learner.says('failed')
 
 
 def test_refused_with_both_sides_printed_at_both_ends(tmp_path: Path) -> None:
   with Learner(spec(shape=(7,))) as learner:
     with Envs(learner.address, tmp_path / 'log') as envs:
       assert envs.wait() == 2
-      line = 'observation: the learner has Box <f4 of shape [7]'
-      assert line in envs.output and 'the environments Box <f4 of shape [4]' in envs.output
-    learner.says(line)
+      (line,) = [x for x in envs.output.splitlines() if 'observation: ' in x]
+      assert '[7]' in line and '[4]' in line
+    learner.says(line.strip())
 
 
 def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
@@ -246,7 +236,7 @@ def test_nobody_there_is_told_and_can_be_given_up(tmp_path: Path) -> None:
     address = learner.address
   with Envs(address, tmp_path / 'log', '--give-up-after', '1.5') as envs:
     assert envs.wait() == 1
-    assert f'no learner at {address} for 2 s' in envs.output
+    assert address in envs.output.splitlines()[-1]
 
 
 def test_a_learner_that_is_getting_ready_is_there() -> None:
@@ -263,7 +253,7 @@ def test_a_learner_that_is_getting_ready_is_there() -> None:
     assert thread.is_alive()
   learner.close()
   thread.join(20)
-  assert 'no learner at' in str(raised[0])
+  assert learner.address in str(raised[0])
 
 
 def ended(client: EnvironmentClient) -> BaseException:
@@ -273,20 +263,16 @@ def ended(client: EnvironmentClient) -> BaseException:
 
 
 def test_each_learner_process_has_its_part() -> None:
-  three = ClientOptions(
-    'unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=8, workers=7, seed=5
-  ).parts()
+  addresses = 'unix:/a,unix:/b,unix:/c'
+  three = ClientOptions(addresses, 'test:spec', num_envs=8, workers=7, seed=5).parts()
   assert [(o.connect, o.num_envs, o.workers) for o in three] == [
     ('unix:/a', 3, 2), ('unix:/b', 3, 2), ('unix:/c', 2, 2)
   ]  # fmt: skip
   drawn = {tuple(np.random.SeedSequence([o.seed, 0]).generate_state(2)) for o in three}
   assert len(drawn) == 3
-  with pytest.raises(
-    ValueError, match='each of the 3 learner processes of --connect needs at least'
-  ):
-    ClientOptions('unix:/a,unix:/b,unix:/c', 'test:spec', num_envs=2)
-  with pytest.raises(ValueError, match=r"--connect takes .* not 'b'"):
-    ClientOptions('unix:/a,b', 'test:spec', num_envs=2)
+  for connect, part in ((addresses, '3 .*--connect'), ('unix:/a,b', "--connect .* 'b'")):
+    with pytest.raises(ValueError, match=part):
+      ClientOptions(connect, 'test:spec', num_envs=2)
 
 
 def test_what_one_client_fails_with_ends_all(tmp_path: Path) -> None:
@@ -295,8 +281,8 @@ def test_what_one_client_fails_with_ends_all(tmp_path: Path) -> None:
     log = tmp_path / 'log'
     with Envs(f'{one.address},{other.address}', log, '--num-envs', '4') as envs:
       assert envs.wait() == 2
-      assert 'observation: the learner has Box <f4 of shape [7]' in envs.output
-    one.says('left: it failed')
+      assert 'observation: ' in envs.output
+    one.says('failed')
 
 
 @pytest.mark.parametrize(
@@ -310,23 +296,21 @@ def test_what_one_client_fails_with_ends_all(tmp_path: Path) -> None:
     ['--conect', 'tcp://127.0.0.1:1'],
   ],
 )
-def test_bad_usage_is_2(args: list[str]) -> None:
-  done = subprocess.run(
-    [sys.executable, '-m', 'podrace.cli', 'envs', *args],
-    capture_output=True, text=True, check=False, env={**os.environ, 'PYTHONPATH': str(ROOT)},
-  )  # fmt: skip
-  assert done.returncode == 2, done.stderr
-  assert done.stderr.startswith('podrace: ')
+def test_bad_usage_is_2(args: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+  with pytest.raises(SystemExit) as end:
+    cli.main(['envs', *args])
+  assert end.value.code == 2
+  assert capfd.readouterr().err.startswith('podrace: ')
 
 
-def test_a_start_of_what_there_is_not_or_has_begun_is_none() -> None:
+def test_a_start_of_no_or_a_begun_group_is_refused() -> None:
   client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
   args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, 1.0)
   begun = GroupThread(0, 1, spec(), args, lambda *args: None, lambda *args: None)
   begun.worker = Worker('begun', int)
   client.groups = [begun]
   for index in (0, 1):
-    with pytest.raises(environment_messages.WireError, match=f'a start of group {index}'):
+    with pytest.raises(environment_messages.WireError, match=f'group {index}'):
       client.handle(environment_messages.START, [index], [])
 
 
@@ -341,7 +325,7 @@ def test_actions_that_nobody_has_asked_for_are_none() -> None:
       client.handle(environment_messages.ACTION, fields, [data])
   client.handle(environment_messages.ACTION, (0, 0), [action])
   assert group.seq == 1
-  with pytest.raises(environment_messages.WireError, match='which has not asked'):  # it steps
+  with pytest.raises(environment_messages.WireError, match='asked'):  # it steps
     client.handle(environment_messages.ACTION, (0, 1), [action])
 
 
@@ -359,7 +343,7 @@ def test_it_imports_no_jax() -> None:
     env={**os.environ, 'PYTHONPATH': str(ROOT)},
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
-  assert int(done.stdout) <= 60
+  assert int(done.stdout) <= 56
 
 
 @pytest.mark.parametrize('wrong', [
@@ -369,7 +353,7 @@ def test_it_imports_no_jax() -> None:
 def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   """A learner that says nonsense is lost; it ends no environments' process."""
   client = EnvironmentClient(ClientOptions('tcp://127.0.0.1:9', 'test:spec'), spec())
-  with pytest.raises(environment_messages.WireError, match='a welcome with'):
+  with pytest.raises(environment_messages.WireError, match='welcome'):
     client.joined({'largest_group': 4, 'silence': 1.0, 'env': 'x', **wrong})
   assert not client.groups
 
@@ -386,8 +370,8 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
     net_keys.new_keys(other)
   own = None if case in ('nobody', 'no keys', 'silent') else other
   reason = {
-    'nobody': connecting.NOBODY, 'not listed': 'is not in allowed_clients', 'silent': connecting.SAYS_NOTHING,
-    'no keys': 'wants keys', 'other keys': 'certificate',
+    'nobody': connecting.NOBODY, 'not listed': 'allowed_clients', 'silent': connecting.SAYS_NOTHING,
+    'no keys': '--keys', 'other keys': 'certificate',
   }[case]  # fmt: skip
   with contextlib.ExitStack() as stack:
     address = 'tcp://127.0.0.1:9'
@@ -419,7 +403,6 @@ def test_group_sizes(num_envs: int, groups: int, largest: int, best: int, sizes:
 
 
 def test_group_sizes_that_cannot_be() -> None:
-  with pytest.raises(ValueError, match='--groups 2: an actor thread'):
-    group_sizes(64, 2, 16, 2)
-  with pytest.raises(ValueError, match='at most 256 groups of 1'):
-    group_sizes(1000, 0, 1, 2)
+  for sizes, part in (((64, 2, 16, 2), '--groups 2'), ((1000, 0, 1, 2), '256 groups of 1')):
+    with pytest.raises(ValueError, match=part):
+      group_sizes(*sizes)

@@ -90,7 +90,7 @@ def step(incoming: IncomingSteps, group: Any, data: bytes) -> None:
   incoming.add(group, data)
 
 
-def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> None:
+def test_good_steps_of_a_turn_are_handed_on_together() -> None:
   pool: Any = Pool(8)
   listener: Any = Listener()
   incoming = IncomingSteps(LAYOUT, listener)
@@ -110,8 +110,8 @@ def test_what_comes_together_is_handed_on_together_without_what_is_wrong() -> No
   incoming.check()
   reasons = dict(listener.blamed)
   assert reasons.keys() == {nan.peer, much.peer, again.peer}
-  assert 'NaN' in reasons[nan.peer] and 'between 0 and 1' in reasons[much.peer]
-  assert 'without its first timestep' in reasons[again.peer]
+  assert 'NaN' in reasons[nan.peer] and 'discount' in reasons[much.peer]
+  assert 'first timestep' in reasons[again.peer]
   assert pool.come[1:] == [[good]] and good.state == 'acting' and not listener.surprises
 
 
@@ -174,7 +174,7 @@ class Turning:
     self.closed = True
 
 
-def test_who_finds_the_network_taken_leaves_its_call_to_the_leader() -> None:
+def test_a_call_is_left_to_the_leader_of_the_network() -> None:
   listener: Any = Turning()
   shared, did = SharedNetwork(listener, []), []
   shared.call(did.append, 'at once')
@@ -184,7 +184,7 @@ def test_who_finds_the_network_taken_leaves_its_call_to_the_leader() -> None:
   assert shared.turn(0.0) and did == ['at once', 'later']
 
 
-def test_its_own_thread_looks_after_it_and_gives_it_to_one_that_waits() -> None:
+def test_its_own_thread_gives_the_network_to_a_waiting_pool() -> None:
   listener: Any = Turning()
   busy: Any = Pool(1)
   idle: Any = Pool(1)
@@ -196,20 +196,18 @@ def test_its_own_thread_looks_after_it_and_gives_it_to_one_that_waits() -> None:
   turns = listener.turns
   assert not shared.turn(0.0) and listener.turns == turns  # nobody is served any more
   shared.close()
-  assert (
-    listener.ended == [(True, 'the run is complete', shared_listener.GOODBYE_SECONDS)]
-    and listener.closed
-  )
+  ((is_complete, _, seconds),) = listener.ended
+  assert is_complete and seconds == shared_listener.GOODBYE_SECONDS and listener.closed
   assert not busy.nudged
 
 
-def test_a_failure_is_raised_in_whoever_comes_next_and_nobody_is_told_of_an_end() -> None:
+def test_a_failure_is_raised_in_the_next_thread() -> None:
   listener: Any = Turning()
   shared = SharedNetwork(listener, [])
   with pytest.raises(RuntimeError, match='ZeroDivisionError'):
     shared.call(lambda: 1 / 0)
   for _ in range(2):
-    with pytest.raises(RuntimeError, match=r'has failed:[\s\S]*ZeroDivisionError'):
+    with pytest.raises(RuntimeError, match='ZeroDivisionError'):
       shared.turn(0.0)
   assert len(listener.said) == 1 and 'ZeroDivisionError' in str(shared.failure)
   shared.open()
@@ -217,12 +215,10 @@ def test_a_failure_is_raised_in_whoever_comes_next_and_nobody_is_told_of_an_end(
   assert not listener.ended and listener.closed
 
 
-def test_a_thread_that_keeps_the_network_is_named_at_the_end(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_thread_that_keeps_the_network_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
   listener: Any = Turning()
   shared = SharedNetwork(listener, [])
   monkeypatch.setattr(shared, 'lead', types.SimpleNamespace(acquire=lambda **how: False))
-  with pytest.raises(RuntimeError, match='does not give back'):
+  with pytest.raises(RuntimeError, match='network'):
     shared.close()
   assert not listener.closed

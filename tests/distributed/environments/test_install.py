@@ -35,10 +35,8 @@ def install(page: str, folder: Path) -> Path:
   subprocess.run([*pip, '--no-deps', str(source)], check=True)
   pins = ['--constraint', str(ROOT / 'constraints.txt')]
   subprocess.run([*pip, *pins, *packages.split()], check=True)
-  freeze = subprocess.run(
-    [str(commands / 'pip'), 'list'], check=True, capture_output=True, text=True
-  ).stdout
-  assert 'jax' not in freeze and 'podrace' in freeze
+  listed = subprocess.run([str(commands / 'pip'), 'list'], check=True, capture_output=True).stdout
+  assert b'jax' not in listed and b'podrace' in listed
   return commands
 
 
@@ -59,7 +57,7 @@ def test_environments_without_jax(tmp_path: Path) -> None:
     other = subprocess.run(
       [podrace, 'envs', *args, 'ale:pong'], cwd=tmp_path, env=PLAIN, capture_output=True, text=True
     )
-    assert other.returncode == 2 and 'the environments Box |u1 of shape [4, 84, 84]' in other.stderr
+    assert other.returncode == 2 and '[4, 84, 84]' in other.stderr
     top = subprocess.run(
       [podrace, 'top', learner.address, '--keys', 'keys', '--once'], cwd=tmp_path, env=PLAIN
     )

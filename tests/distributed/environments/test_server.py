@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,9 +19,7 @@ from peers import Learner, Raw, spec
 
 from podrace.distributed.environments import environment_messages, server, shared_listener
 from podrace.distributed.environments import pool as remote_pool
-from podrace.distributed.net import (
-  session_messages,
-)
+from podrace.distributed.net import session_messages
 from podrace.envs.host.base import groups_at_once
 from podrace.types import FIRST, MID
 
@@ -61,63 +61,36 @@ def test_a_client_joins_steps_and_is_counted() -> None:
 def test_groups_are_advised_by_whose_cores_act(
   address: str, source: str, on_cores: bool, groups: int, tmp_path: Path
 ) -> None:
-  with (
-    Learner(address=address.format(dir=tmp_path), on_cores=on_cores) as learner,
-    Raw(learner.address, source=source) as raw,
-  ):
+  learner = Learner(address=address.format(dir=tmp_path), on_cores=on_cores)
+  with learner, Raw(learner.address, source=source) as raw:
     assert raw.join_as()['groups'] == groups
-
-
-def test_a_client_that_is_back_ends_its_session_of_before() -> None:
-  with (
-    Learner(peer_timeout=600.0) as learner,
-    Raw(learner.address) as lost,
-    Raw(learner.address) as back,
-  ):
-    lost.join(8)  # all slots; the learner waits for its step, and can't know that it is lost
-    back.client = lost.client
-    back.join_as()
-    back.enter(8)
-    back.step(8, 0, FIRST)
-    back.act(8, 0)
-    assert 'back over another connection' in lost.gone()
-    assert learner.server.counts['dropped'] == 1
 
 
 def test_it_says_when_there_are_no_environments_and_goes_on() -> None:
   with Learner() as learner:
-    learner.says('no environments are connected; waiting for `podrace envs --connect tcp://127')
+    command = '`podrace envs --connect tcp://127'
+    learner.says(command)
     with Raw(learner.address) as raw:
       raw.join(2)
-      learner.says('environments are here, going on')
+      learner.says('going on')
       raw.say(session_messages.BYE, 'test')
       learner.says('left: test')
-    until(lambda: sum('no environments' in x for x in learner.said) == 2)
+    until(lambda: sum(command in x for x in learner.said) == 2)
 
 
 @pytest.mark.parametrize(
   ('theirs', 'line'),
   [
-    (spec(shape=(5,)), r'observation: the learner has Box <f4 of shape \[4\].* the environments Box <f4 of shape \[5\]'),
-    (spec(dtype=np.uint8), r'the learner has Box <f4 .* the environments Box \|u1'),
-    (spec(actions=6), r'action: the learner has Discrete <i4 of shape \[\], limits \[0, 5\], the environments .*\[0, 6\]'),
+    (spec(shape=(5,)), r'observation: .*Box <f4 .*\[4\].* Box <f4 .*\[5\]'),
+    (spec(dtype=np.uint8), r'Box <f4 .* Box \|u1'),
+    (spec(actions=6), r'action: .*Discrete <i4 .*\[\], .*\[0, 5\], .*\[0, 6\]'),
   ],
-)  # fmt: skip
+)
 def test_another_schema_is_refused_with_both_sides(theirs: Any, line: str) -> None:
   with Learner() as learner, Raw(learner.address, theirs) as raw:
     raw.say(session_messages.HELLO, raw.told())
     (reason,) = raw.refused()
-    import re
-
     assert re.search(line, reason), reason
-    learner.says(reason)
-
-
-def test_another_version_is_refused_with_both_sides() -> None:
-  with Learner() as learner, Raw(learner.address) as raw:
-    raw.say(session_messages.HELLO, raw.told(version=1))
-    (reason,) = raw.refused()
-    assert "this is 'podrace' version 2" in reason and "wants 'podrace' version 1" in reason
     learner.says(reason)
 
 
@@ -134,7 +107,7 @@ def test_a_refusal_is_short_however_much_the_client_has_said() -> None:
 
 def test_only_what_is_wrong_is_a_warning() -> None:
   with Learner() as learner:
-    learner.says('no environments are connected')
+    learner.says('--connect')
     with Raw(learner.address) as raw:
       raw.join(2)
       learner.says('going on')
@@ -143,14 +116,14 @@ def test_only_what_is_wrong_is_a_warning() -> None:
     with Raw(learner.address) as raw:
       raw.join_as()
       raw.send(b'\xc1' * 9)
-      learner.says('dropped, it sent')
+      learner.says('dropped')
   told = dict(zip(learner.said, learner.levels, strict=True))
 
   def levels(text: str) -> set[int]:
     return {level for line, level in told.items() if text in line}
 
-  assert levels(' joins with ') == levels('left: test') == levels('going on') == {logging.INFO}
-  assert levels('dropped, it sent') == levels('no environments are connected') == {logging.WARNING}
+  assert levels(' joins ') == levels('left: test') == levels('going on') == {logging.INFO}
+  assert levels('dropped') == levels('--connect') == {logging.WARNING}
 
 
 def test_the_log_ends_nobody() -> None:
@@ -160,7 +133,7 @@ def test_the_log_ends_nobody() -> None:
       def say(level: int, line: str, error: BaseException = error) -> None:
         raise error
 
-      learner.server.listener.lines._say = say
+      learner.say = say
       learner.server.log('what nobody reads', always=True)
     raw.join(2)
     assert learner.server.failure is None
@@ -180,7 +153,7 @@ def test_trees_of_arrays() -> None:
     assert observation['rest'][1].shape == (2, 3)
 
 
-def test_a_client_that_waits_at_the_end_is_told_of_it() -> None:
+def test_a_waiting_client_hears_the_end() -> None:
   with Learner() as learner, Raw(learner.address) as one, Raw(learner.address) as late:
     one.join_as()
     for pool in learner.pools:
@@ -190,10 +163,7 @@ def test_a_client_that_waits_at_the_end_is_told_of_it() -> None:
     assert heard is not None and heard[0] is session_messages.WAIT
     learner.server.network.finish()
     learner.server.__exit__()
-    assert (
-      one.expect(session_messages.END)[0][0] is True
-      and late.expect(session_messages.END)[0][0] is True
-    )
+    assert one.last(session_messages.END) is late.last(session_messages.END) is True
     assert learner.server.failure is None
 
 
@@ -244,7 +214,7 @@ def test_few_of_many_that_ask_are_in_the_next_batch() -> None:
     assert len(ids) == 4
     with learner.server.network.lead:  # nobody reads what comes while the batch is acted for
       raws[5].step(1, 0, FIRST)
-      until(lambda: learner.server.listener._loop.wait(0))
+      until(lambda: learner.has_arrived(raws[5]))
     pool.send(ids, np.zeros(len(ids), np.int32))
     second = pool.recv()
     ids = second.env_id
@@ -273,51 +243,61 @@ def test_requests_are_gathered_within_the_deadline() -> None:
       raw.close()
 
 
-def test_a_silent_client_is_dropped_in_seconds_and_does_not_hold_up_others() -> None:
+def test_a_silent_client_is_dropped_and_delays_no_other() -> None:
   with Learner(peer_timeout=1.0) as learner:
     silent, good = Raw(learner.address), Raw(learner.address)
     silent.join(4)
     good.join(4)
     seq = 1
-    while not any('silent for' in x for x in learner.said):
+    while not any('silent' in x for x in learner.said):
       good.step(4, seq)
       good.act(4, seq)  # in time, or it fails
       seq += 1
     assert seq > 10
-    assert 'silent for' in silent.gone() and silent.is_closed()
+    assert 'silent' in silent.gone() and silent.is_closed()
     silent.close()
     good.close()
 
 
-def test_who_was_not_listened_to_is_not_silent() -> None:
+class Clock:
+  """The module `time`, in which `stopped` seconds have gone by unseen."""
+
+  stopped = 0.0
+
+  def monotonic(self) -> float:
+    return time.monotonic() + self.stopped
+
+  def __getattr__(self, name: str) -> Any:
+    return getattr(time, name)
+
+
+def test_who_was_not_listened_to_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+  clock, forgiven = Clock(), list[float]()
+  for name, module in list(sys.modules.items()):
+    if name.startswith('podrace.distributed') and getattr(module, 'time', None) is time:
+      monkeypatch.setattr(module, 'time', clock)
   with Learner(peer_timeout=1.0, deadline=5.0) as learner, Raw(learner.address) as raw:
     raw.join(2)
-    server, looked = learner.server, threading.Event()
-
-    def stop() -> None:  # for ten seconds, as far as it can tell
-      for peer in server.peers:
-        peer.last_seen -= 10
-        peer.state.groups[0].since -= 10
-      server.listener._ticked -= 10
-      server.listener._check_deadlines()
-      looked.set()
-
-    server.call(stop)
-    assert looked.wait(10)
+    forgive = learner.server.forgive
+    monkeypatch.setattr(
+      learner.server, 'forgive', lambda seconds: (forgive(seconds), forgiven.append(seconds))
+    )
+    clock.stopped = 10.0
+    until(lambda: forgiven)
+    assert 9 < forgiven[0] < 12
     raw.step(2, 1)
     raw.act(2, 1)
     learner.says('silent for 1.')  # from now on
 
 
-def test_environments_that_hang_while_their_client_lives_are_dropped(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_environments_that_hang_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Though their client lives."""
   monkeypatch.setattr(server, 'START_SECONDS', 0.2)
   with Learner(deadline=0.4) as learner, Raw(learner.address) as raw:
     raw.join(2)
     raw.say(session_messages.PING, None)
-    learner.says('group 0 has not answered for 1 s')
-    assert 'has not answered' in raw.gone()
+    learner.says('group 0 ')
+    assert 'group 0 ' in raw.gone()
 
 
 def test_a_learner_that_is_behind_holds_clients_back() -> None:
@@ -333,7 +313,7 @@ def test_a_learner_that_is_behind_holds_clients_back() -> None:
     raw.act(8, 1)
 
 
-def test_a_client_that_dies_while_it_is_answered_leaves_its_slots() -> None:
+def test_a_client_that_dies_during_an_answer_leaves_its_slots() -> None:
   with Learner(slots=2) as learner, Raw(learner.address) as one:
     one.join(2)
     learner.pause.clear()

@@ -44,7 +44,7 @@ def filled(*sizes: int) -> tuple[Slots, list[Any]]:
   return found, started
 
 
-def test_a_group_has_slots_of_one_pool_that_with_most_room() -> None:
+def test_a_group_has_slots_of_the_pool_with_most_room() -> None:
   found, started = filled(2, 4)
   assert found.total == found.free == 6 and found.largest_group == 2
   one, two, three = group(2), group(2), group(2)
@@ -55,7 +55,7 @@ def test_a_group_has_slots_of_one_pool_that_with_most_room() -> None:
   assert sorted([*two.slots, *three.slots, *one.slots]) == [0, 0, 1, 1, 2, 3]
 
 
-def test_whoever_waits_is_started_when_others_leave_in_another_life_of_the_slots() -> None:
+def test_a_waiting_group_starts_in_new_lives_of_free_slots() -> None:
   found, started = filled(2)
   one, two = group(2), group(2)
   found.enter(one)
@@ -68,7 +68,7 @@ def test_whoever_waits_is_started_when_others_leave_in_another_life_of_the_slots
   assert found.free == 2 and found.pools[0].asked == 0  # type: ignore[attr-defined]
 
 
-def test_slots_of_a_group_that_is_being_answered_come_back_after_it() -> None:
+def test_slots_come_back_after_the_answer_to_their_group() -> None:
   found, started = filled(2)
   one, two = group(2), group(2)
   found.enter(one)
@@ -82,7 +82,7 @@ def test_slots_of_a_group_that_is_being_answered_come_back_after_it() -> None:
   assert started == [one, two] and found.free == 0
 
 
-def test_a_large_group_is_overtaken_as_often_as_there_are_slots() -> None:
+def test_a_large_group_is_overtaken_once_per_slot() -> None:
   found, started = filled(4)
   first, large = group(3), group(4)
   found.enter(first)
@@ -98,7 +98,7 @@ def test_a_large_group_is_overtaken_as_often_as_there_are_slots() -> None:
   assert started[-1] is large
 
 
-def test_who_is_dropped_while_it_is_started_leaves_its_slots_to_the_next() -> None:
+def test_a_drop_during_a_start_leaves_slots_to_the_next() -> None:
   started: list[Any] = []
 
   def start(one: Any) -> None:
@@ -115,7 +115,7 @@ def test_who_is_dropped_while_it_is_started_leaves_its_slots_to_the_next() -> No
   assert started == [first, second] and found.free == 0
 
 
-def test_a_client_that_is_dropped_while_one_group_is_started_hears_nothing_of_another() -> None:
+def test_a_dropped_client_has_no_other_group_started() -> None:
   started: list[Any] = []
 
   def start(one: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_client_that_is_dropped_while_one_group_is_started_hears_nothing_of_an
   assert started == both[:1] and found.free == 4
 
 
-def test_thousands_that_are_dropped_one_after_the_other_are_no_recursion() -> None:
+def test_thousands_of_drops_are_no_recursion() -> None:
   started: list[Any] = []
 
   def start(one: Any) -> None:

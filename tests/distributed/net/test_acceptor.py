@@ -17,9 +17,7 @@ def connect(one: Acceptor) -> sockets.socket:
   return sockets.create_connection(('127.0.0.1', int(one.address.rpartition(':')[2])))
 
 
-def test_it_pauses_while_new_connections_have_had_their_share(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_it_pauses_after_its_share_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
   clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
   for module in (connections, safe_text):
     monkeypatch.setattr(module, 'time', clock)
@@ -44,7 +42,7 @@ def test_it_pauses_while_new_connections_have_had_their_share(
   loop.close()
 
 
-def test_a_path_that_was_given_up_is_left_to_the_next(tmp_path: Path) -> None:
+def test_a_closed_path_is_left_to_the_next(tmp_path: Path) -> None:
   loop, path = Loop(), tmp_path / 'socket'
   one = Acceptor(f'unix:{path}', loop)
   one.close()

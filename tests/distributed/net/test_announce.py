@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from pathlib import Path
@@ -46,10 +47,9 @@ def test_a_learner_announces_where_its_parameters_are(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_announced_is_refused(tmp_path: Path) -> None:
-  with pytest.raises(UsageError, match=r'--announce .*/no/at.json cannot be written: No such file'):
-    parameters.Publisher(
-      'tcp://127.0.0.1:0', announce=Announcement(tmp_path / 'no/at.json', 'params')
-    )
+  there = Announcement(tmp_path / 'no/at.json', 'params')
+  with pytest.raises(UsageError, match=r'--announce .*/no/at.json '):
+    parameters.Publisher('tcp://127.0.0.1:0', announce=there)
 
 
 @pytest.mark.parametrize('text', ['', '[]', '{"a": 1}', '{"a": "b"', '\xff'])
@@ -70,7 +70,7 @@ def test_a_client_finds_a_service_that_has_come_back_elsewhere(tmp_path: Path) -
   file = tmp_path / 'at.json'
   keys.new_keys(tmp_path / 'keys')
   link = Link(f'announced:{file}#it', tmp_path / 'keys', False, Nobody()).start()
-  until(lambda: link.why == f'{file} does not announce it yet')
+  until(lambda: str(file) in link.why)
   places = set()
   for at in ('tcp://127.0.0.1:0', 'tcp://127.0.0.2:0', f'unix:{tmp_path}/socket'):
     with bare.Service().listen(at, keys=tmp_path / 'keys') as there:
@@ -86,18 +86,18 @@ def test_a_client_finds_a_service_that_has_come_back_elsewhere(tmp_path: Path) -
 def test_what_is_announced_must_be_a_place(tmp_path: Path, there: str) -> None:
   file = tmp_path / 'at.json'
   Announcement(file, 'it').make(there)
-  with pytest.raises(OSError, match=f'announces {there!r}, no tcp://HOST'.replace('*', r'\*')):
+  with pytest.raises(OSError, match=re.escape(repr(there))):
     net_address.connect(f'announced:{file}#it', 1.0)
 
 
 def test_an_announced_address_needs_keys_and_is_for_clients(tmp_path: Path) -> None:
   for one in ('announced:/a/b#it', 'announced:/a#b#it'):
     net_address.check_address(one, tmp_path, False, '--connect')
-    with pytest.raises(SecurityError, match='so it needs keys'):
+    with pytest.raises(SecurityError, match='keys'):
       net_address.check_address(one, None, False, '--connect')
-    with pytest.raises(SecurityError, match=r'--listen takes tcp://HOST:PORT or unix:PATH'):
+    with pytest.raises(SecurityError, match=r'--listen .*tcp://HOST:PORT or unix:PATH'):
       net_address.check_address(one, tmp_path, False, '--listen', listens=True)
   for none in ('announced:', 'announced:/a', 'announced:#it', 'announced:/a#', 'announced:/a b#it'):
-    with pytest.raises(SecurityError, match=r'or announced:FILE#NAME, not'):
+    with pytest.raises(SecurityError, match='announced:FILE#NAME'):
       net_address.check_address(none, tmp_path, False, '--connect')
   assert net_address.announced_at('announced:/a#b#it') == (Path('/a#b'), 'it')

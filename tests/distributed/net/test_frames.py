@@ -156,22 +156,22 @@ def frame(payload: bytes, kind: int, head: int, size: int | None = None) -> byte
 @pytest.mark.parametrize(
   ('data', 'expected'),
   [
-    (frame(b'', 200, 0), 'a frame of kind 200, which is not sent to this end'),
-    (frame(b'', 200, 0, size=2**25), 'a frame of kind 200'),
-    (frame(b'', 7, 5, size=3), 'a frame of 3 bytes with a header of 5'),
-    (frame(b'', 7, 0, size=2**26 + 1), r'a frame of 67108865 bytes .* at most 67108864'),
-    (frame(b'\xc1', 7, 1), 'not msgpack'),
-    (frame(msgpack.packb({}), 7, 1), 'not a list'),
-    (frame(msgpack.packb([1]), 7, 2), '1 fields in a SHORT, expected 2'),
-    (frame(msgpack.packb([-1, 'x']), 7, 4), '-1 in a SHORT, expected int'),
-    (frame(msgpack.packb([True, 'x']), 7, 4), 'True in a SHORT, expected int'),
-    (frame(msgpack.packb([2**63, 'x']), 7, 12), 'in a SHORT, expected int'),
-    (frame(msgpack.packb([1, 'x']) + b'more', 7, 4), '4 bytes after its header, expected none'),
-    (frame(b'1234567', 9, 7), 'a header of 7 bytes, expected 8'),
-    (frame(msgpack.packb([1, 1]) + b'abc', 10, 3), 'expected the sizes of 3 arrays'),
-    (frame(msgpack.packb([1, [1, 1, 2]]) + b'abc', 10, 6), 'that are 3 bytes together'),
-    (frame(msgpack.packb([1, [4, 0, -1]]) + b'abc', 10, 6), 'expected the sizes of 3 arrays'),
-    (frame(msgpack.packb([[]]), 8, 2) + b'GET / HTTP/1.1', 'a frame of'),
+    (frame(b'', 200, 0), 'kind 200'),
+    (frame(b'', 200, 0, size=2**25), 'kind 200'),
+    (frame(b'', 7, 5, size=3), '3 bytes .* 5'),
+    (frame(b'', 7, 0, size=2**26 + 1), '67108865 .* 67108864'),
+    (frame(b'\xc1', 7, 1), 'msgpack'),
+    (frame(msgpack.packb({}), 7, 1), 'list'),
+    (frame(msgpack.packb([1]), 7, 2), '1 .*SHORT.* 2'),
+    (frame(msgpack.packb([-1, 'x']), 7, 4), '-1 .*SHORT.* int'),
+    (frame(msgpack.packb([True, 'x']), 7, 4), 'True .*SHORT.* int'),
+    (frame(msgpack.packb([2**63, 'x']), 7, 12), 'SHORT.* int'),
+    (frame(msgpack.packb([1, 'x']) + b'more', 7, 4), '4 bytes'),
+    (frame(b'1234567', 9, 7), '7 bytes.* 8'),
+    (frame(msgpack.packb([1, 1]) + b'abc', 10, 3), '3 arrays'),
+    (frame(msgpack.packb([1, [1, 1, 2]]) + b'abc', 10, 6), '3 bytes'),
+    (frame(msgpack.packb([1, [4, 0, -1]]) + b'abc', 10, 6), '3 arrays'),
+    (frame(msgpack.packb([[]]), 8, 2) + b'GET / HTTP/1.1', 'frame'),
   ],
 )
 def test_what_is_no_frame_is_refused(data: bytes, expected: str) -> None:
@@ -185,18 +185,17 @@ def test_deep_and_large_headers_are_refused() -> None:
   deep: Any = []
   for _ in range(400):
     deep = [deep]
-  with pytest.raises(WireError, match='within each other'):
-    unpack(msgpack.packb(deep))
-  with pytest.raises(WireError, match='at most'):
-    unpack(bytes(HEADER_BYTES + 1))
+  for data in (msgpack.packb(deep), bytes(HEADER_BYTES + 1)):
+    with pytest.raises(WireError):
+      unpack(data)
 
 
 @pytest.mark.parametrize('key', [b'key', 1, None, 1.5])
-def test_a_map_with_a_key_that_is_no_string_is_refused(key: Any) -> None:
+def test_a_map_with_other_keys_than_strings_is_refused(key: Any) -> None:
   for header in ([{key: 1}], [1, [{'a': {key: 1}}]]):
     with pytest.raises(WireError):
       unpack(msgpack.packb(header))
-  with pytest.raises(WireError, match=r"a map with the key b'a', expected strings"):
+  with pytest.raises(WireError, match="b'a'"):
     unpack(msgpack.packb([{'b': {b'a': 1}}]))
   assert unpack(msgpack.packb([{'a': {'': b'a'}}])) == [{'a': {'': b'a'}}]
 
@@ -243,9 +242,9 @@ def test_the_other_end_is_gone(keys: Path | None) -> None:
 
 
 def test_kinds_have_different_numbers() -> None:
-  with pytest.raises(ValueError, match='numbers of kinds'):
+  with pytest.raises(ValueError, match='7'):
     numbered(SHORT, packed(7, 'OTHER'))
-  with pytest.raises(ValueError, match='below 256'):
+  with pytest.raises(ValueError, match='256'):
     numbered(packed(256, 'OTHER'))
 
 

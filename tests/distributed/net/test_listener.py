@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import re
 import socket as sockets
 import ssl
 import time
@@ -32,6 +33,7 @@ from podrace.distributed.net.frame import PREFIX, WireError, fixed, packed
 SAY = packed(20, 'SAY', str, arrays=1)
 ASK_BACK = fixed(90, 'ASK_BACK', '<I', arrays=1)
 KINDS = session_messages.of_listeners(ASK_BACK)
+HELLO = session_messages.hello('test', 0)
 
 
 def connect(service: Service, **more: Any) -> bare.Bare:
@@ -66,7 +68,7 @@ def test_nothing_stays_open_where_somebody_listens_already() -> None:
     assert len(os.listdir('/dev/fd')) <= before
 
 
-def test_a_connection_that_ends_ends_its_session_after_what_it_said() -> None:
+def test_the_end_of_a_connection_ends_its_session_last() -> None:
   with Service(SAY).listen() as service:
     end = client(service)
     end.say(SAY, 'last', arrays=(b'',))
@@ -75,28 +77,20 @@ def test_a_connection_that_ends_ends_its_session_after_what_it_said() -> None:
     assert [x[0] for x in service.happened] == ['welcome', 'handle', 'left']
 
 
-def test_a_client_that_is_back_takes_the_place_of_its_older_connection() -> None:
-  with (
-    Service().listen() as service,
-    client(service, 5) as old,
-    client(service, 6),
-    client(service, 5),
-  ):
+def test_a_returning_client_replaces_its_older_connection() -> None:
+  with Service().listen() as service:
+    old, *newer = (client(service, number) for number in (5, 6, 5))
     assert old.is_closed()
-    assert [x[1] for x in service.of('left')] == ['is back over another connection']
-    assert len(service.listener.peers) == 2
+    assert len(service.of('left')) == 1 and len(service.listener.peers) == 2
+    for end in (old, *newer):
+      end.close()
 
 
 @pytest.mark.parametrize(
   ('change', 'reason'),
-  [
-    (dict(name='other'), "this is 'test' version 2 .* the client wants 'other'"),
-    (dict(version=1), "the client wants 'test' version 1"),
-  ],
+  [(dict(name='other'), r"'test' .* 2 .*'other'"), (dict(version=1), r"'test' .* 1")],
 )
 def test_another_service_or_version_is_refused(change: dict[str, Any], reason: str) -> None:
-  import re
-
   with Service().listen() as service, connect(service) as end:
     end.say(session_messages.HELLO, {**session_messages.hello('test', 0), **change})
     heard = end.hear()
@@ -120,23 +114,20 @@ def test_a_client_is_told_to_wait_and_joins_later() -> None:
 @pytest.mark.parametrize(
   ('said', 'reason'),
   [
-    ([(session_messages.HELLO, [{}])], 'a hello without a name'),
-    ([(session_messages.HELLO, [{**session_messages.hello('test', 0), 'pid': -1}])], 'a hello without a pid'),
-    ([(session_messages.HELLO, [{**session_messages.hello('test', 0), 'host': 'x' * 201}])], 'without a host'),
-    ([(session_messages.PING, [None])], 'a PING without a session'),
-    ([(session_messages.BYE, ['x'])], 'a BYE without a session'),
-    ([(SAY, ['x'])], 'a SAY without a session'),
-    ([(session_messages.HELLO, [session_messages.hello('test', 0)])] * 2, 'a second HELLO'),
+    ([(session_messages.HELLO, [{}])], 'name'),
+    ([(session_messages.HELLO, [{**HELLO, 'pid': -1}])], 'pid'),
+    ([(session_messages.HELLO, [{**HELLO, 'host': 'x' * 201}])], 'host'),
+    ([(session_messages.PING, [None])], 'PING'),
+    ([(session_messages.BYE, ['x'])], 'BYE'),
+    ([(SAY, ['x'])], 'SAY'),
+    ([(session_messages.HELLO, [HELLO])] * 2, 'second HELLO'),
   ],
-)  # fmt: skip
+)
 def test_what_is_not_as_it_must_be_ends_the_connection(said: Any, reason: str) -> None:
   with Service(SAY).listen() as service, connect(service) as end:
     for kind, fields in said:
       end.say(kind, *fields, arrays=(b'x',) if kind.arrays else ())
-    while (heard := end.hear()) is not None and heard[0] is not session_messages.GONE:
-      pass
-    assert heard is not None and reason in heard[1][0]
-    assert end.is_closed()
+    assert reason in end.gone() and end.is_closed()
     assert service.listener.counts['malformed'] == 1 and not service.listener.counts['unexpected']
 
 
@@ -156,11 +147,11 @@ def test_an_error_of_the_handler_ends_that_session_only() -> None:
 def test_a_failure_of_the_thread_is_raised_at_its_owner() -> None:
   class Failing(Service):
     def turned(self) -> None:
-      raise MemoryError('no room')
+      raise MemoryError
 
   service = Failing().listen()
   service.serving.ended.wait(20)
-  assert 'no room' in service.serving.failure
+  assert 'MemoryError' in service.serving.failure
   with pytest.raises(MemoryError):
     service.__exit__()
 
@@ -168,7 +159,7 @@ def test_a_failure_of_the_thread_is_raised_at_its_owner() -> None:
 def test_silence_ends_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
   with Service().listen(peer_timeout=0.5) as service, client(service) as end:
     assert end.is_closed()
-    assert 'silent for' in service.of('left')[0][1]
+    assert 'silent' in service.of('left')[0][1]
 
 
 def test_a_stop_of_the_listener_is_nobodys_silence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,13 +216,13 @@ def test_a_guest_may_send_no_large_frame() -> None:
   with Service(SAY, largest=2**24).listen() as service, connect(service) as end:
     end.send(PREFIX.pack(session_messages.GUEST_BYTES + 1, 1 | 10 << 8))
     heard = end.hear()
-    assert heard is not None and 'at most 65536' in heard[1][0]
+    assert heard is not None and '65536' in heard[1][0]
     with client(service) as known:
       known.say(SAY, 'x', arrays=(bytes(2**20),))
       until(lambda: service.of('handle'))
 
 
-def test_new_connections_take_a_bounded_share_of_the_time(
+def test_new_connections_have_a_bounded_share(
   monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
   monkeypatch.setattr(connections, 'GREETING_SECONDS', 0.02)
@@ -244,9 +235,7 @@ def test_new_connections_take_a_bounded_share_of_the_time(
       ends.append(sockets.create_connection(('127.0.0.1', int(service.address.rpartition(':')[2]))))
       ends[-1].send(b'no handshake')
       states.add(listening.accepting)
-    until(
-      lambda: service.listener.counts['connections'] >= 50
-    )  # all in the end, and not all at once
+    until(lambda: service.listener.counts['connections'] >= 50)  # all in the end
     assert service.listener.counts['turned away'] > 0
     with bare.connect(service.address, KINDS, tmp_path / 'keys') as good:
       good.hello('test')
@@ -274,7 +263,7 @@ def test_half_open_handshakes_hold_nobody_up(tmp_path: Path) -> None:
       end.close()
 
 
-def test_a_client_that_reads_nothing_is_dropped_and_others_are_not() -> None:
+def test_a_client_that_reads_nothing_is_dropped() -> None:
   def answer(service: Service, peer: Any, kind: Any, fields: Any, arrays: Any) -> None:
     service.listener.send(peer, ASK_BACK, 1, arrays=(bytes(10**6),))
 
@@ -289,7 +278,7 @@ def test_a_client_that_reads_nothing_is_dropped_and_others_are_not() -> None:
       except OSError:
         break
     until(lambda: service.of('left'))
-    assert 'does not read' in service.of('left')[0][1]
+    assert 'read' in service.of('left')[0][1]
     good.say(SAY, 'x', arrays=(b'',))
     assert len(good.expect(ASK_BACK)[1][0]) == 10**6
 
@@ -321,15 +310,7 @@ def test_the_end_is_told() -> None:
   with service, client(service) as end:
     until(lambda: service.listener.peers)
     service.serving.ask_to_stop()
-    fields, _ = end_of(end)
-    assert list(fields) == [False, 'test has ended']
-
-
-def end_of(end: bare.Bare) -> Any:
-  while (heard := end.hear()) is not None:
-    if heard[0] is session_messages.END:
-      return heard[1], heard[2]
-  raise AssertionError('no END')
+    assert end.last(session_messages.END) is False
 
 
 def test_an_endless_log_is_bounded() -> None:

@@ -13,16 +13,16 @@ import pytest
 from children import until
 
 from podrace.distributed.net import address as addresses
-from podrace.distributed.net import keys, session_messages
+from podrace.distributed.net import connecting, keys, session_messages
 from podrace.distributed.net.address import check_address, is_local, listen
-from podrace.distributed.net.link import Link
+from podrace.distributed.net.link import Link, LinkHandler
 from podrace.distributed.net.listener import Listen
 from podrace.errors import SecurityError
 
 OTHERS = session_messages.of_listeners()
 
 
-class Nobody:
+class Nobody(LinkHandler):
   """A client's handler that does nothing."""
 
   service, kinds = 'test', OTHERS
@@ -31,26 +31,11 @@ class Nobody:
     self.joins = self.losses = 0
     self.over = False
 
-  def memory(self, *args: Any) -> None:
-    return None
-
-  def hello(self) -> dict[str, Any]:
-    return {}
-
   def joined(self, told: Any) -> None:
     self.joins += 1
 
   def handle(self, *args: Any) -> None:
     raise AssertionError(args)
-
-  def ping(self) -> None:
-    return None
-
-  def pong(self, told: Any) -> None:
-    pass
-
-  def turned(self) -> None:
-    pass
 
   def lost(self, reason: str) -> None:
     self.losses += 1
@@ -70,22 +55,20 @@ def test_keys_are_private_and_never_overwritten(directory: Path, tmp_path: Path)
   for name in ('authority.key', 'server.key', 'client.key'):
     assert (directory / name).stat().st_mode & 0o777 == 0o600
   assert directory.stat().st_mode & 0o777 == 0o700
-  with pytest.raises(SecurityError, match='never overwritten'):
+  with pytest.raises(SecurityError, match=str(directory)):
     keys.new_keys(directory)
   keys.new_client(directory, tmp_path / 'other')
   assert {x.name for x in (tmp_path / 'other').iterdir()} == set(keys.CLIENT_FILES)
   lines = (directory / keys.ALLOWED).read_text().splitlines()
   assert [line.partition('# ')[2] for line in lines] == ['client', 'other']
   (directory / 'client.key').chmod(0o640)
-  with pytest.raises(
-    SecurityError, match=r'client.key can be used by others .*mode 640.*chmod 600'
-  ):
+  with pytest.raises(SecurityError, match=r'client.key .*640.*chmod 600'):
     keys.client_context(directory)
   (directory / 'server.key').write_text('nonsense')
-  with pytest.raises(SecurityError, match='are not certificates and a key that belong together'):
+  with pytest.raises(SecurityError, match=r'server.key'):
     keys.server_context(directory)
   (directory / 'server.pem').unlink()
-  with pytest.raises(SecurityError, match=r'no server.pem .* `podrace keys new DIR`'):
+  with pytest.raises(SecurityError, match=r'server.pem .* `podrace keys new DIR`'):
     keys.server_context(directory)
 
 
@@ -94,9 +77,7 @@ def joined(link: Link) -> bool:
   return True
 
 
-def test_a_listed_client_is_let_in_and_cut_when_its_line_is_removed(
-  directory: Path, tmp_path: Path
-) -> None:
+def test_a_removed_line_cuts_its_client(directory: Path, tmp_path: Path) -> None:
   keys.new_client(directory, tmp_path / 'other')
   with bare.Service().listen(keys=directory) as service:
     one, two = Nobody(), Nobody()
@@ -109,11 +90,10 @@ def test_a_listed_client_is_let_in_and_cut_when_its_line_is_removed(
     listed.write_text(text.splitlines()[0] + '\n')
     until(lambda: second.session is None)
     assert time.monotonic() - begun < 5.0  # a second, and what a busy machine adds
-    until(lambda: 'is not in allowed_clients' in second.why)
+    until(lambda: keys.ALLOWED in second.why)
     assert first.session == 1 and one.losses == 0
-    until(lambda: any('its key is not listed any more' in x for x in service.said))
     fingerprint = text.splitlines()[1].split()[0]
-    until(lambda: any(f'its key {fingerprint} is not listed' in x for x in service.said))
+    until(lambda: any(fingerprint in x for x in service.said))
     listed.write_text(text)
     assert joined(second)
     listed.unlink()  # a list that can't be read allows nobody
@@ -122,14 +102,12 @@ def test_a_listed_client_is_let_in_and_cut_when_its_line_is_removed(
       link.close()
 
 
-def test_keys_of_another_authority_are_turned_away_on_both_sides(
-  directory: Path, tmp_path: Path
-) -> None:
+def test_keys_of_another_authority_are_refused(directory: Path, tmp_path: Path) -> None:
   keys.new_keys(tmp_path / 'foreign')
   with bare.Service().listen(keys=directory) as service:
     link = Link(service.address, tmp_path / 'foreign', False, Nobody()).start()
-    until(lambda: 'with other keys' in link.why)
-    until(lambda: any('turned away' in x for x in service.said))
+    until(lambda: 'other keys' in link.why)
+    until(lambda: service.listener.counts['turned away'] and service.said)
     assert not service.listener.peers
     link.close()
 
@@ -144,7 +122,7 @@ def test_a_client_certificate_is_no_server(directory: Path, tmp_path: Path) -> N
   (tmp_path / 'thief' / keys.ALLOWED).write_text((directory / keys.ALLOWED).read_text())
   with bare.Service().listen(keys=tmp_path / 'thief') as service:
     link = Link(service.address, directory, False, Nobody()).start()
-    until(lambda: 'with other keys' in link.why)
+    until(lambda: 'other keys' in link.why)
     assert 'certificate' in link.why and link.session is None
     link.close()
 
@@ -152,11 +130,11 @@ def test_a_client_certificate_is_no_server(directory: Path, tmp_path: Path) -> N
 def test_one_side_with_keys_says_so_at_the_other(directory: Path) -> None:
   with bare.Service().listen(keys=directory) as service:
     link = Link(service.address, None, False, Nobody()).start()
-    until(lambda: 'wants keys' in link.why)
+    until(lambda: '--keys' in link.why)
     link.close()
   with bare.Service().listen() as service:
     link = Link(service.address, directory, False, Nobody()).start()
-    until(lambda: 'without keys' in link.why)
+    until(lambda: connecting.HAS_NO_KEYS in link.why)
     link.close()
 
 
@@ -165,7 +143,7 @@ def test_one_side_with_keys_says_so_at_the_other(directory: Path) -> None:
   ['tcp://host', 'tcp://:1', 'tcp://host:0', 'tcp://host:65536', 'unix:', 'ipc://x', 'udp://h:1', 'tcp://h :1', ''],
 )  # fmt: skip
 def test_addresses_that_are_none_are_refused(address: str) -> None:
-  with pytest.raises(SecurityError, match=r'--connect takes tcp://HOST:PORT or unix:PATH'):
+  with pytest.raises(SecurityError, match=r'--connect .*tcp://HOST:PORT or unix:PATH'):
     check_address(address, None, False, '--connect')
 
 
@@ -174,13 +152,13 @@ def test_beyond_this_machine_keys_are_needed(tmp_path: Path) -> None:
     assert is_local(address)
     check_address(address, None, False, '--connect')
   for address in ('tcp://10.0.0.1:1', 'tcp://example.org:1'):
-    with pytest.raises(SecurityError, match='so it needs keys'):
+    with pytest.raises(SecurityError, match='keys'):
       check_address(address, None, False, '--connect')
     check_address(address, None, True, '--connect')
     check_address(address, tmp_path, False, '--connect')
     with pytest.raises(SecurityError, match='contradict'):
       check_address(address, tmp_path, True, '--connect')
-  with pytest.raises(SecurityError, match='so it needs keys'):
+  with pytest.raises(SecurityError, match='keys'):
     Listen('tcp://*:5555')
 
 
@@ -190,16 +168,16 @@ def test_unix_sockets_are_their_users_alone(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o777 == 0o600
     link = Link(service.address, None, False, Nobody()).start()
     assert joined(link)
-    with pytest.raises(SecurityError, match='in use'):
+    with pytest.raises(SecurityError, match=str(path)):
       listen(f'unix:{path}')
     link.close()
     path.chmod(0o666)
     other = Link(service.address, None, False, Nobody()).start()
-    until(lambda: 'is open to others (mode 666)' in other.why)
+    until(lambda: '666' in other.why)
     other.close()
   assert not path.exists()
   path.write_text('mine')
-  with pytest.raises(SecurityError, match='a file that is no socket'):
+  with pytest.raises(SecurityError, match=str(path)):
     listen(f'unix:{path}')
   assert path.read_text() == 'mine'
 

@@ -47,7 +47,7 @@ def test_any_thread_ends_the_wait_and_has_something_done() -> None:
   loop.close()
 
 
-def test_what_is_woken_once_is_woken_again_and_not_for_ever() -> None:
+def test_each_wake_ends_one_wait() -> None:
   loop = Loop()
   for _ in range(3):
     loop.wake()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import bare
@@ -15,6 +16,7 @@ import pytest
 from children import until
 from peers import Learner, Raw
 from rich.console import Console
+from services import all_of
 
 from podrace import cli
 from podrace.distributed import parameters, replay
@@ -30,46 +32,33 @@ WRONG: list[Any] = [
 ]  # fmt: skip
 
 
+def report_of(address: str, is_whole: Callable[[Any], Any]) -> dict[str, Any]:
+  """The first report of a service that is whole."""
+  with contextlib.closing(dashboard.Asker(address, None, False)) as asker:
+    return until(lambda: report if is_whole(report := asker.ask()) else None)
+
+
 def of_learner() -> dict[str, Any]:
   with Learner() as learner, Raw(learner.address) as raw:
     raw.join(2)
     raw.say(session_messages.METRICS, {'steps_per_s': 1.5, 'resident_mb': 7})
-    asker = dashboard.Asker(learner.address, None, False)
-    try:
-      until(lambda: asker.ask()['clients'][0]['metrics'])
-      return asker.ask()
-    finally:
-      asker.close()
+    return report_of(learner.address, lambda report: report['clients'][0]['metrics'])
 
 
 def of_program() -> dict[str, Any]:
   with ReplayServer(bare.ANY) as server, replay.connect(server.address) as client:
-    from services import all_of
-
     all_of(client)
     program = lambda: dict(steps=10, replay=replay_reports(client))  # noqa: E731
     with parameters.Publisher(bare.ANY, environments=2, program=program) as publisher:
       publisher.publish(1, [('x', np.ones(2))])
-      reader = parameters.Parameters(publisher.address)
-      asker = dashboard.Asker(publisher.address, None, False)
-      try:
-        until(lambda: (r := asker.ask())['program']['replay'] and r['clients'])
-        return asker.ask()
-      finally:
-        asker.close()
-        reader.close()
+      with contextlib.closing(parameters.Parameters(publisher.address)):
+        return report_of(publisher.address, lambda r: r['program']['replay'] and r['clients'])
 
 
 def of_replay() -> dict[str, Any]:
   with ReplayServer(bare.ANY) as server, replay.connect(server.address) as client:
-    from services import all_of
-
     all_of(client)
-    asker = dashboard.Asker(server.address, None, False)
-    try:
-      return asker.ask()
-    finally:
-      asker.close()
+    return report_of(server.address, bool)
 
 
 def places(x: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -124,10 +113,11 @@ def test_clients_that_name_many_metrics_make_no_endless_table() -> None:
   report['clients'] = [
     {**one, 'metrics': {f'm{i}_{j}': 1.0 for j in range(16)}} for i in range(300)
   ]
-  assert len(dashboard._clients(reports.read(report), 'title').columns) == dashboard.COLUMNS + 2
+  clients = dashboard.service(reports.read(report), {}, 0.0).renderables[-1]
+  assert len(clients.columns) == dashboard.COLUMNS + 2
 
 
-def test_top_ends_with_a_line_where_a_service_reports_something_else(
+def test_top_ends_at_a_malformed_report(
   monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
   monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', 1.0)

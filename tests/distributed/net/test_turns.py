@@ -34,6 +34,10 @@ def stopped(service: Service) -> Iterator[Callable[[], None]]:
     turn.set()
 
 
+def connect(service: Service, keys: Path | None = None) -> bare.Bare:
+  return bare.connect(service.address, KINDS, keys)
+
+
 class Counting(Service):
   """Counts what the listener handles, and how much of it came before the PING of the client `good`."""
 
@@ -65,10 +69,8 @@ def test_others_wait_for_a_few_messages_of_each_client_only(
   fields = {SAY: ['x'], session_messages.PING: ['more'], session_messages.ASK: []}[kind]
   flood = b''.join(kind.pack(fields)) * MESSAGES
   with Counting().listen(keys=directory) as service, contextlib.ExitStack() as stack:
-    ends = [
-      stack.enter_context(bare.connect(service.address, KINDS, directory)) for _ in range(FLOODERS)
-    ]
-    good = stack.enter_context(bare.connect(service.address, KINDS, directory))
+    ends = [stack.enter_context(connect(service, directory)) for _ in range(FLOODERS)]
+    good = stack.enter_context(connect(service, directory))
     for end in (*ends, good):
       end.hello('test')
     counts = service.listener.counts
@@ -86,11 +88,7 @@ def test_others_wait_for_a_few_messages_of_each_client_only(
 
 def test_one_that_has_no_session_is_heard_less(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(connections, 'MESSAGE_SECONDS', 60.0)
-  with (
-    Counting().listen() as service,
-    bare.connect(service.address, KINDS) as guest,
-    bare.connect(service.address, KINDS) as good,
-  ):
+  with Counting().listen() as service, connect(service) as guest, connect(service) as good:
     good.hello('test')
     with stopped(service) as go_on:
       guest.send(b''.join(session_messages.ASK.pack([])) * MESSAGES)
@@ -100,7 +98,7 @@ def test_one_that_has_no_session_is_heard_less(monkeypatch: pytest.MonkeyPatch) 
     assert 0 <= service.before <= 2 * connections.GUEST_MESSAGES
 
 
-def test_a_message_that_takes_long_is_the_last_one_of_its_turn() -> None:
+def test_a_long_message_is_the_last_of_its_turn() -> None:
   order: list[str] = []
   waiting = threading.Event()
 
@@ -109,11 +107,7 @@ def test_a_message_that_takes_long_is_the_last_one_of_its_turn() -> None:
     if fields[0] == 'slow':
       waiting.wait(3 * connections.MESSAGE_SECONDS)
 
-  with (
-    Service(SAY, on=slow).listen() as service,
-    bare.connect(service.address, KINDS) as one,
-    bare.connect(service.address, KINDS) as two,
-  ):
+  with Service(SAY, on=slow).listen() as service, connect(service) as one, connect(service) as two:
     one.hello('test')
     two.hello('test')
     with stopped(service) as go_on:
@@ -124,9 +118,7 @@ def test_a_message_that_takes_long_is_the_last_one_of_its_turn() -> None:
     assert order.index('quick') <= 1
 
 
-def test_answers_to_a_client_that_does_not_read_are_bounded(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_answers_that_are_not_read_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(stream, 'ANSWER_BYTES', 2**20)
   size = 2**18
   waiting: list[int] = []
@@ -135,7 +127,7 @@ def test_answers_to_a_client_that_does_not_read_are_bounded(
     service.listener.send(peer, ANSWER, 'x' * size)
     waiting.append(peer.stream.answer_bytes)
 
-  with Service(SAY, on=answer).listen() as service, bare.connect(service.address, KINDS) as deaf:
+  with Service(SAY, on=answer).listen() as service, connect(service) as deaf:
     deaf.hello('test')
     with contextlib.suppress(OSError):  # it is cut off
       for _ in range(200):

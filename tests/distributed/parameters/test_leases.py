@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_ranges_do_not_overlap_and_fill_what_is_free() -> None:
       first = wish if wish in free else min(free, default=-1)
       assert found == (range(first, first + size) if free else None)
       if found is None:
-        with pytest.raises(WireError, match='of which there are none'):
+        with pytest.raises(WireError, match='environments'):
           held.lend(holder, size, wish)
       else:
         assert held.lend(holder, size, wish) == found
@@ -45,7 +46,7 @@ def test_ranges_do_not_overlap_and_fill_what_is_free() -> None:
 @pytest.mark.parametrize('name', ['environments', 'first'])
 def test_a_hello_asks_in_whole_numbers(name: str, said: Any) -> None:
   assert read_request({}) == (0, 0) and read_request({'environments': 4, 'first': 8}) == (4, 8)
-  with pytest.raises(WireError, match=f'{name} that is no integer'):
+  with pytest.raises(WireError, match=name):
     read_request({name: said})
 
 
@@ -63,7 +64,7 @@ def test_a_spare_takes_the_place_that_is_free() -> None:
     assert (one.first, two.first) == (0, 16)
     spare = reader(publisher.address, 16)
     until(lambda: spare.is_stale)
-    assert 'a spare: others act in the 32 environments of the run' in spare._why()
+    assert ' 32 ' in spare.link.why
     assert len(publisher.clients('act')) == 2
     small = reader(publisher.address, 0)  # which acts in none
     small.get(timeout=30)
@@ -74,17 +75,14 @@ def test_a_spare_takes_the_place_that_is_free() -> None:
       each.close()
 
 
-def test_a_process_that_is_cut_off_comes_back_to_its_place() -> None:
+def test_a_process_comes_back_to_its_place_after_a_cut() -> None:
   """At once, though the learner has not heard of the cut, and others wait."""
   with parameters.Publisher(ANY, environments=32, peer_timeout=3600.0) as publisher:
     kinds = parameters.Parameters.kinds
-    with (
-      bare.connect(publisher.address, kinds) as one,
-      bare.connect(publisher.address, kinds) as before,
-      bare.connect(publisher.address, kinds) as spare,
-      bare.connect(publisher.address, kinds) as again,
-      bare.connect(publisher.address, kinds) as other,
-    ):
+    with contextlib.ExitStack() as stack:
+      one, before, spare, again, other = (
+        stack.enter_context(bare.connect(publisher.address, kinds)) for _ in range(5)
+      )
       assert one.hello(parameter_messages.SERVICE, 1, environments=16)['first'] == 0
       assert before.hello(parameter_messages.SERVICE, 2, environments=16)['first'] == 16
       spare.say(session_messages.HELLO, hello(16, 3))
@@ -107,9 +105,10 @@ def test_whose_place_is_taken_meanwhile_does_not_act() -> None:
     publisher.publish(1, leaves(1))
     late = reader(publisher.address, 4)
     late.get(timeout=30)
-    held = publisher._leases.held
+    held = publisher.leases.held
     held['another'] = range(8)
-    late._link._loop.call(lambda: late._link._lose('a test'))
+    (peer,) = publisher.peers
+    publisher.listener.call(lambda: publisher.listener.tell_gone(peer, 'a test'))
     until(lambda: late.is_stale)
     assert late.version == 1 and late.staleness < 60  # fresh enough, but for that
     held['another'] = range(2)
@@ -138,9 +137,7 @@ def test_who_is_silent_loses_its_place() -> None:
 def test_more_than_the_run_has_is_refused() -> None:
   with parameters.Publisher(ANY, environments=32) as publisher:
     much = reader(publisher.address, 33)
-    with pytest.raises(
-      replay.Refused, match=r'act in 33 environments, the run has 32 \(--num-envs\)'
-    ):
+    with pytest.raises(replay.Refused, match=r'33 .* 32 \(--num-envs\)'):
       much.get(timeout=30)
     much.close()
 
@@ -180,7 +177,7 @@ def test_a_spare_whose_learner_goes_gives_up_as_others_do() -> None:
     until(lambda: one.connected)
     spare = reader(publisher.address, 4)
     until(lambda: spare.is_stale)
-  with pytest.raises(parameters.StaleParameters, match=r'0\.3 s were not enough'):
+  with pytest.raises(parameters.StaleParameters, match=r'0\.3 s'):
     spare.get(timeout=0.3)
   one.close()
   spare.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ def leaves(value: float, size: int = 1000) -> list[tuple[str, np.ndarray]]:
 def test_versions_come_whole_and_only_when_they_have_changed() -> None:
   with parameters.Publisher(ANY) as publisher:
     reader = parameters.Parameters(publisher.address)
-    with pytest.raises(parameters.StaleParameters, match=r'there are no parameters of .* yet'):
+    with pytest.raises(parameters.StaleParameters, match=publisher.address):
       reader.get(timeout=0.3)
     assert reader.version == -1
     array = np.arange(6, dtype=np.float64).reshape(2, 3)
@@ -48,9 +47,9 @@ def test_versions_come_whole_and_only_when_they_have_changed() -> None:
     until(lambda: reader.version == 9)
     assert reader.fetched == 2
     for version in (9, 8, -1):
-      with pytest.raises(ValueError, match='must be above 9'):
+      with pytest.raises(ValueError, match='9'):
         publisher.publish(version, leaves(1))
-    with pytest.raises(ValueError, match='not made of numbers'):
+    with pytest.raises(ValueError, match='x'):
       publisher.publish(10, [('x', np.array(['text']))])
     late = parameters.Parameters(publisher.address)
     assert late.get(timeout=30).version == 9
@@ -75,8 +74,7 @@ def test_many_pieces_and_versions_are_never_torn(tmp_path: Path) -> None:
 
 
 def test_versions_come_although_newer_ones_are_published_faster() -> None:
-  with parameters.Publisher(ANY) as publisher:
-    proxy = Proxy(int(publisher.address.rpartition(':')[2]))
+  with parameters.Publisher(ANY) as publisher, Proxy(publisher.address) as proxy:
     reader = parameters.Parameters(proxy.address)
     until(lambda: reader.connected)
     proxy.down = False
@@ -84,14 +82,11 @@ def test_versions_come_although_newer_ones_are_published_faster() -> None:
       publisher.publish(number, leaves(number, 2_000_000))  # more than kernels hold on the way
       until(lambda: publisher.listener.counts['bytes'] >= 16_000_008)
     proxy.down = True
-    until(
-      lambda: reader.version >= 1
-    )  # it is read to its end, however many are published meanwhile
+    until(lambda: reader.version >= 1)  # to its end, however many are published meanwhile
     assert (reader.get().leaves[0][1] == reader.get().version).all()
     until(lambda: reader.version == 10)
     assert reader.fetched == 2  # those that it had no time for were not sent
     reader.close()
-    proxy.close()
 
 
 def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
@@ -111,31 +106,30 @@ def test_versions_that_are_read_are_kept_but_not_too_many() -> None:
           assert number == version and len(data) == 24_000_008
 
 
-def under_way(reader: parameters.Parameters) -> bool:
-  connection = reader._link._connection
-  return connection is not None and connection.stream.reader.large is not None
+class Noticing(parameters.Parameters):
+  """Knows of the version that is on its way."""
+
+  under_way = -1
+
+  def memory(self, kind: Any, fields: Any, size: int) -> Any:
+    self.under_way = fields[0]
+    return super().memory(kind, fields, size)
 
 
 def test_a_cut_on_the_way_is_outlived() -> None:
-  with parameters.Publisher(ANY) as publisher:
-    proxy = Proxy(int(publisher.address.rpartition(':')[2]))
-    reader = parameters.Parameters(proxy.address)
-    try:
-      for version in range(8):
-        publisher.publish(version, leaves(version, 2_000_000))  # 16 MB
-        until(lambda v=version: under_way(reader) or reader.version == v)
-        proxy.reset()
-        until(lambda v=version: reader.version == v)
-        assert (reader.get().leaves[0][1] == version).all()
-    finally:
-      reader.close()
-      proxy.close()
+  with parameters.Publisher(ANY) as publisher, Proxy(publisher.address) as proxy:
+    reader = Noticing(proxy.address)
+    for version in range(8):
+      publisher.publish(version, leaves(version, 2_000_000))  # 16 MB
+      until(lambda v=version: reader.under_way == v)
+      proxy.reset()
+      until(lambda v=version: reader.version == v)
+      assert (reader.get().leaves[0][1] == version).all()
+    reader.close()
 
 
 def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None:
-  with parameters.Publisher(ANY, peer_timeout=2.0) as publisher:
-    address = publisher.address
-    proxy = Proxy(int(address.rpartition(':')[2]))
+  with parameters.Publisher(ANY, peer_timeout=2.0) as publisher, Proxy(publisher.address) as proxy:
     reader = parameters.Parameters(proxy.address, max_staleness=1.5)
     publisher.publish(1, leaves(1))
     assert reader.get(timeout=30).version == 1
@@ -144,12 +138,9 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     assert reader.get(timeout=0).version == 1  # nothing newer: it is fresh
     proxy.up = proxy.down = False
     until(lambda: reader.staleness > 1.5)
-    with (
-      caplog.at_level(logging.WARNING),
-      pytest.raises(parameters.StaleParameters, match='version 1 is held'),
-    ):
+    with pytest.raises(parameters.StaleParameters, match='version 1'):
       reader.get(timeout=0.2)
-    assert any('are stale' in r.getMessage() for r in caplog.records)
+    assert any('version 1' in r.getMessage() for r in caplog.records)
     found: list[Any] = []
     thread = threading.Thread(target=lambda: found.append(reader.get(timeout=60)), daemon=True)
     thread.start()
@@ -161,9 +152,8 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     assert found[0].version in (1, 2)
     until(lambda: reader.version == 2)
     reader.close()
-    proxy.close()
   with pytest.raises(ValueError, match='max_staleness'):
-    parameters.Parameters(address, max_staleness=0.0)
+    parameters.Parameters(publisher.address, max_staleness=0.0)
 
 
 def test_a_publisher_that_comes_back_goes_on() -> None:

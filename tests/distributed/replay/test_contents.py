@@ -11,7 +11,7 @@ import pytest
 import zstandard
 from children import until
 from services import ANY
-from test_service_security import Raw, insert
+from test_service_security import Raw, joined
 from test_service_tables import SIMPLE
 
 from podrace.distributed import replay
@@ -61,13 +61,13 @@ def server() -> Iterator[ReplayServer]:
 
 
 BAD = {
-  r'reward: float32\[\] over time is nan, expected a finite number': dict(reward=np.float32('nan')),
-  r'reward: .* is -inf, expected a finite number': dict(reward=np.float32('-inf')),
-  r'step_type: int8\[\] over time is 77, expected 0 to 2': dict(step_type=np.int8(77)),
-  r'action: .* is 6, expected \[0\. 0\.\] to \[3\. 5\.\]': dict(action=np.array([0, 6], np.int32)),
-  r'value: .* is nan, expected a number': dict(value=np.float32('nan')),
-  r'5 rows in .* of image.*, expected 4 rows': dict(rows=5),
-  r'3 rows in .* of image.*, expected 4 rows': dict(rows=3),
+  r'reward: float32\[\] .* nan,': dict(reward=np.float32('nan')),
+  r'reward: .* -inf,': dict(reward=np.float32('-inf')),
+  r'step_type: int8\[\] .* 77, .* 0 to 2': dict(step_type=np.int8(77)),
+  r'action: .* 6, .* \[0\. 0\.\] to \[3\. 5\.\]': dict(action=np.array([0, 6], np.int32)),
+  r'value: .* nan,': dict(value=np.float32('nan')),
+  r'5 rows .* image.* 4 rows': dict(rows=5),
+  r'3 rows .* image.* 4 rows': dict(rows=3),
 }
 
 
@@ -76,7 +76,7 @@ def test_what_is_none_is_refused_counted_and_named(server: ReplayServer) -> None
     table = good.table('it', **ITEMS)
     write(good)
     for text, changes in BAD.items():
-      with pytest.raises(ValueError, match=f"table 'it': {text}"):
+      with pytest.raises(ValueError, match=f"'it': {text}"):
         write(bad, **changes)
       write(good)
     write(bad)  # its session goes on
@@ -87,15 +87,15 @@ def test_what_is_none_is_refused_counted_and_named(server: ReplayServer) -> None
     found = [(c['inserted'], c['refused']) for c in asker.ask()['clients']]
     asker.close()
     assert sorted(found) == [(1, len(BAD)), (1 + len(BAD), 0)]
-    lines = [x for x in server.listener.lines.events if 'refused an item of' in x]
-    assert len(lines) == 1 and 'is nan' in lines[0]  # of each client the first
+    lines = [x for x in server.listener.lines.events if 'refused an item' in x]
+    assert len(lines) == 1 and ' nan' in lines[0]  # of each client the first
 
 
 def test_the_first_item_does_not_decide_what_the_others_are(server: ReplayServer) -> None:
   """With contents the table knows its columns from the beginning."""
   with replay.connect(server.address) as client:
     client.table('it', **ITEMS)
-    with client.writer(2) as writer, pytest.raises(ValueError, match='items are'):
+    with client.writer(2) as writer, pytest.raises(ValueError, match='other'):
       writer.append({'other': np.float32(0)})
       writer.create_item(client.table('it'), 1.0, num_steps=1)
       writer.flush(timeout=30)
@@ -109,14 +109,14 @@ def test_contents_outlive_the_service(tmp_path: Path) -> None:
       client.table('it', **ITEMS)
       client.table('it', **SIMPLE)  # who does not say what it holds is not asked
       other = [*COLUMNS[:-1], pack_column('env_id', np.int32, (), None, (0, 9))]
-      with pytest.raises(replay.Refused, match=r"\['env_id', .* is asked for"):
+      with pytest.raises(replay.Refused, match='env_id'):
         client.table('it', **{**ITEMS, 'contents': other})
       with pytest.raises(ValueError, match='step_type'):
         write(client, step_type=np.int8(-1))
       write(client)
 
 
-def test_an_older_tables_contents_are_those_that_its_run_asks_for(server: ReplayServer) -> None:
+def test_an_older_table_takes_its_runs_contents(server: ReplayServer) -> None:
   with replay.connect(server.address) as client:
     client.table('it', **SIMPLE)
     write(client, reward=np.float32('nan'))
@@ -127,7 +127,7 @@ def test_an_older_tables_contents_are_those_that_its_run_asks_for(server: Replay
     with client.writer(1) as writer:
       writer.append({'x': np.float32(0)})
       writer.create_item(other, 1.0, num_steps=1)
-    with pytest.raises(replay.Refused, match='items of other columns'):
+    with pytest.raises(replay.Refused, match='columns'):
       client.table('other', **ITEMS)
 
 
@@ -146,15 +146,12 @@ def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
       assert 'it' not in server.tables
 
 
-def test_checkpoints_that_clients_ask_for_are_bounded(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requested_checkpoints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   """So many at once, then one now and then, for all who have asked meanwhile; the last when it ends."""
   monkeypatch.setattr('podrace.distributed.replay.checkpoints.SAVES_AT_ONCE', 3)
   monkeypatch.setattr('podrace.distributed.replay.checkpoints.SAVE_SECONDS', 3600.0)
   with ReplayServer(ANY, dir=tmp_path) as server:
-    raw = Raw(server.address)
-    raw.join()
+    raw = joined(server)
     for number in range(3):
       raw.say(replay_messages.SAVE, number)
       assert list(raw.answer(replay_messages.ANSWER)[0][:2]) == [number, True]
@@ -162,8 +159,7 @@ def test_checkpoints_that_clients_ask_for_are_bounded(
       raw.say(replay_messages.SAVE, number)
     until(lambda: len(server.saving.requests) == 10)
     assert server.counts['checkpoints'] == 3
-    server.saving._saves._at -= 3600.0  # an hour later
-    server.listener.wake()
+    server.listener.call(lambda: server.saving.saves.take(-1))  # as it is an hour later
     answers = [raw.answer(replay_messages.ANSWER)[0] for _ in range(10)]
     assert [x[0] for x in answers] == list(range(3, 13)) and len({x[2] for x in answers}) == 1
     assert server.counts['checkpoints'] == 4
@@ -181,10 +177,10 @@ X = pack_column('x', np.int64, (2,), 3)
 
 
 def declared(server: ReplayServer) -> Raw:
-  raw = Raw(server.address)
-  raw.join()
+  raw = joined(server)
   signature = replay_messages.pack_signature(ItemSchema([X]).signature)
-  raw.say(replay_messages.DECLARE,           {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]})  # fmt: skip
+  told = {'tables': ['it'], 'specs': [['<i8', [2]]], 'signatures': [signature]}
+  raw.say(replay_messages.DECLARE, told)
   return raw
 
 
@@ -193,20 +189,19 @@ def test_chunks_that_take_much_more_unpacked_are_refused(server: ReplayServer) -
   with replay.connect(server.address) as client:
     client.table('it', **{**SIMPLE, 'contents': [X]})
     for rows, data, kind, text in (
-      (2**17, packed(2**21), replay_messages.ACK, 'unpacked, at most 1,048,576'),
-      (2**23, packed(2**27), None, 'with more than 67,108,864 bytes'),
-      (3, packed(48)[:-4] + b'\xff' * 4, replay_messages.ACK, 'is damaged'),
+      (2**17, packed(2**21), replay_messages.ACK, '1,048,576'),
+      (2**23, packed(2**27), None, '67,108,864'),
+      (3, packed(48)[:-4] + b'\xff' * 4, replay_messages.ACK, 'damaged'),
     ):
       raw = declared(server)
       assert len(data) < 2**14
-      header, frames = insert(1, chunks=[(0, rows, 1, len(data))], data=data)
-      raw.say(replay_messages.INSERT, *header, arrays=frames)
+      raw.insert(1, chunks=[(0, rows, 1, len(data))], data=data)
       assert text in str(raw.gone() if kind is None else raw.answer(kind)[0])
       raw.close()
     assert not client.table('it').info().inserts
 
 
-def test_what_one_message_makes_the_service_unpack_is_bounded(
+def test_unpacking_of_a_message_is_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr('podrace.distributed.replay.inserting.MESSAGE_UNPACKED', 40)
@@ -214,13 +209,16 @@ def test_what_one_message_makes_the_service_unpack_is_bounded(
     client.table('it', **{**SIMPLE, 'contents': [X]})
     raw = declared(server)
     data = packed(48)
-    header, frames = insert(
-      1, item=[(1, 1, 1.0, 0, 0), (2, 2, 1.0, 0, 0)], parts=[(1, 0, 3)] * 2, refs=[0, 1],
-      chunks=[(0, 3, 1, len(data))] * 2, data=2 * data,
-    )  # fmt: skip
-    raw.say(replay_messages.INSERT, *header, arrays=frames)
+    raw.insert(
+      1,
+      item=[(1, 1, 1.0, 0, 0), (2, 2, 1.0, 0, 0)],
+      parts=[(1, 0, 3)] * 2,
+      refs=[0, 1],
+      chunks=[(0, 3, 1, len(data))] * 2,
+      data=2 * data,
+    )
     ack, *numbers = raw.answer(replay_messages.ACK)
-    assert 'a message of more than 40 bytes unpacked' in ack[1]
+    assert ' 40 bytes' in ack[1]
     assert [np.frombuffer(x, '<u8').tolist() for x in numbers] == [[1], [], [2]]
     raw.close()
 
@@ -255,29 +253,27 @@ def test_parts_share_chunks_and_need_some_of_their_rows() -> None:
   np.testing.assert_array_equal(both.data['x'][:4, :5], found.data['x'])
 
 
-def test_a_shared_chunk_counts_once_to_what_may_be_unpacked(
-  monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_shared_chunk_is_unpacked_once(monkeypatch: pytest.MonkeyPatch) -> None:
   many = samples_of(8, [(1, 0, 1)] * 100, [0] * 100)
   monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512)
   assert len(sample_reader.read_samples([many]).key) == 100
   monkeypatch.setattr(replay_messages, 'UNPACKED_SAMPLE_BYTES', (100 + 8) * 512 - 1)
-  with pytest.raises(WireError, match='bytes unpacked'):
+  with pytest.raises(WireError, match=f'{108 * 512 - 1:,}'):
     sample_reader.read_samples([many])
 
 
 @pytest.mark.parametrize(
   'text, parts, refs',
   [
-    ('without the last chunk', [(2, 0, 5)], [0, 1]),
+    ('last chunk', [(2, 0, 5)], [0, 1]),
     ('rows 0 to 11 of 10', [(2, 0, 11)], [0, 1]),
     ('rows 5 to 6', [(2, 5, 1)], [0, 1]),
     ('rows 0 to 0', [(1, 0, 0)], [0]),
-    ('a chunk that was not sent', [(1, 0, 5)], [2]),
+    ('chunk', [(1, 0, 5)], [2]),
     ('parts over 1 chunks', [(2, 0, 5)], [0]),
   ],
 )
-def test_parts_that_are_not_in_their_chunks_are_refused(
+def test_parts_outside_of_their_chunks_are_refused(
   text: str, parts: list[Any], refs: list[int]
 ) -> None:
   with pytest.raises(WireError, match=text):
@@ -300,7 +296,7 @@ def test_a_sampler_does_not_unpack_what_nobody_samples() -> None:
     ]
 
   for n, count in ((1, 100), (100, 1)):
-    with pytest.raises(WireError, match='samples of more than 4,294,967,296 bytes unpacked'):
+    with pytest.raises(WireError, match='4,294,967,296'):
       sample_reader.read_samples([(signature, frames(n, count))])
   assert sample_reader.read_samples([(signature, frames(1, 1))]).data['x'].shape == (1, rows, 2)
   assert (

@@ -23,21 +23,15 @@ from podrace.distributed.replay.server import ReplayServer
 @pytest.mark.parametrize(
   ('make', 'name', 'kind', 'most'),
   [
-    (
-      lambda: Publisher(ANY),
-      SERVICE,
-      session_messages.PING,
-      session_messages.GUEST_BYTES,
-    ),  # its clients send no arrays
+    # Clients of parameters send no arrays.
+    (lambda: Publisher(ANY), SERVICE, session_messages.PING, session_messages.GUEST_BYTES),
     (
       lambda: ReplayServer(ANY, most_bytes=2**16),
-      replay_messages.SERVICE,
-      replay_messages.INSERT,
-      2**16 + 2**24 + 2**20,
+      replay_messages.SERVICE, replay_messages.INSERT, 2**16 + 2**24 + 2**20,
     ),
   ],
   ids=['parameters', 'replay'],
-)
+)  # fmt: skip
 def test_larger_frames_end_their_connection(make: Any, name: str, kind: Any, most: int) -> None:
   with make() as made, bare.connect(made.address, replay_messages.OF_SERVICES) as end:
     end.hello(name, 5)
@@ -47,23 +41,21 @@ def test_larger_frames_end_their_connection(make: Any, name: str, kind: Any, mos
     end.hello(name, 5)
     end.send(PREFIX.pack(most + 1, kind.number | 2 << 8))
     heard = end.hear()
-    assert heard is not None and f'at most {most}' in heard[1][0]
+    assert heard is not None and f' {most}' in heard[1][0]
     assert end.is_closed()
 
 
-def test_by_default_they_may_be_as_large_as_the_page_has_it() -> None:
+def test_the_default_limit_is_the_page_s() -> None:
   assert ReplayServer(ANY).largest == 2**30
 
 
-def test_an_item_that_is_larger_is_refused_with_both_sizes_and_others_are_not() -> None:
+def test_a_larger_item_is_refused_with_both_sizes() -> None:
   with ReplayServer(ANY, most_bytes=2**16) as server, replay.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     writer = client.writer(history=2, rows_per_chunk=1)
     rng = np.random.default_rng(0)
     writer.append({'x': rng.integers(0, 2**62, 3 * 2**20)})
-    with pytest.raises(
-      ValueError, match=r'an item of 25,165,8.. bytes .* takes frames of 17,891,328'
-    ):
+    with pytest.raises(ValueError, match=r'25,165,8.. .* 17,891,328'):
       writer.create_item(table, 1.0, num_steps=1)
       writer.flush(timeout=30)
     assert server.counts['sessions'] == 1  # it did not come back, for ever

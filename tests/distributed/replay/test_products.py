@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from children import until
 from services import ANY
-from test_service_security import LEAF, Raw
+from test_service_security import LEAF, Raw, joined
 from test_service_tables import SIMPLE, fill
 
 from podrace import tables
@@ -46,21 +46,13 @@ def filled(server: ReplayServer, chunks: int = 1, columns: int = COLUMNS, **sett
   """A client that has put one item of many columns into the table `it`, each over so many chunks."""
   with replay.connect(server.address) as client:
     client.table('it', **{**SIMPLE, **settings})
-  raw = Raw(server.address)
-  raw.join()
+  raw = joined(server)
   raw.say(
     replay_messages.DECLARE,
     {'tables': ['it'], 'specs': [['|u1', []]], 'signatures': [many_columns(columns)]},
   )
-  arrays = [
-    np.array([(0, 1, 0, 1)], '<u4'),
-    np.array([(1, 77, 1.0, 0, 0)], replay_messages.ITEM),
-    np.array([(chunks, 0, chunks)] * columns, '<u4'),
-    np.zeros(columns * chunks, '<u8'),
-    np.zeros(0, '<u8'),
-    b'x',
-  ]
-  raw.say(replay_messages.INSERT, 1, arrays=arrays)
+  parts = dict(parts=[(chunks, 0, chunks)] * columns, refs=[0] * (columns * chunks))
+  raw.insert(1, chunks=[(0, 1, 0, 1)], item=[(1, 77, 1.0, 0, 0)], data=b'x', **parts)
   raw.expect(replay_messages.ACK)
   return raw
 
@@ -91,7 +83,7 @@ def test_items_times_columns_of_a_sample_are_bounded(server: ReplayServer) -> No
   raw.close()
 
 
-def test_items_times_chunks_of_a_sample_are_bounded(
+def test_items_times_chunks_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   chunks = 2048
@@ -106,7 +98,7 @@ def test_items_times_chunks_of_a_sample_are_bounded(
   raw.close()
 
 
-def test_a_client_that_asks_for_many_samples_has_others_wait_for_one(server: ReplayServer) -> None:
+def test_many_requests_of_a_client_delay_others_by_one(server: ReplayServer) -> None:
   with replay.connect(server.address) as client:
     # Each item is sampled once.
     table = client.table(
@@ -132,21 +124,13 @@ def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:
   with replay.connect(server.address) as client:
     client.table('it', **SIMPLE)
   for rows, good in ((2**32 - 1, False), (replay_messages.ROWS + 1, False), (5, True)):
-    raw = Raw(server.address)
-    raw.join()
+    raw = joined(server)
     signature = [LEAF, [['x', '|u1', [0], False]]]
     raw.say(
       replay_messages.DECLARE,
       {'tables': ['it'], 'specs': [['|u1', [0]]], 'signatures': [signature]},
     )
-    arrays = [
-      np.array([(0, rows, 0, 0)], '<u4'),
-      np.array([(1, 77, 1.0, 0, 0)], replay_messages.ITEM),
-      np.array([(1, 0, rows)], '<u4'),
-      *(np.zeros(n, '<u8') for n in (1, 0)),
-      b'',
-    ]
-    raw.say(replay_messages.INSERT, 1, arrays=arrays)
+    raw.insert(1, chunks=[(0, rows, 0, 0)], parts=[(1, 0, rows)], data=b'')
     if good:
       raw.expect(replay_messages.ACK)
     else:
@@ -154,7 +138,7 @@ def test_rows_without_bytes_are_bounded(server: ReplayServer) -> None:
     raw.close()
 
 
-def test_names_of_declarations_are_bounded_each_and_together(
+def test_names_of_declarations_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   long = 'x' * (replay_messages.NAME_CHARACTERS + 1)
@@ -167,13 +151,11 @@ def test_names_of_declarations_are_bounded_each_and_together(
     [['named a b', ['x'], [LEAF]], [['x', '|u1', [], False]]],
     [['named A', ['_x'], [LEAF]], [['x', '|u1', [], False]]],
   ):
-    raw = Raw(server.address)
-    raw.join()
+    raw = joined(server)
     raw.say(replay_messages.DECLARE, {'signatures': [signature]})
-    assert 'you sent' in raw.gone()
+    assert raw.gone()
     raw.close()
-  raw = Raw(server.address)
-  raw.join()
+  raw = joined(server)
   for i in range(100):
     raw.say(
       replay_messages.DECLARE, {'signatures': [[LEAF, [[f'{i}' + 'x' * 900, '|u1', [], False]]]]}
@@ -183,24 +165,23 @@ def test_names_of_declarations_are_bounded_each_and_together(
   assert server.inserting.signature_bytes <= 2**17
 
 
-def test_named_tuples_are_made_only_by_a_client_that_reads_them() -> None:
+def test_only_readers_make_named_tuples() -> None:
   document = ['named Step', ['x', 'y'], [LEAF, LEAF]]
   one, two = (trees.from_json(document) for _ in range(2))
   assert one == two and trees.to_json(one) == document
   built = trees.build(one, [1, 2])
   assert type(built).__name__ == 'Step' and (built.x, built.y) == (1, 2)
-  assert trees._named.cache_info().currsize <= 256
+  assert trees.named_type.cache_info().currsize <= 256
 
 
-def test_settings_of_all_tables_together_are_bounded(
+def test_settings_of_all_tables_are_bounded(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   monkeypatch.setattr(served_tables, 'SETTINGS_BYTES', 4000)
   settings = table_settings.pack_settings(
     sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=5
   )
-  raw = Raw(server.address)
-  raw.join()
+  raw = joined(server)
   good = 0
   for number in range(1, 101):
     raw.say(replay_messages.TABLE, number, f'table{number}', settings)
@@ -218,15 +199,7 @@ def test_parts_of_items_that_wait_count_as_bytes(monkeypatch: pytest.MonkeyPatch
     number = 1
     while number < 200:
       number += 1
-      arrays = [
-        np.zeros((0, 4), '<u4'),
-        np.array([(number, 77 + number, 1.0, 0, 0)], replay_messages.ITEM),
-        np.array([(1, 0, 1)] * columns, '<u4'),
-        np.zeros(columns, '<u8'),
-        np.zeros(0, '<u8'),
-        b'',
-      ]
-      raw.say(replay_messages.INSERT, number, arrays=arrays)
+      raw.insert(number, chunks=[], parts=[(1, 0, 1)] * columns, refs=[0] * columns, data=b'')
       message = raw.hear()
       assert message is not None
       if message[0] is session_messages.REFUSED:
@@ -250,7 +223,7 @@ def test_samples_that_no_client_reads_are_bounded_for_all_together(
       for number in range(3):
         sample(raw, number + 1, 2000, peek=True)
     events = server.listener.lines.events
-    until(lambda: sum('bytes of samples unread' in line for line in events) >= 2, 60)
+    until(lambda: sum('samples unread' in line for line in events) >= 2, 60)
     assert server.sampling.unread_bytes <= 2**22
     assert len(good.table('it').sample(1, peek=True).key) == 1
   for raw in raws:
@@ -259,7 +232,7 @@ def test_samples_that_no_client_reads_are_bounded_for_all_together(
   assert server.sampling.unread_bytes == 0
 
 
-def test_samples_that_many_wait_for_are_drawn_in_turns(
+def test_awaited_samples_are_drawn_in_turns(
   server: ReplayServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   """An item that comes when thousands wait for it: others are answered before all of them are."""
@@ -293,9 +266,7 @@ def test_samples_that_many_wait_for_are_drawn_in_turns(
     one.close()
 
 
-def test_requests_of_clients_that_do_not_read_are_not_looked_at_again(
-  server: ReplayServer,
-) -> None:
+def test_requests_of_a_client_that_does_not_read_rest(server: ReplayServer) -> None:
   raw = filled(server)
   for number in range(1, replay_messages.MOST_UNREAD + 301):
     sample(raw, number, 1)

@@ -16,7 +16,7 @@ import pytest
 from children import environment, until
 from proxy import Proxy
 from services import ANY, Program, Replay, all_of, read_all
-from test_service_tables import SIMPLE, fill
+from test_service_tables import FIFO, SIMPLE, fill
 
 from podrace import cli, tables
 from podrace.distributed import replay as service
@@ -24,6 +24,8 @@ from podrace.distributed.net import sessions
 from podrace.distributed.replay import insert_streams, replay_messages
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import checkpoint
+
+QUEUE: dict[str, Any] = dict(FIFO, rate_limiter=tables.queue(3), max_size=3, max_times_sampled=1)
 
 
 def check_once(found: list[tuple[int, int]], known: dict[int, int]) -> None:
@@ -53,10 +55,8 @@ def test_writers_that_are_killed(tmp_path: Path) -> None:
     known = {i: newest(w) for i, w in writers.items()}
     check_once(read_all(table), known)
     info = table.info()
-    assert (
-      info.inserts == info.samples == server.counts['items']
-      and info.size == info.waiting_inserts == 0
-    )
+    assert info.inserts == info.samples == server.counts['items']
+    assert info.size == info.waiting_inserts == 0
     assert server.failure is None and not server.counts['malformed'] + server.counts['repeated']
 
 
@@ -102,7 +102,7 @@ def test_who_compiles_for_a_while_is_not_dropped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize('numbers', [2, 2**19])  # 16 bytes, 4 megabytes
-def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> None:
+def test_a_client_that_does_not_read_is_sent_little(numbers: int) -> None:
   with ReplayServer(ANY, peer_timeout=30.0) as server, service.connect(server.address) as client:
     table = client.table('it', **SIMPLE)
     writer = client.writer(history=1)
@@ -128,15 +128,12 @@ def test_a_client_that_does_not_read_is_sent_a_bounded_amount(numbers: int) -> N
 def test_connections_that_are_cut(tmp_path: Path) -> None:
   with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
     table = all_of(client)
-    proxy = Proxy(int(server.address.rpartition(':')[2]))
-    try:
+    with Proxy(server.address) as proxy:
       writers = [Program(tmp_path / f'{i}', 'write', proxy.address, i, 300, 1) for i in range(2)]
       for cut in range(5):  # while each of them still has something to say
         until(lambda cut=cut: newest(writers[cut % 2]) >= 50 * (cut + 1))
         proxy.reset()
       assert [w.wait() for w in writers] == [0, 0], writers[0].output
-    finally:
-      proxy.close()
     assert server.counts['sessions'] > 4
     check_once(read_all(table), {0: 299, 1: 299})
     assert table.info().inserts == 2 * 298
@@ -155,41 +152,27 @@ CUTS = [
 def test_a_cut_is_noticed_and_outlived(
   directions: tuple[str, ...], seconds: float, tmp_path: Path
 ) -> None:
-  with ReplayServer(ANY, peer_timeout=1.0) as server, service.connect(server.address) as client:
+  with (
+    ReplayServer(ANY, peer_timeout=1.0) as server,
+    service.connect(server.address) as client,
+    Proxy(server.address) as proxy,
+  ):
     table = all_of(client)
-    proxy = Proxy(int(server.address.rpartition(':')[2]))
-    try:
-      with Program(tmp_path / 'log', 'write', proxy.address, 0, 10**6, 1) as writer:
-        until(lambda: newest(writer) > 50)
-        for direction in directions:
-          setattr(proxy, direction, False)
-        if 'up' in directions:
-          until(lambda: any('silent' in e for e in server.listener.lines.events))
-        with pytest.raises(subprocess.TimeoutExpired):  # it does not end
-          writer.process.wait(seconds)
-        before = newest(writer)
-        for direction in directions:
-          setattr(proxy, direction, True)
-        until(lambda: newest(writer) > before + 50)
-    finally:
-      proxy.close()
+    writing = ('write', proxy.address, 0, 10**6, 1)
+    with Program(tmp_path / 'log', *writing) as writer:
+      until(lambda: newest(writer) > 50)
+      for direction in directions:
+        setattr(proxy, direction, False)
+      if 'up' in directions:
+        until(lambda: any('silent' in e for e in server.listener.lines.events))
+      with pytest.raises(subprocess.TimeoutExpired):  # it does not end
+        writer.process.wait(seconds)
+      before = newest(writer)
+      for direction in directions:
+        setattr(proxy, direction, True)
+      until(lambda: newest(writer) > before + 50)
     check_once(read_all(table), {0: newest(writer)})
     assert server.failure is None and not server.counts['malformed']
-
-
-@pytest.mark.slow
-def test_a_delay_of_200_ms_is_slow_and_nothing_else(tmp_path: Path) -> None:
-  with ReplayServer(ANY, peer_timeout=2.0) as server, service.connect(server.address) as client:
-    table = all_of(client)
-    proxy = Proxy(int(server.address.rpartition(':')[2]))
-    proxy.delay = 0.2
-    try:
-      with Program(tmp_path / 'log', 'write', proxy.address, 0, 200) as writer:
-        assert writer.wait() == 0
-    finally:
-      proxy.close()
-    check_once(read_all(table), {0: 199})
-    assert server.counts['sessions'] == 2 and not server.counts['repeated']
 
 
 @pytest.mark.parametrize('kills', [2, pytest.param(10, marks=pytest.mark.slow)])
@@ -237,15 +220,14 @@ def test_a_server_that_is_killed_and_comes_back(kills: int, tmp_path: Path) -> N
 
 def seven_wait(client: Any) -> tuple[Any, Any]:
   """A queue for three with ten items, of which seven wait in its newest checkpoint; and their writer."""
-  queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
-  table = client.table('queue', **queue, max_size=3, max_times_sampled=1)
+  table = client.table('queue', **QUEUE)
   writer = fill(client, table, 10, delay=0.0)
   until(lambda: table.info().waiting_inserts == 7)
   client.checkpoint(timeout=30)
   return table, writer
 
 
-def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path) -> None:
+def test_waiting_items_are_sent_once_after_a_restart(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     address = replay.address
     table, writer = seven_wait(client)
@@ -259,27 +241,20 @@ def test_items_that_wait_are_sent_again_after_a_restart_and_once(tmp_path: Path)
 
 
 def test_items_that_wait_go_on_waiting_over_another_connection() -> None:
-  queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(3))
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
-    table = client.table('queue', **queue, max_size=3, max_times_sampled=1)  # type: ignore[arg-type]
-    proxy = Proxy(int(server.address.rpartition(':')[2]))
-    try:
-      with service.connect(proxy.address) as far:
-        writer = fill(far, far.table('queue'), 10, delay=0.0)
-        until(lambda: table.info().waiting_inserts == 7 and writer.in_flight == 7)
-        proxy.reset()
-        until(lambda: far.connections[0].link.session == 2)
-        assert writer.in_flight == 7
-        assert [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)] == [*range(10)]
-        writer.close(timeout=30)
-    finally:
-      proxy.close()
+    table = client.table('queue', **QUEUE)
+    with Proxy(server.address) as proxy, service.connect(proxy.address) as far:
+      writer = fill(far, far.table('queue'), 10, delay=0.0)
+      until(lambda: table.info().waiting_inserts == 7 and writer.in_flight == 7)
+      proxy.reset()
+      until(lambda: far.connections[0].link.session == 2)
+      assert writer.in_flight == 7
+      assert [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)] == [*range(10)]
+      writer.close(timeout=30)
     assert table.info().inserts == 10 and not server.counts['repeated']
 
 
-def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_lost(
-  tmp_path: Path,
-) -> None:
+def test_items_inserted_after_the_checkpoint_are_lost(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     address = replay.address
     table, writer = seven_wait(client)
@@ -288,20 +263,19 @@ def test_items_that_waited_in_a_checkpoint_and_went_in_after_it_are_counted_as_l
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 5)
-      assert 'are lost' not in replay.output  # nothing newer has come
+      assert '2 items' not in replay.output  # nothing newer has come
       writer.append({'x': np.int64(10)})
       writer.create_item(table, 1.0, num_steps=1)
       seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(9)]
       assert seen == [0, 1, 2, 5, 6, 7, 8, 9, 10]
-      replay.says('2 items of')
+      replay.says('2 items')
       writer.close(timeout=30)
 
 
 def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(replay_messages, 'MOST_ITEMS', 8)
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
-    queue = dict(sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=tables.queue(1))
-    table = client.table('queue', **queue, max_size=9, max_times_sampled=1)  # type: ignore[arg-type]
+    table = client.table('queue', **{**QUEUE, 'rate_limiter': tables.queue(1), 'max_size': 9})
     writer = fill(client, table, 9, delay=0.0)
     until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0].outbox.sent) == 8)
     server.stop()
@@ -338,7 +312,7 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
     replay.signal(signal.SIGTERM)
     assert replay.wait() == 143
   other = 'name=it,sampler=lifo,remover=fifo,rate=min_size:1,max_size=1000'
-  with pytest.raises(AssertionError, match='sampler is uniform at the server, lifo is asked for'):
+  with pytest.raises(AssertionError, match=r'sampler .*uniform .*lifo'):
     Replay(tmp_path, '--table', other)
   same = other.replace('lifo', 'uniform')
   with Replay(tmp_path, '--table', same) as replay, service.connect(replay.address) as client:
@@ -347,11 +321,11 @@ def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> 
   chunks.write_bytes(b'x' * chunks.stat().st_size)
   for later in (tmp_path / 'kept').glob('0*/chunks.bin'):
     later.write_bytes(b'x')
-  with pytest.raises(AssertionError, match=r'is damaged.*to begin with.*, move .* elsewhere'):
+  with pytest.raises(AssertionError, match=r'00000001 .*chunks\.bin .*00000001 '):
     Replay(tmp_path)
 
 
-def test_a_last_checkpoint_that_can_not_be_written_is_a_failure(tmp_path: Path) -> None:
+def test_an_unwritable_last_checkpoint_is_a_failure(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
     (tmp_path / 'kept' / 'lock').unlink()
@@ -366,7 +340,7 @@ def fail(*args: Any) -> None:
   raise ZeroDivisionError('of the test')
 
 
-def test_a_service_whose_thread_fails_says_so_and_saves(
+def test_a_service_saves_when_its_thread_fails(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   with ReplayServer(ANY, tmp_path) as server:
@@ -378,28 +352,23 @@ def test_a_service_whose_thread_fails_says_so_and_saves(
     assert [p.name for p in again.saving.saved] == ['00000001']
 
 
-def test_a_checkpoint_for_which_there_is_no_memory_is_none(
-  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_needs_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   def full(*args: Any) -> None:
     raise MemoryError
 
   with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
-    for place, name in ((server.saving, '_snapshot'), (checkpoint, 'write')):
-      monkeypatch.setattr(place, name, full)
-      with pytest.raises(ValueError, match='could not be written: MemoryError'):
+    for name in ('snapshot', 'write'):
+      monkeypatch.setattr(checkpoint, name, full)
+      with pytest.raises(ValueError, match='MemoryError'):
         client.checkpoint(timeout=60)
       monkeypatch.undo()
     assert len(client.checkpoint(timeout=60)) == 1 and server.failure is None
     monkeypatch.setattr(checkpoint, 'write', full)
     server.stop()
-    assert 'the last checkpoint was not written' in (server.failure or '')
     assert 'MemoryError' in (server.failure or '')
 
 
-def test_what_fails_before_it_does_not_keep_the_last_checkpoint_from_being_written(
-  tmp_path: Path,
-) -> None:
+def test_the_last_checkpoint_is_written_after_a_failure(tmp_path: Path) -> None:
   with ReplayServer(ANY, tmp_path) as server:
     server.listener.call(fail)
     assert server.ended.wait(60)
@@ -421,18 +390,16 @@ def test_nobody_reads_what_it_says(tmp_path: Path) -> None:
   assert len(list((tmp_path / 'kept').glob('0*'))) == 1
 
 
-def test_a_directory_is_of_one_service_at_a_time(
-  tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_has_one_service(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
   with ReplayServer(ANY, tmp_path):
     with pytest.raises(SystemExit) as end:
       cli.main(['replay', '--listen', ANY, '--dir', str(tmp_path)])
     assert end.value.code == 2
-    assert f'--dir {tmp_path} is in use by another replay service' in capfd.readouterr().err
+    assert f'--dir {tmp_path} ' in capfd.readouterr().err
   with ReplayServer(ANY, tmp_path):
     pass
   (tmp_path / 'file').write_text('')
-  with pytest.raises(tables.CheckpointError, match='cannot be written to'):
+  with pytest.raises(tables.CheckpointError, match=str(tmp_path / 'file')):
     ReplayServer(ANY, tmp_path / 'file')
 
 
@@ -448,7 +415,7 @@ def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
 def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(sessions, 'PEERS', 1)
   with ReplayServer(ANY) as server, service.connect(server.address) as first:
-    with pytest.raises(TimeoutError, match='has 1 clients and takes no more'):
+    with pytest.raises(TimeoutError, match=' 1 '):
       service.connect(server.address, timeout=2.0)
     found: list[service.ReplayClient] = []
     thread = threading.Thread(
@@ -463,29 +430,25 @@ def test_one_client_too_many_is_taken_when_there_is_room(monkeypatch: pytest.Mon
     found[0].close()
 
 
-def test_a_refusal_that_was_not_heard_is_heard_in_the_next_session() -> None:
+def test_an_unheard_refusal_is_heard_in_the_next_session() -> None:
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
     fill(client, client.table('it', **SIMPLE), 1).close(timeout=30)
-    proxy = Proxy(int(server.address.rpartition(':')[2]))
-    try:
-      with service.connect(proxy.address) as far:
-        table, writer = far.table('it'), far.writer(history=1, delay=0.0)
-        proxy.down = False
-        for _ in range(2):
-          writer.append({'x': np.float32(1)})
-          writer.create_item(table, 1.0, num_steps=1)
-        until(lambda: server.counts['refused items'] == 2)
-        proxy.reset()
-        proxy.down = True
-        with pytest.raises(ValueError, match=r'items are \(x: int64.*got \(x: float32'):
-          writer.flush(timeout=60)
-        until(lambda: server.counts['refused items'] == 4)
-        fill(far, table, 3).close(timeout=60)
-        assert len(table) == 4
-    finally:
-      proxy.close()
-    told = [e for e in server.listener.lines.events if 'refused an item of' in e]
-    assert len(told) == 1 and "table 'it': items are" in told[0]
+    with Proxy(server.address) as proxy, service.connect(proxy.address) as far:
+      table, writer = far.table('it'), far.writer(history=1, delay=0.0)
+      proxy.down = False
+      for _ in range(2):
+        writer.append({'x': np.float32(1)})
+        writer.create_item(table, 1.0, num_steps=1)
+      until(lambda: server.counts['refused items'] == 2)
+      proxy.reset()
+      proxy.down = True
+      with pytest.raises(ValueError, match=r'x: int64.*x: float32'):
+        writer.flush(timeout=60)
+      until(lambda: server.counts['refused items'] == 4)
+      fill(far, table, 3).close(timeout=60)
+      assert len(table) == 4
+    told = [e for e in server.listener.lines.events if 'refused an item' in e]
+    assert len(told) == 1 and "'it'" in told[0]
     assert server.failure is None and not server.counts['malformed']
 
 
@@ -505,7 +468,7 @@ def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
     for _ in range(20):
       with pytest.raises(tables.RateLimited):
         table.sample(1, timeout=0.001)
-    assert not connection.calls and not connection._unsent
+    assert not connection.calls and not connection.unsent
     with ReplayServer(server.address) as again:
       fill(client, table, 2).close(timeout=60)
       assert len(table.sample(1, timeout=60).key) == 1 and not again.counts['malformed']

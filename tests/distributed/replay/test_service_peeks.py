@@ -16,12 +16,12 @@ from podrace.distributed import replay
 from podrace.distributed.replay.server import ReplayServer
 
 
-def test_a_peek_does_not_wait_behind_samples_that_wait_for_the_limiter() -> None:
+def test_a_peek_does_not_wait_behind_samples() -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     table = client.table('it', **{**SIMPLE, 'rate_limiter': tables.min_size(3)})
     sample = in_thread(lambda: table.sample(1, timeout=60))
     until(lambda: table.info().waiting_samplers == 1)
-    with pytest.raises(tables.RateLimited, match='there is no item'):
+    with pytest.raises(tables.RateLimited, match='item'):
       table.sample(1, timeout=0.01, peek=True)
     peek = in_thread(lambda: table.sample(4, timeout=60, peek=True))
     until(lambda: table.info().waiting_samplers == 2)
@@ -53,7 +53,7 @@ def test_an_amendment_is_held_to_the_tables_contents() -> None:
       writer.flush(timeout=30)
 
     key = int(before.key[0])
-    for rows, reward, why in ((4, np.nan, 'nan, expected a finite number'), (3, 0.0, 'expected 4 rows')):  # fmt: skip
+    for rows, reward, why in ((4, np.nan, 'nan'), (3, 0.0, '4 rows')):
       with pytest.raises(ValueError, match=why):
         amend(key, rows, reward)
     amend(key + 1, 4, 5.0)

@@ -21,21 +21,18 @@ from services import ANY
 sys.path.append(str(ROOT / 'tests' / 'tables'))
 
 from table_model import Model, removals
-from test_model import EXPONENT, LIMITERS, OPERATIONS, SELECTORS, Pair
+from test_model import CASES, EXPONENT, LIMITERS, SELECTORS, Pair
 
 from podrace import tables
 from podrace.commands.replay import parse_tables
 from podrace.distributed import parameters, replay
-from podrace.distributed.net import connecting
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 
 SIMPLE: dict[str, Any] = dict(
-  sampler=tables.uniform(),
-  remover=tables.fifo(),
-  rate_limiter=tables.min_size(1),
-  max_size=1000,
+  sampler=tables.uniform(), remover=tables.fifo(), rate_limiter=tables.min_size(1), max_size=1000
 )
+FIFO: dict[str, Any] = dict(sampler=tables.fifo(), remover=tables.fifo())
 
 
 @pytest.fixture(scope='module')
@@ -62,35 +59,15 @@ class RemotePair(Pair):
     self.server = ReplayServer(ANY).__enter__()
     self.client = replay.connect(self.server.address)
     self.table: Any = self.client.table(
-      'it',
-      sampler=SELECTORS[sampler],
-      remover=SELECTORS[remover],
-      rate_limiter=rate_limiter,
-      max_size=max_size,
-      max_times_sampled=max_times,
-    )
+      'it', sampler=SELECTORS[sampler], remover=SELECTORS[remover], rate_limiter=rate_limiter,
+      max_size=max_size, max_times_sampled=max_times,
+    )  # fmt: skip
     self.host, self.store = self.server.tables['it'], self.server.store
     self.writer = self.client.writer(5, rows, max_in_flight=10**6, delay=0.0)
     removed = removals(self.host)
     self.model = Model(sampler, remover, limits, max_size, max_times, EXPONENT, removed)
     self.keys: list[int] = []
     self.step = self.rows = self.made = 0
-
-  def insert(self, priority: float, length: int) -> Any:
-    payload = self.write(length)
-    key = self.writer.create_item(self.table, priority, num_steps=length)
-    self.arrived()
-    self.keys.append(key)
-    self.model.insert(key, priority, payload)
-    return payload
-
-  def insert_known(self, priority: float, which: int) -> None:
-    if not self.keys:
-      return
-    payload, key = self.write(1), self.keys[-1 - which % len(self.keys)]
-    self.writer.create_item(self.table, priority, num_steps=1, key=key)
-    self.arrived()
-    self.model.insert(key, priority, payload)
 
   def arrived(self) -> None:
     self.made += 1
@@ -117,25 +94,18 @@ class RemotePair(Pair):
     assert self.server.failure is None
 
 
-CASES: dict[str, Any] = dict(
-  sampler=st.sampled_from(sorted(SELECTORS)),
-  remover=st.sampled_from(sorted(SELECTORS)),
-  limiter=st.integers(0, len(LIMITERS) - 1),
-  max_size=st.integers(1, 5),
-  max_times=st.integers(0, 2),
-  rows=st.sampled_from([1, 2, 3, 40]),
-)
+CHOSEN = st.sampled_from(sorted(SELECTORS))
 
 
 @settings(max_examples=40, deadline=None)
-@given(operations=OPERATIONS, **CASES)
+@given(sampler=CHOSEN, remover=CHOSEN, **CASES)
 def test_any_operations(operations: list[Any], **case: Any) -> None:
   RemotePair(**case).run(operations)
 
 
 @pytest.mark.slow
 @settings(max_examples=2000, deadline=None)
-@given(operations=OPERATIONS, **CASES)
+@given(sampler=CHOSEN, remover=CHOSEN, **CASES)
 def test_many_operations(operations: list[Any], **case: Any) -> None:
   RemotePair(**case).run(operations)
 
@@ -163,13 +133,8 @@ def test_items_come_back_as_they_were(client: replay.ReplayClient) -> None:
     writer.append({**step, 'list': None} if t % 5 == 4 else step)  # a shorter column
     if t >= 10:
       h = writer.history
-      item = {
-        'f': h['frame'][-9:],
-        'y': h['point'].y[-1],
-        'b': h['list'][1][-3:],
-        'e': h['empty'][-1],
-        'c': Point(h['complex'][-3:], h['point'].x[-1]),
-      }
+      item = {'f': h['frame'][-9:], 'y': h['point'].y[-1], 'b': h['list'][1][-3:]}
+      item |= {'e': h['empty'][-1], 'c': Point(h['complex'][-3:], h['point'].x[-1])}
       writer.create_item(table, 1.0, item)
   writer.flush(timeout=30)
   samples = table.sample(64, timeout=30)
@@ -200,20 +165,7 @@ def test_either_byte_order(client: replay.ReplayClient) -> None:
     np.testing.assert_array_equal(rows[0, :, 0], np.arange(40))
 
 
-def test_lengths_differ_and_the_rest_is_zero(client: replay.ReplayClient) -> None:
-  table = client.table('lengths', **SIMPLE)
-  writer = client.writer(history=6, rows_per_chunk=4)
-  for t in range(1, 30):
-    writer.append({'x': np.int32(t)})
-    writer.create_item(table, 1.0, {'x': writer.history['x'][-(t % 6 + 1) if t > 6 else -1 :]})
-  writer.close(timeout=30)
-  samples = table.sample(50, timeout=30)
-  for row, n in zip(samples.data['x'], samples.lengths['x'], strict=True):
-    assert row[n - 1] > 0 and (np.diff(row[:n]) == 1).all() and not row[n:].any()
-  assert len(set(samples.lengths['x'].tolist())) > 1
-
-
-def test_a_step_is_sent_once_and_never_unpacked_by_the_server(
+def test_a_step_is_sent_once_and_stays_packed(
   server: ReplayServer, client: replay.ReplayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   def refuse(*args: Any) -> Any:
@@ -251,18 +203,16 @@ def test_large_items_go_out_in_several_messages(
   writer.close()
 
 
-def test_a_sample_that_is_too_large_is_an_error(
+def test_a_sample_that_is_too_large(
   client: replay.ReplayClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
   table = client.table('too large', **SIMPLE)
-  writer = client.writer(history=1)
-  writer.append({'x': np.random.default_rng(0).integers(0, 2**63, 1000)})
-  writer.create_item(table, 1.0, num_steps=1)
-  writer.append({'x': np.random.default_rng(1).integers(0, 2**63, 1000)})
-  writer.create_item(table, 1.0, num_steps=1)
-  writer.close(timeout=30)
+  with client.writer(history=1) as writer:
+    for seed in range(2):
+      writer.append({'x': np.random.default_rng(seed).integers(0, 2**63, 1000)})
+      writer.create_item(table, 1.0, num_steps=1)
   monkeypatch.setattr(replay_messages, 'FRAME_BYTES', 15_000)
-  with pytest.raises(ValueError, match='of which a sample has at most 15,000: ask for fewer'):
+  with pytest.raises(ValueError, match='15,000'):
     for _ in range(20):  # until both are in it
       table.sample(2, timeout=30)
   assert len(table.sample(1, timeout=30).key) == 1
@@ -299,13 +249,13 @@ def test_settings_that_differ_are_refused_with_both_sides(client: replay.ReplayC
   client.table('set', **SIMPLE)
   assert client.table('set').name == 'set'
   assert client.table('set', **SIMPLE).name == 'set'
-  with pytest.raises(replay.Refused, match='max_size is 1000 at the server, 7 is asked for'):
+  with pytest.raises(replay.Refused, match=r'max_size .*1000 .* 7 '):
     client.table('set', **{**SIMPLE, 'max_size': 7})
-  with pytest.raises(replay.Refused, match=r'sampler is uniform at the server, prioritized\(0.5\)'):
+  with pytest.raises(replay.Refused, match=r'sampler .*uniform .* prioritized\(0.5\)'):
     client.table('set', **{**SIMPLE, 'sampler': tables.prioritized(0.5)})
-  with pytest.raises(ValueError, match=r"no table 'nowhere'; it has \[.*'set'"):
+  with pytest.raises(ValueError, match=r"'nowhere'; .*\[.*'set'"):
     client.table('nowhere')
-  with pytest.raises(ValueError, match='belong together'):
+  with pytest.raises(ValueError, match='remover'):
     client.table('set', sampler=tables.uniform())
   limiter = tables.min_size(9)
   with pytest.raises(ValueError, match='deadlocks'):
@@ -321,7 +271,7 @@ def test_a_limiter_is_compared_by_its_numbers(client: replay.ReplayClient) -> No
     'name=ratio,sampler=uniform,remover=fifo,rate=sample_to_insert:8:10:80,max_size=1000'
   ]).values()  # fmt: skip
   assert client.connections[0].ask(replay_messages.TABLE, 'ratio', typed).wait(1e9, '')['most']
-  with pytest.raises(replay.Refused, match=r'error=80\).*is asked for'):
+  with pytest.raises(replay.Refused, match=r'error=80\)'):
     client.table('ratio', **{**SIMPLE, 'rate_limiter': ratio(8.0, 10, error=81)})
 
 
@@ -330,28 +280,23 @@ def test_a_table_is_of_one_run(tmp_path: Path) -> None:
     client.table('it', **SIMPLE, run='one-1')
     client.table('nobodys', **SIMPLE)
     assert client.table('it').name == client.table('it', **SIMPLE, run='one-1').name == 'it'
-    with pytest.raises(
-      replay.Refused, match=r"'it' is of run 'one-1', run 'two-2' asks for it: .*--dir"
+    for name, run, part in (
+      ('it', 'two-2', r"'it' .*'one-1'.*'two-2' .*--dir"),
+      ('nobodys', 'two-2', r"'nobodys' .*'two-2'"),
+      ('other', 'x' * 201, 'name'),
     ):
-      client.table('it', **SIMPLE, run='two-2')
-    with pytest.raises(replay.Refused, match=r"'nobodys' is of no run, run 'two-2' asks for it"):
-      client.table('nobodys', **SIMPLE, run='two-2')
-    with pytest.raises(replay.Refused, match='a run that is not a name'):
-      client.table('other', **SIMPLE, run='x' * 201)
+      with pytest.raises(replay.Refused, match=part):
+        client.table(name, **SIMPLE, run=run)
   settings = parse_tables(['name=it,sampler=uniform,remover=fifo,rate=min_size:1,max_size=1000'])
   for told in ({}, settings):  # it is in the checkpoint
-    with (
-      ReplayServer(ANY, tmp_path, tables=told) as server,
-      replay.connect(server.address) as client,
-    ):
+    server = ReplayServer(ANY, tmp_path, tables=told)
+    with server, replay.connect(server.address) as client:
       client.table('it', **SIMPLE, run='one-1')
-      with pytest.raises(replay.Refused, match="run 'one-1'"):
+      with pytest.raises(replay.Refused, match="'one-1'"):
         client.table('it', **SIMPLE, run='two-2')
 
 
-def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(
-  client: replay.ReplayClient,
-) -> None:
+def test_only_an_item_unlike_the_others_is_refused(client: replay.ReplayClient) -> None:
   table = client.table('alike', **SIMPLE)
   writer = client.writer(history=2)
   writer.append({'x': np.float32(1)})
@@ -360,7 +305,7 @@ def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(
   other = client.writer(history=2)
   other.append({'x': np.float64(1)})
   other.create_item(table, 1.0, num_steps=1)
-  with pytest.raises(ValueError, match=r'items are \(x: float32.*got \(x: float64'):
+  with pytest.raises(ValueError, match=r'x: float32.*x: float64'):
     other.flush(timeout=30)
   other.flush(timeout=30)  # it was said once
   writer.append({'x': np.float32(2)})
@@ -372,7 +317,7 @@ def test_an_item_unlike_the_others_is_refused_and_no_other_is_lost(
       writer.create_item(table, bad, num_steps=1)
     with pytest.raises(ValueError, match='priority'):
       table.update_priorities([1], [bad])
-  with pytest.raises(ValueError, match='another store'):
+  with pytest.raises(ValueError, match='store'):
     writer.create_item(tables.Table('it', tables.ChunkStore(), **SIMPLE), 1.0, num_steps=1)  # type: ignore[arg-type]
   with pytest.raises(ValueError, match='max_in_flight'):
     client.writer(history=2, max_in_flight=0)
@@ -390,14 +335,8 @@ def fill(client: replay.ReplayClient, table: Any, n: int, **options: Any) -> tab
 
 
 def test_a_limiter_is_felt_as_back_pressure_and_loses_nothing(client: replay.ReplayClient) -> None:
-  table = client.table(
-    'queue',
-    sampler=tables.fifo(),
-    remover=tables.fifo(),
-    rate_limiter=tables.queue(3),
-    max_size=3,
-    max_times_sampled=1,
-  )
+  queue = dict(FIFO, rate_limiter=tables.queue(3), max_size=3, max_times_sampled=1)
+  table = client.table('queue', **queue)
   writer = client.writer(history=1, max_in_flight=2, delay=0.0)
   made: list[int] = []
 
@@ -414,7 +353,7 @@ def test_a_limiter_is_felt_as_back_pressure_and_loses_nothing(client: replay.Rep
   writer_waits = client.writer(history=1)
   writer_waits.append({'x': np.int64(99)})
   key = writer_waits.create_item(table, 1.0, num_steps=1)
-  with pytest.raises(tables.RateLimited, match=r'queue\(3\) after 3 inserts.*sample 1 more'):
+  with pytest.raises(tables.RateLimited, match=r'queue\(3\) .*3 inserts.*\(sample 1 more\)'):
     writer_waits.flush(timeout=0.5)
   assert len(made) == 5 and table.info().waiting_inserts == 3
   seen = [int(x) for _ in range(51) for x in table.sample(1, timeout=30).data['x'][:, 0]]
@@ -429,7 +368,7 @@ def test_timeouts_tell_what_is_missing_and_keep_what_was_drawn(client: replay.Re
     'late', **{**SIMPLE, 'rate_limiter': tables.sample_to_insert_ratio(2.0, 1, (0.0, 1e6))}
   )
   begun = time.monotonic()
-  with pytest.raises(tables.RateLimited, match='1 items are needed and 0 are there') as empty:
+  with pytest.raises(tables.RateLimited, match=r'1 .* 0 ') as empty:
     table.sample(1, timeout=0.3)
   assert empty.value.taken is None and 0.25 < time.monotonic() - begun < 5
   fill(client, table, 2).close(timeout=30)
@@ -443,7 +382,7 @@ def test_timeouts_tell_what_is_missing_and_keep_what_was_drawn(client: replay.Re
     table.sample(2, at_least=3)
 
 
-def test_a_waiting_sampler_is_served_as_soon_as_it_can_be(client: replay.ReplayClient) -> None:
+def test_a_waiting_sampler_is_served_at_once(client: replay.ReplayClient) -> None:
   table = client.table('soon', **SIMPLE)
   found: list[Any] = []
   threads = [
@@ -525,62 +464,32 @@ def test_sizes_are_told_every_second_and_with_each_sample() -> None:
     assert table.last_size == 0
 
 
-def test_a_client_that_waits_for_a_service_is_told_what_may_be_wrong(
-  caplog: pytest.LogCaptureFixture,
-) -> None:
-  reader = parameters.Parameters('tcp://127.0.0.1:9')
-  until(lambda: caplog.records)
-  reader.close()
-  assert connecting.NOBODY in caplog.records[0].getMessage()
-
-
 def test_a_server_that_is_not_there_is_named() -> None:
-  with pytest.raises(TimeoutError, match=r'no podrace replay at tcp://127\.0\.0\.1:9 in 0 s'):
+  with pytest.raises(TimeoutError, match=r'tcp://127\.0\.0\.1:9'):
     replay.connect('tcp://127.0.0.1:9', timeout=0.3)
-  with (
-    parameters.Publisher(ANY) as other,
-    pytest.raises(replay.Refused, match="wants 'podrace replay'"),
-  ):
+  refused = pytest.raises(replay.Refused, match="'podrace replay'")
+  with parameters.Publisher(ANY) as other, refused:
     replay.connect(other.address, timeout=10)
 
 
 # --- what it is made of -----------------------------------------------------------------------------
 
 
-def test_top_shows_tables_and_clients(
-  server: ReplayServer, client: replay.ReplayClient, tmp_path: Path
-) -> None:
-  from rich.console import Console
-
-  from podrace.distributed.net.dashboard import Asker, table
-
-  fill(client, client.table('shown', **SIMPLE), 3).close(timeout=30)
-  asker = Asker(server.address, None, False)
-  report = asker.ask()
-  asker.close()
-  (mine,) = [c for c in report['clients'] if c['inserted']]
-  assert (mine['inserted'], mine['waiting_inserts']) == (3, 0)
-  console = Console(record=True, width=250)
-  console.print(table(report, {}, 1.0))
-  assert (
-    'shown' in (text := console.export_text()) and 'min_size(1)' in text and mine['name'] in text
-  )
-
-
 def test_a_million_keys_differ(client: replay.ReplayClient) -> None:
   stores = [client.connections[0].writer_store(0.5) for _ in range(4)]
-  keys = {store._new_key() for store in stores for _ in range(300_000)}
+  keys = {store.new_key() for store in stores for _ in range(300_000)}
   assert len(keys) == 1_200_000 and min(keys) > 0 and max(keys) < 2**63
   store = stores[0]
-  store._key = (store._key | (2**replay_messages.KEY_BITS - 1)) - 1
-  last = [store._new_key() for _ in range(3)]
+  store.last_key = (store.last_key | (2**replay_messages.KEY_BITS - 1)) - 1
+  last = [store.new_key() for _ in range(3)]
   assert len({k >> replay_messages.KEY_BITS for k in last}) == 2
 
 
 def test_neither_jax_nor_tensorflow_is_imported() -> None:
   code = (
-    'import sys; from podrace import cli; from podrace.distributed import replay; import podrace.distributed.replay.server, podrace.distributed.net.dashboard; '
-    "print(sorted(m for m in sys.modules if m.split('.')[0] in ('jax', 'flax', 'tensorflow', 'pickle_')))"
+    'import sys; from podrace import cli; from podrace.distributed import replay; '
+    'import podrace.distributed.replay.server, podrace.distributed.net.dashboard; '
+    "print(sorted({'jax', 'flax', 'tensorflow'} & set(sys.modules)))"
   )
   done = subprocess.run(
     [sys.executable, '-c', code], env=environment(), capture_output=True, text=True, check=True

@@ -42,7 +42,7 @@ def test_writers_spread_and_samples_are_in_proportion_to_size() -> None:
     for s in samples:
       np.testing.assert_allclose(s.probability, 1 / 400)
       assert (s.table_size == 400).all() and s.data['x'].shape == (100, 1)
-    with pytest.raises(ValueError, match='each once'):
+    with pytest.raises(ValueError, match=servers[0].address):
       service.connect([servers[0].address] * 2)
 
 
@@ -65,7 +65,7 @@ def test_priorities_and_deletes_go_to_the_right_shard() -> None:
     assert table.delete(keys) == len(keys) and len(table) == 60 - len(keys)
 
 
-def test_a_shard_that_dies_is_named_and_comes_back(
+def test_a_dead_shard_is_named_and_comes_back(
   tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
   with contextlib.ExitStack() as stack:
@@ -77,9 +77,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     writers = [fill(client, other, 50) for _ in range(2)]
     for writer in writers:
       writer.flush(timeout=30)
-    client.connections[1].ask(replay_messages.SAVE).wait(
-      1e9, ''
-    )  # a checkpoint of the one that will die
+    client.connections[1].ask(replay_messages.SAVE).wait(1e9, '')  # of the one that will die
     replay.kill()
     until(lambda: client.connections[1].away)
     for _ in range(10):
@@ -88,10 +86,10 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     assert any(replay.address in r.getMessage() for r in caplog.records)
     lonely = fill(client, table, 5)  # to the one that is there
     lonely.close(timeout=30)
-    waiting = writers[[w._store.session for w in writers].index(client.connections[1])]  # type: ignore[attr-defined]
+    waiting = client.writers(history=1)[1]
     waiting.append({'x': np.int64(7)})
     waiting.create_item(other, 1.0, num_steps=1)
-    with pytest.raises(tables.RateLimited, match=f'at {replay.address} .*there is no connection'):
+    with pytest.raises(tables.RateLimited, match=replay.address):
       waiting.flush(timeout=0.5)
     stack.enter_context(Replay(tmp_path, address=replay.address))
     waiting.flush(timeout=30)
@@ -99,7 +97,7 @@ def test_a_shard_that_dies_is_named_and_comes_back(
     until(lambda: (other.sample(10, timeout=30).table_size == 101).all())
 
 
-def test_a_sample_that_waits_at_an_empty_shard_is_drawn_elsewhere() -> None:
+def test_a_sample_leaves_an_empty_shard() -> None:
   with shards() as (servers, client):
     table = client.table('it', **SIMPLE)
     found: list[Any] = []
@@ -113,15 +111,19 @@ def test_a_sample_that_waits_at_an_empty_shard_is_drawn_elsewhere() -> None:
     assert not any(s.counts['malformed'] for s in servers)
 
 
+def write(client: service.ReplayClient, table: Any, who: int, steps: int) -> None:
+  """Steps as programs.py has them, and an item of each three."""
+  with client.writer(history=3, delay=0.0) as writer:
+    for i in range(steps):
+      writer.append(programs.step(who, i))
+      if i >= 2:
+        writer.create_item(table, 1.0, num_steps=3)
+
+
 def test_at_least_is_of_all_shards_together() -> None:
   with shards() as (servers, client):
     table = all_of(client)
-    writer = client.writer(history=3, delay=0.0)
-    for i in range(82):
-      writer.append(programs.step(0, i))
-      if i >= 2:
-        writer.create_item(table, 1.0, num_steps=3)
-    writer.close(timeout=30)
+    write(client, table, 0, 82)
     for connection in client.connections:  # as they may be known, while others read as well
       connection.sizes = {'all': 40}
     full = next(s for s in servers if len(s.tables['all']))
@@ -129,7 +131,7 @@ def test_at_least_is_of_all_shards_together() -> None:
 
 
 @pytest.mark.parametrize('n', [1, 2])
-def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
+def test_requests_to_absent_servers_end_in_time(n: int) -> None:
   with shards(n) as (servers, client):
     table = client.table('it', **SIMPLE)
     fill(client, table, 3).close(timeout=30)
@@ -138,11 +140,11 @@ def test_what_is_asked_of_servers_that_are_away_ends_in_time(n: int) -> None:
       server.stop()
     until(lambda: all(c.away for c in client.connections))
     assert table.last_size == 3  # at once
-    with pytest.raises(tables.RateLimited, match=r"info of table 'it': no answer .* no connection"):
+    with pytest.raises(tables.RateLimited, match="'it'"):
       table.info(timeout=0.1)
 
 
-def test_a_sample_that_waits_at_a_shard_that_dies_is_drawn_elsewhere(tmp_path: Path) -> None:
+def test_a_sample_leaves_a_dead_shard(tmp_path: Path) -> None:
   with contextlib.ExitStack() as stack:
     first = stack.enter_context(ReplayServer(ANY))
     replay = stack.enter_context(Replay(tmp_path))
@@ -164,11 +166,6 @@ def test_reading_all_of_all_shards() -> None:
   with shards() as (_, client):
     table = all_of(client)
     for who in range(4):
-      writer = client.writer(history=3, delay=0.0)
-      for i in range(50):
-        writer.append(programs.step(who, i))
-        if i >= 2:
-          writer.create_item(table, 1.0, num_steps=3)
-      writer.close(timeout=30)
+      write(client, table, who, 50)
     until(lambda: all(c.sizes.get('all') == 96 for c in client.connections))
     assert sorted(read_all(table)) == [(w, i) for w in range(4) for i in range(2, 50)]

@@ -1,15 +1,14 @@
-"""Records what the released code of DiscoRL makes of fixed inputs: tests/data/disco_reference.json.
+"""Records the numbers of DiscoRL's released code on fixed inputs: tests/data/disco_reference.json.
 
     git clone https://github.com/google-deepmind/disco_rl
-    python -m venv there; there/bin/pip install jax dm-haiku rlax distrax ml_collections chex dm_env optax \
+    python -m venv VENV; VENV/bin/pip install jax dm-haiku rlax distrax ml_collections chex dm_env optax \
       immutabledict jmp absl-py
-    there/bin/python benchmarks/disco_reference.py disco_rl disco_rl/disco_rl/update_rules/weights/disco_103.npz COMMIT
+    VENV/bin/python tests/data/disco_reference.py disco_rl disco_rl/disco_rl/update_rules/weights/disco_103.npz COMMIT
 
 It runs their `Agent.learner_step` as it is, with their settings. In the place of their network stands a table: the
-parameters are what is predicted in each timestep. So the numbers are of the rule, the targets, the losses, their
-gradients and the optimiser, and of nothing else, with
-double precision. The inputs are in tests/support/disco_inputs.py. It needs nothing of
-podrace, and no podrace process needs it: tests/agents/test_disco.py compares with what it has recorded.
+parameters are the predictions of each timestep. So the numbers are of the rule, the targets, the losses, their
+gradients and the optimiser, and of nothing else, with double precision. The inputs are in tests/support/disco_inputs.py. It needs nothing of
+podrace, and no podrace process needs it: tests/agents/test_disco.py compares with its record.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import json
 import pathlib
 import sys
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 OUT = ROOT / 'tests' / 'data' / 'disco_reference.json'
 LOGGED = ('total_loss', 'pi_loss', 'aux_kl_loss', 'q_loss', 'q_target', 'td')
 
@@ -35,7 +34,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
 
   # rlax turns atoms into values by a difference of nearly equal numbers, so f32 has but four digits of them.
   jax.config.update('jax_enable_x64', True)
-  # Under newer versions of JAX chex's own excludes what is traced, and their code asks for it.
+  # Under newer versions of JAX chex's own excludes traced arrays, and their code asks for it.
   chex.Array = jax.Array | np.ndarray
   from disco_rl import agent as agents
   from disco_rl import types
@@ -79,7 +78,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
     out, meta = log['meta_out'], state.meta_state
     (rnn,) = jax.tree.leaves(meta['rnn_state'], is_leaf=lambda x: hasattr(x, 'cell'))
     ema = meta['adv_ema_state']
-    found = {name: log[name] for name in LOGGED} | {
+    values = {name: log[name] for name in LOGGED} | {
       'q_targets': out['q_target'],
       'advantage': out['adv'],
       'scaled_advantage': out['normalized_adv'],
@@ -91,7 +90,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
       'moments': [ema.moment1, ema.moment2, ema.decay_product],
     }
     updates.append(
-      {k: inputs.rounded(np.asarray(v)) for k, v in found.items()}
+      {k: inputs.rounded(np.asarray(v)) for k, v in values.items()}
       | {
         'mean_gradient': inputs.shown(state.opt_state[0].mu),
         'params': inputs.shown(state.params),
@@ -104,7 +103,7 @@ def main(checkout: str, weights: str, commit: str) -> None:
     commit=commit,
     weights_sha256=hashlib.sha256(pathlib.Path(weights).read_bytes()).hexdigest(),
     versions={name: importlib.metadata.version(name) for name in names},
-    script='benchmarks/disco_reference.py',
+    script='tests/data/disco_reference.py',
     date=datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds'),
     updates=updates,
   )
