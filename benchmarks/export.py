@@ -30,7 +30,8 @@ from podrace.hooks import greedily, innermost
 from podrace.networks import ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, Policy, load_policy
 from podrace.policy.export import export
-from podrace.run.evaluate import eval_env, restore_newest_params
+from podrace.run.evaluate import eval_env
+from podrace.run.saved_params import restore_params
 from podrace.settings.resolved import resolve
 
 ENVS, STEPS = 250, 250  # of a chunk
@@ -155,7 +156,7 @@ def measure(name: str, folder: Path, total: int, steps: int) -> dict[str, Any]:
   resolved = resolve(config)
   agent, env = resolved.agent, eval_env(resolved)
   agent = innermost(agent)
-  _, params, _ = restore_newest_params(resolved, folder / 'run')
+  _, params, _ = restore_params(resolved, folder / 'run')
   policies = {runtime: load_policy(folder / 'policy', runtime) for runtime in RUNTIMES}
   compared = {runtime: Comparison(policy) for runtime, policy in policies.items()}
   count, ties, seen = 0, 0, None
