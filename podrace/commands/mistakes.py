@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,7 +33,12 @@ KINDS = {
 
 def option_names(settings: Any, prefix: str = '--') -> Iterator[str]:
   """Yield the options of a dataclass, and of the dataclasses among its fields."""
+  import tyro
+
+  hints = typing.get_type_hints(type(settings), include_extras=True)
   for field in dataclasses.fields(settings):
+    if tyro.conf.Suppress in getattr(hints[field.name], '__metadata__', ()):
+      continue
     name = prefix + flag(field.name)
     value = getattr(settings, field.name)
     if dataclasses.is_dataclass(value):

@@ -9,12 +9,13 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.commands import configure, help
+from podrace.commands import config_files, configure, help
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.run.new_directory import choose_run_dir, name_run, run_directory
 from podrace.settings import user_code
+from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
 from podrace.system.logs import log_to_stderr
@@ -49,6 +50,9 @@ COMMAND = Train(
     shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
+    Option('--config', 'FILE', 'begin with the settings of a TOML file, or of another run (its '
+      'directory or config.json); options change them'),
+    Option('--save-config', 'FILE', 'write all settings to a new TOML or .json file, and end'),
     shared.OVERRIDE,
     shared.SINKS,
     Option('--metrics-listen', 'HOST:PORT', 'serve the newest metrics to Prometheus, at /metrics'),
@@ -74,12 +78,11 @@ COMMAND = Train(
 @results_alone()
 def run(args: list[str]) -> int:
   """Train."""
-  preset = configure.take_preset(args)
-  options = Options(args, COMMAND)
+  preset, options, of_run = _read_settings(args)
   run_dir, allowed = options.path('--run-dir'), configure.allowed_modules(options)
   if run_dir is not None:
     check_directory(run_dir)
-  base = configure.base_config(preset, run_dir, options, allowed)
+  base = of_run or configure.base_config(preset, run_dir, options, allowed)
   if options.passed('--envs') == 'remote':  # which changes the default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configure.with_architecture(base, options)
@@ -90,8 +93,12 @@ def run(args: list[str]) -> int:
   if place is not None:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
-  if configure.needs_defaults(preset, run_dir, options):
+  if of_run is None and configure.needs_defaults(preset, run_dir, options):
     config = configure.parse_with_defaults(base, config.env, options.arguments)
+  if (file := options.path('--save-config')) is not None:
+    config_files.write(file, config)
+    print_text(f'settings: {file}', file=results())
+    return 0
 
   import jax
 
@@ -115,6 +122,26 @@ def run(args: list[str]) -> int:
 
   leave_processes()  # some exits of Python skip JAX's exit handlers
   return 0
+
+
+def _read_settings(args: list[str]) -> tuple[str | None, Options, Config | None]:
+  """Return the preset and the options, with those of --config, and the settings of its run."""
+  preset = configure.take_preset(args)
+  options = Options(args, COMMAND)
+  file = options.path('--config')
+  if file is None:
+    return preset, options, None
+  of_run = config_files.read_run(file, configure.allowed_modules(options))
+  if of_run is None:
+    in_file = config_files.read_options(file)
+    named = configure.take_preset(in_file)
+    if preset is not None and named is not None:
+      raise UsageError(f'{file} has the preset {named}: leave out {preset}')
+    return preset or named, Options([*in_file, *args], COMMAND), None
+  agent = configure.requested_agent(options)
+  if preset is not None or agent not in (None, agent_name(of_run.agent)):
+    raise UsageError(f'--config {file} has an agent: leave out {preset or f"--agent {agent}"}')
+  return None, options, of_run
 
 
 def _peers(options: Options, place: Place | None) -> dict[str, Any]:

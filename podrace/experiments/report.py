@@ -17,6 +17,7 @@ from podrace.experiments.plot import COLOURS
 from podrace.experiments.scores import ATARI, atari_game, normalize_human
 from podrace.run import directory, metrics, run_end, sinks
 from podrace.run.diagnostics import read_diagnostics
+from podrace.run.setting_changes import Change, read_changes
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
 from podrace.system.files.schema import SUMMARY, is_number
@@ -119,6 +120,11 @@ def collect_run(run: runs.Run) -> dict[str, Any]:
       'damaged': len(list((path / 'damaged').glob('*'))),
     },
     'diagnoses': read_diagnostics(path),
+    'changes': [
+      {'step': entry['step'], 'text': str(Change(name, *pair))}
+      for entry in read_changes(path)
+      for name, pair in entry['settings'].items()
+    ],
     'config': {k: _json_value(x) for k, x in settings.items()},
     'videos': videos,
     'videos_left_out': left_out,

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError
+from podrace.run.setting_changes import Change, compare
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
 from podrace.settings.record import (
-  changes,
   check_code,
   complete,
-  differences,
   from_json,
   to_json,
   with_unrecorded,
@@ -79,8 +78,8 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
-def changes_of(config: Basics, run_dir: Path) -> list[str]:
-  """Return a line for each setting in which a run directory's record differs from a configuration.
+def changes_of(config: Basics, run_dir: Path) -> list[Change]:
+  """Return the settings in which a run directory's record differs from a configuration.
 
   Raises:
     UsageError: if there are checkpoints, and a setting differs that cannot change in a run.
@@ -88,13 +87,12 @@ def changes_of(config: Basics, run_dir: Path) -> list[str]:
   old = read_record(run_dir)
   if old is None:
     return []
-  records = completed_record(old, config), to_json(config)
-  changed = differences(*records)
+  changed = compare(completed_record(old, config), to_json(config))
   begun = any((run_dir / 'checkpoints').glob('*'))
-  if begun and not NEVER.isdisjoint(path for path, _, _ in changes(*records)):
+  if begun and not NEVER.isdisjoint(change.path for change in changed):
     raise UsageError(
       f'{run_dir} holds another run, which this one cannot be:\n  '
-      + '\n  '.join(changed)
+      + '\n  '.join(map(str, changed))
       + '\ngive another --run-dir'
     )
   return changed

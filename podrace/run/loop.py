@@ -21,12 +21,13 @@ from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.checkpointing import Saves
-from podrace.run.directory import continued, last_line, read_record, saved_steps
+from podrace.run.directory import changes_of, continued, last_line, read_record, saved_steps
 from podrace.run.evaluate import eval_env
 from podrace.run.log import Log
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.run_end import note_end
+from podrace.run.setting_changes import note_changes
 from podrace.run.summary import final_return
 from podrace.run.updates import UpdateLoop, count_updates
 from podrace.run.warm_start import WarmStart
@@ -252,6 +253,10 @@ class Run:
     """Return the state that the run continues from, or a first one, and the keys of the seeds."""
     state = self._restore()
     if self.leader:
+      changed = changes_of(self.config, self.run_dir)
+      note_changes(self.run_dir, max(self.saves.saved, 0), changed)
+      for change in changed:
+        self.say(f'changed: {change}')
       write_json(self.run_dir / 'config.json', to_json(self.config))
     each = self.seeds // hooks.settings(self.config.agent)
     seeds = np.uint32(self.config.seed) + np.arange(self.seeds, dtype=np.uint32) % np.uint32(each)

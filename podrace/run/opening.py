@@ -20,6 +20,7 @@ from podrace.run.directory import (
   locked,
   read_summary,
 )
+from podrace.run.setting_changes import Change
 from podrace.run.sinks import check_sinks
 from podrace.settings.config import Basics
 from podrace.system.files import check_folder, make_user_folder
@@ -117,10 +118,10 @@ def read_finished(
     UsageError: if its configuration differs, and `override` is false or would have no effect.
   """
   changed = changes_of(config, run_dir)
-  if changed and not override:
+  if any(change.needs_override for change in changed) and not override:
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
-      + '\n  '.join(changed)
+      + '\n  '.join(map(str, changed))
       + '\ngive --override to go on with the new one, or another --run-dir'
     )
   summary = read_summary(run_dir / 'summary.json', warn)
@@ -129,13 +130,13 @@ def read_finished(
   if changed:
     raise UsageError(
       f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
-      + '\n  '.join(changed)
+      + '\n  '.join(map(str, changed))
       + '\ngive a larger --total-steps as well, or another --run-dir'
     )
   return summary
 
 
-def is_finished(summary: dict[str, Any], total_steps: int, changed: Sequence[str]) -> bool:
+def is_finished(summary: dict[str, Any], total_steps: int, changed: Sequence[Change]) -> bool:
   """Return whether a run is finished; one that a callback ended goes on with changed settings."""
   return summary['step'] >= total_steps or ('ended' in summary and not changed)
 

@@ -176,7 +176,7 @@ def test_a_run_begins_with_one_seed_of_another(
   seeds: int, trained: podrace.Result, tmp_path: Path
 ) -> None:
   config = dataclasses.replace(
-    trained.config, seeds=seeds, total_steps=1024, eval_every=0, seed=7,
+    trained.config, seeds=seeds, total_steps=1024, seed=7,
     agent=dataclasses.replace(trained.config.agent, learning_rate=1e-30),
     init_from=str(trained.run_dir), init_checkpoint='best', init_member=1,
   )  # fmt: skip

@@ -277,6 +277,11 @@ if (data.runs.some(run => run.diagnoses.length)) {
     data.runs.flatMap((r, i) => r.diagnoses.map(d => ({ cells: [named(i), d.step, d.message] })))))
 }
 
+if (data.runs.some(run => run.changes.length)) {
+  section('changes', 'Settings that changed').append(table(['run', 'from step', 'setting'],
+    data.runs.flatMap((r, i) => r.changes.map(c => ({ cells: [named(i), c.step, c.text] })))))
+}
+
 const faults = section('faults', 'Faults survived')
 faults.append(table(['run', 'environments restarted', 'steps lost with them', 'damaged checkpoints', 'how it ended'],
   data.runs.map((r, i) => ({ cells: [named(i), r.faults.env_restarts, r.faults.dropped_steps, r.faults.damaged, r.why ? `${r.state}: ${r.why}` : r.state] }))))
