@@ -317,7 +317,7 @@ def test_waiting_for_the_learner_is_told_as_waiting(lag: str, monkeypatch: Patch
   """Parameters are published before they are computed; who has taken them has waited for them."""
   computed: list[bool] = []
   taken: list[Any] = []
-  take, use = sebulba_.lockstep.Lockstep.take_params, sebulba_.Inference.use
+  take, use = sebulba_.lockstep.Lockstep.take_params, sebulba_.inference.Inference.use
 
   def noted(actor: Any) -> None:
     take(actor)
@@ -336,7 +336,7 @@ def test_waiting_for_the_learner_is_told_as_waiting(lag: str, monkeypatch: Patch
       return train, priority, {**metrics, 'worked': x[0, 0]}
 
   monkeypatch.setattr(sebulba_.lockstep.Lockstep, 'take_params', noted)
-  monkeypatch.setattr(sebulba_.Inference, 'use', used)
+  monkeypatch.setattr(sebulba_.inference.Inference, 'use', used)
   with Running(sebulba(Slow(network=SMALL), lag=lag)) as run:
     run.advance(6)
   assert len(computed) >= 6

@@ -36,7 +36,8 @@ from test_sebulba import SMALL, Learning, Running, over_in, sebulba
 
 from podrace import cli
 from podrace.agents.impala import Impala
-from podrace.architectures.sebulba import ActorFailed, Lockstep
+from podrace.architectures.sebulba import ActorFailed
+from podrace.architectures.sebulba.lockstep import Lockstep
 from podrace.envs.host import ale, envpool, timesteps
 from podrace.envs.host import base as host
 from podrace.run.processes import SILENCE_SECONDS
