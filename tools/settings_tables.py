@@ -4,7 +4,8 @@ NAMES is an agent (`ppo`), a group of the option table (`run`, `sebulba`, `disco
 (`--lag --max-lag`), or options of an agent (`ppo --agent.clip --agent.epochs`). The tables read the option table, `podrace/commands/options.json`, and the
 defaults by kind of environment in `podrace/settings/defaults.py`. So no page repeats a default.
 
-`<!-- names: TABLE -->` becomes a table of `podrace/settings/foreign_names.toml`.
+`<!-- names: TABLE -->` becomes a table of `podrace/settings/foreign_names.toml`, and `<!-- checks -->` the table of
+`podrace/run/diagnostics.py`.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from typing import Any
 
 from podrace.agents import AGENTS
 from podrace.commands.option_table import Row, show, table
+from podrace.run import diagnostics
 from podrace.settings import defaults, foreign_names
 from podrace.settings.record import option
 
 MARKER = re.compile(r'^<!-- settings: (.+) -->$', re.MULTILINE)
+CHECKS = '<!-- checks -->'
 NAMES = re.compile(r'^<!-- names: (.+) -->$', re.MULTILINE)
 SIZES = ('--num-envs', '--unroll-length')  # settings of a run that depend on the agent
 KINDS = {'vector': 'vectors', 'grid': 'grids', 'pixels': 'pixels', 'continuous': 'continuous'}
@@ -28,6 +31,9 @@ KINDS = {'vector': 'vectors', 'grid': 'grids', 'pixels': 'pixels', 'continuous':
 def on_page_markdown(markdown: str, **_: Any) -> str:
   """Return the text of a page with its tables."""
   markdown = NAMES.sub(lambda match: foreign_names.markdown(match.group(1)), markdown)
+  if CHECKS in markdown:
+    rows = [f'| `{check.name}` | {check.message} |' for check in diagnostics.CHECKS]
+    markdown = markdown.replace(CHECKS, '\n'.join(['| sign | message |', '|---|---|', *rows]))
   return MARKER.sub(lambda match: expand(match.group(1)), markdown)
 
 
