@@ -22,12 +22,21 @@ from podrace.settings.record import option, to_json
 from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Option, Options, row
 
-MOST_USED = (  # options of a run that come first
-  '--run-dir', '--total-steps', '--seed', '--seeds', '--num-envs', '--unroll-length', '--env',
-  '--agent', '--architecture',
-)  # fmt: skip
+MOST_USED = ('--run-dir', '--total-steps', '--seed', '--num-envs', '--env')  # of discover
+GROUPS = {  # heading -> options of `podrace train`
+  'run': (
+    '--run-dir', '--total-steps', '--seed', '--seeds', '--log-every', '--checkpoint-every',
+    '--keep', '--config', '--save-config', '--override', '--sinks', '--quiet',
+  ),
+  'environment': ('--env', '--num-envs', '--unroll-length'),
+  'agent': ('--agent', '--init-from', '--init-checkpoint', '--init-member'),
+  'evaluation': ('--eval-every', '--eval-episodes', '--eval-env', '--eval-video'),
+  'architecture': ('--architecture', '--devices'),
+}  # fmt: skip
+# Of Sebulba, and in --help-all.
 SERVING = ('--listen', '--connect-replay', '--keys', '--insecure', '--peer-timeout', '--announce')
-# ^ only Sebulba reads these
+# In --help-all only: all other options.
+OTHER = 'several devices and processes, metrics, caches'
 ALL = '--help-all'
 DISCOVER_DEFAULT = 'lpg-catch'
 
@@ -209,7 +218,7 @@ def train_help(
     *(_preset_lines(preset, values) if preset else []),
   ]
   sebulba = everything or values.get('--architecture') == 'sebulba'
-  lines += _run_lines(declared, values, _printable(name), sebulba)
+  lines += _run_lines(tuple(declared), values, _printable(name), sebulba, everything)
   if everything:
     return '\n'.join([*lines, *_all_agents(), *_default_lines()])
   if preset is None and not any(
@@ -239,16 +248,33 @@ def _most_used_first(rows: Mapping[str, str]) -> list[str]:
   return [rows[name] for name in dict.fromkeys((*first, *rows))]
 
 
-def _run_lines(declared: Iterable[Option], values: Values, agent: str, sebulba: bool) -> list[str]:
-  """Return the options of a run; `sebulba` adds the options that only Sebulba reads."""
-  listed = [o for o in declared if sebulba or o.name not in SERVING]
-  rows = {o.name: row(o.name, o.value, o.text) for o in listed}
-  groups = ('run', 'sebulba') if sebulba else ('run',)
-  rows |= {r.name: _line(r, values) for r in table().of(*groups)}
-  agent_option = next(o for o in listed if o.name == '--agent')
-  text = f'{agent_option.text} (default {agent})'
-  rows['--agent'] = row(agent_option.name, agent_option.value, text)
-  return ['', 'options, with the defaults of this run:', *_most_used_first(rows)]
+def _run_lines(
+  declared: Iterable[Option], values: Values, agent: str, sebulba: bool, everything: bool
+) -> list[str]:
+  """Return the options of a run by group.
+
+  Args:
+    declared: the options of the command itself.
+    values: the defaults of the run.
+    agent: the default of --agent.
+    sebulba: add the options that only Sebulba reads.
+    everything: add all options.
+  """
+  rows = {o.name: row(o.name, o.value, o.text) for o in declared}
+  rows |= {r.name: _line(r, values) for r in table().of('run')}
+  agent_option = next(o for o in declared if o.name == '--agent')
+  rows['--agent'] = row('--agent', agent_option.value, f'{agent_option.text} (default {agent})')
+  groups = {heading: [rows.pop(name) for name in names] for heading, names in GROUPS.items()}
+  serving = [rows.pop(name) for name in SERVING]
+  if sebulba:
+    groups['Sebulba'] = [_line(r, values) for r in table().of('sebulba')]
+    groups['other machines'] = serving
+  if everything:
+    groups[OTHER] = list(rows.values())
+  lines = ['', 'options, with the defaults of this run']
+  for heading, texts in groups.items():
+    lines += ['', f'{heading}:', *texts]
+  return lines
 
 
 def _all_agents() -> Iterator[str]:
