@@ -23,7 +23,7 @@ COMMAND = Command(
     Option('--sample', '', 'sample actions as in training (default: greedy, with the best action)'),
     Option('--seed', 'S', 'seed of the first episode', 0),
     Option('--max-steps', 'N', 'cut longer episodes', 5000),
-    Option('--fps', 'N', 'frames per second; a frame is a step', 30),
+    Option('--fps', 'N', 'frames (steps) per second; 0: 30, fewer for short episodes', 0),
     Option('--live', '', 'show the episodes in a window, and write nothing'),
     CHECKPOINT,
     ALLOW_CODE,
@@ -42,10 +42,10 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   run_dir = Path(options.one_argument('run directory'))
   episodes, fps, max_steps = map(options.whole, ('--episodes', '--fps', '--max-steps'))
-  for name, value in (('--episodes', episodes), ('--fps', fps), ('--max-steps', max_steps)):
+  for name, value in (('--episodes', episodes), ('--max-steps', max_steps)):
     if value < 1:
       raise UsageError(f'{name} must be at least 1, not {value}')
-  show = window(fps) if '--live' in options else None
+  show = window(fps or 30) if '--live' in options else None
   allowed = allowed_modules(options)
   from podrace.run.video import film
 

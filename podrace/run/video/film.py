@@ -29,6 +29,10 @@ from podrace.system.process import scratch_directory
 BAR = 24  # height of the caption above a picture, in pixels
 GIF_FRAMES = 600  # most frames; longer episodes lose frames evenly
 GIF_WIDTH = 320
+SIDE = 256  # pixels that the longer side of a small frame is enlarged to, at most
+RATES = 2, 30  # least and largest frames per second that are chosen for an episode
+SECONDS = 4  # that a short episode should last
+HOLD = 1  # second that the last frame is shown for
 
 
 @dataclasses.dataclass
@@ -51,14 +55,14 @@ class FilmSettings:
     seed: seed of the first episode. Each further one adds 1.
     sampled: whether to act as in training instead of greedily.
     max_steps: number of steps after which an episode is cut.
-    fps: frames per second.
+    fps: frames per second; 0: 30, and fewer for short episodes, so that a person can follow.
   """
 
   episodes: int = 5
   seed: int = 0
   sampled: bool = False
   max_steps: int = 5_000
-  fps: int = 30
+  fps: int = 0
 
 
 class Film:
@@ -68,6 +72,7 @@ class Film:
     import av
 
     self._gif, self._fps = gif, fps
+    self._early: list[np.ndarray] = []  # frames before the rate is known
     self._container = av.open(str(mp4.absolute()), 'w')  # FFmpeg takes `a:b` for a protocol
     self._stream: Any = None
     self._kept: list[Any] = []  # frames of the GIF: one of each `_every`
@@ -75,10 +80,26 @@ class Film:
 
   def add(self, picture: np.ndarray) -> None:
     """Append a frame [H, W, 3] u8. All frames have the same size."""
+    if self._fps:
+      self._write(picture)
+      return
+    self._early.append(picture)
+    if len(self._early) >= RATES[1] * SECONDS:
+      self._choose_rate()
+
+  def _choose_rate(self) -> None:
+    least, largest = RATES
+    self._fps = min(largest, max(least, round(len(self._early) / SECONDS)))
+    for picture in self._early:
+      self._write(picture)
+    self._early = []
+
+  def _write(self, picture: np.ndarray) -> None:
     import av
     from PIL import Image
 
     picture = pad_to_even(picture)
+    self._last = picture
     if self._stream is None:
       stream: Any = self._container.add_stream('libx264', rate=self._fps)
       stream.height, stream.width = picture.shape[:2]
@@ -96,8 +117,12 @@ class Film:
     self._count += 1
 
   def close(self) -> None:
-    """Write the remaining frames and close both files."""
+    """Write the remaining frames, hold the last one, and close both files."""
+    if self._early:
+      self._choose_rate()
     if self._stream is not None:
+      for _ in range(HOLD * self._fps):
+        self._write(self._last)
       for packet in self._stream.encode():
         self._container.mux(packet)
     self._container.close()
@@ -112,6 +137,12 @@ def pad_to_even(picture: np.ndarray) -> np.ndarray:
   """Pad a picture to even sides, as H.264 requires."""
   h, w = picture.shape[:2]
   return np.ascontiguousarray(np.pad(picture, ((0, h % 2), (0, w % 2), (0, 0))))
+
+
+def enlarge(picture: np.ndarray) -> np.ndarray:
+  """Repeat the pixels of a small picture, up to SIDE for its longer side."""
+  factor = max(1, SIDE // max(picture.shape[:2]))
+  return picture.repeat(factor, 0).repeat(factor, 1)
 
 
 def add_caption(picture: np.ndarray, words: str) -> np.ndarray:
@@ -164,7 +195,7 @@ def play_episode(
     if isinstance(frame, NumericObservation):
       waiting.append((frame, words))
     else:
-      show(add_caption(frame, words))
+      show(add_caption(enlarge(frame), words))
     if over or step == max_steps:
       break
     action, state = act(timestep, state, jax.random.fold_in(key, step))
