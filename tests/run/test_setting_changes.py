@@ -1,0 +1,67 @@
+"""Settings that change between two lives of a run: allowed or refused, and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from podrace.agents.impala import Impala
+from podrace.errors import UsageError
+from podrace.experiments.report import collect_run
+from podrace.experiments.runs import inspect_run
+from podrace.networks import ActorCritic
+from podrace.run import loop
+from podrace.run.setting_changes import Change, read_changes
+from podrace.settings.config import Config
+
+CONFIG = Config(
+  agent=Impala(ActorCritic(hidden=(8,)), anneal_learning_rate=False),
+  num_envs=8, unroll_length=8, total_steps=640, checkpoint_every=320,
+)  # fmt: skip
+
+
+def go_on(run_dir: Path, override: bool = False, **changes: Any) -> dict[str, Any]:
+  return loop.train(dataclasses.replace(CONFIG, **changes), run_dir, override=override, quiet=True)
+
+
+def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_had_them(tmp_path: Path) -> None:
+  go_on(tmp_path / 'run')
+  summary = go_on(tmp_path / 'run', total_steps=1280)
+  whole = go_on(tmp_path / 'whole', total_steps=1280)
+  assert (summary['step'], summary['params_sha256']) == (1280, whole['params_sha256'])
+  (entry,) = read_changes(tmp_path / 'run')
+  assert (entry['step'], entry['settings']) == (640, {'total_steps': [640, 1280]})
+  (shown,) = collect_run(inspect_run(tmp_path / 'run'))['changes']
+  assert shown == {'step': 640, 'text': '--total-steps: 640 -> 1280'}
+
+
+def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) -> None:
+  run = tmp_path / 'run'
+  go_on(run)
+  for changes in (dict(total_steps=320), dict(keep=2), dict(total_steps=1280, keep=2)):
+    with pytest.raises(UsageError, match='--override'):
+      go_on(run, **changes)
+  assert read_changes(run) == []
+  go_on(run, override=True, total_steps=1280, keep=2)
+  go_on(run, total_steps=1920, keep=2)
+  assert [(e['step'], e['settings']) for e in read_changes(run)] == [
+    (640, {'total_steps': [640, 1280], 'keep': [3, 2]}),
+    (1280, {'total_steps': [1280, 1920]}),
+  ]
+
+
+@pytest.mark.parametrize(
+  ('change', 'needs_override'),
+  [
+    (Change('total_steps', 10, 20), False),
+    (Change('total_steps', 20, 10), True),
+    (Change('total_steps', None, 10), True),
+    (Change('agent.total_steps', 10, 20), True),
+    (Change('num_envs', 10, 20), True),
+  ],
+)
+def test_only_more_steps_need_no_override(change: Change, needs_override: bool) -> None:
+  assert change.needs_override == needs_override
