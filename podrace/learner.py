@@ -1,4 +1,4 @@
-"""The learner step, and the one place where gradients are averaged."""
+"""The learner step, and the one place where gradients of an agent are averaged."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def sgd(
 ) -> tuple[Any, ...]:
   """Make one gradient step, averaged over all learner devices.
 
-  The gradients and `aux` are averaged in one all-reduce. There is no other collective here, and
-  none anywhere else that depends on gradients. The parameters are made to vary over the devices
-  first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum
+  The gradients and `aux` are averaged in one all-reduce. There is no other collective here. Gossip
+  averages parameters instead, and meta-training the changes of a rule. The parameters are made to
+  vary over the devices first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum
   over devices, and its `pmean` is silently wrong by a factor of their number.
 
   Args:

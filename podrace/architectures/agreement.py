@@ -32,7 +32,7 @@ REPLICAS = 'replicas'  # the axis of a mesh along which replicas differ
 
 @dataclasses.dataclass(frozen=True)
 class AllReduce:
-  """Averages gradients over the devices, so all devices have the same parameters.
+  """All devices have the same parameters: the gradients are averaged by `learner.sgd`.
 
   Anakin calls these methods. A `train` is the run's: its `params` are one tree, the same on all
   devices. `Gossip` overrides every method, and splits `rest` over the devices along its first axis.

@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -136,9 +137,10 @@ def _comments_in(source: str) -> Iterator[tuple[str, str]]:
       continue
     end = field.end_lineno or field.lineno
     comment = lines[end - 1].partition('  # ')[2]
-    below = lines[end].strip() if end < len(lines) else ''
-    if below.startswith('# ^ '):
-      comment = below[4:]
+    below = [line.strip() for line in lines[end:]]
+    if below and below[0].startswith('# ^ '):
+      rest = itertools.takewhile(lambda line: line.startswith('# '), below[1:])
+      comment = ' '.join([below[0][4:], *(line[2:].strip() for line in rest)])
     if comment:
       yield field.target.id, comment
 

@@ -45,8 +45,9 @@ def split(text: str) -> list[str]:
   parts: list[str] = []
   open_: list[str] = []  # closing brackets of the open ones
   start, quote, escaped = 0, '', False
+  before = ''  # the last character of this part that is no space
   for i, c in enumerate(text):
-    opens = open_ or text[start:i].rstrip().endswith('=')  # within a bare word they are letters
+    opens = open_ or before == '='  # within a bare word they are letters
     if escaped:
       escaped = False
     elif quote:
@@ -59,7 +60,10 @@ def split(text: str) -> list[str]:
       open_.pop()
     elif c == ',' and not open_:
       parts.append(text[start:i])
-      start = i + 1
+      start, before = i + 1, ''
+      continue
+    if not c.isspace():
+      before = c
   if quote or open_:
     raise ValueError(f'{quote or open_[-1]} is missing at the end of {text[start:]!r}')
   return [*parts, text[start:]]

@@ -48,7 +48,7 @@ from podrace.commands import (
   envs,
   evaluate,
   follow,
-  names,
+  list_names,
   plot,
   replay,
   rm,
@@ -877,7 +877,7 @@ def test_a_fault_of_ours_keeps_its_traceback(run: Command, monkeypatch: Patch) -
   def broken(args: list[str]) -> int:
     raise AssertionError('ours')
 
-  monkeypatch.setattr(names, 'run', broken)
+  monkeypatch.setattr(list_names, 'run', broken)
   with pytest.raises(AssertionError, match='ours'):
     cli.main(['list'])
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')
