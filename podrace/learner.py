@@ -46,8 +46,9 @@ def sgd(
 
   The gradients and `aux` are averaged in one all-reduce. There is no other collective here. Gossip
   averages parameters instead, and meta-training the changes of a rule. The parameters are made to
-  vary over the devices first. Without that, under `check_vma`, the gradient of a replicated parameter is already a sum
-  over devices, and its `pmean` is silently wrong by a factor of their number.
+  vary over the devices first. Without that, under `check_vma`, the gradient of a replicated
+  parameter is already a sum over devices, and its `pmean` is silently wrong by a factor of their
+  number.
 
   Args:
     loss: `loss(params)` returns this device's mean loss and `aux`, any tree of floats. With
