@@ -7,7 +7,7 @@ from pathlib import Path
 from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
 from podrace.experiments.runs import Run, find, inspect_run
-from podrace.run.run_end import STATES
+from podrace.run.run_end import RUNNING, STATES
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text
 
@@ -51,7 +51,12 @@ def run(args: list[str]) -> int:
   elif not rows:
     print_text(f'no {state} run under {root}' if state else f'no run under {root}')
   else:
-    print_text(table([HEAD, *(row(r) for r in rows)]))
+    begun = [r for r in rows if r.step or r.state == RUNNING]
+    if begun:
+      print_text(table([HEAD, *(row(r) for r in begun)]))
+    if ended := [r for r in rows if r not in begun]:
+      print_text('\n' * bool(begun) + 'ended before their first checkpoint or line of metrics:')
+      print_text(table([HEAD, *(row(r) for r in ended)]))
   return 0
 
 

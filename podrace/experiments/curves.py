@@ -6,6 +6,7 @@ This uses NumPy only. `podrace.experiments.plot` draws. The statistics are from 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable, Sequence
@@ -17,7 +18,8 @@ import numpy as np
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
-from podrace.system.files.schema import is_number
+from podrace.system.files.reading import read_object
+from podrace.system.files.schema import SUMMARY, is_number
 
 Floats = np.ndarray
 X = Literal['steps', 'wall', 'gradient-steps']
@@ -64,10 +66,12 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], li
     x: quantity of the x axis.
 
   Returns:
-    The groups, and messages about runs without a curve.
+    The groups, and messages about runs without a curve. A run that ended with the same parameters
+    as another of its group is the same run, and counts once.
   """
   groups: dict[str, CurveGroup] = {}
   wrong: list[str] = []
+  counted: dict[tuple[str, str], Path] = {}  # by configuration and hash of the last parameters
   for path in paths:
     try:
       config, curves = _read(path, metric, x)
@@ -75,6 +79,11 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], li
       wrong.append(str(e))
       continue
     key = json.dumps(config, sort_keys=True)
+    if sha256 := _params_sha256(path):
+      first = counted.setdefault((key, sha256), path)
+      if first != path:
+        wrong.append(f'{path}: counted once, as it has the settings and the parameters of {first}')
+        continue
     groups.setdefault(key, CurveGroup(config, [])).curves.extend(curves)
   return list(groups.values()), wrong
 
@@ -118,6 +127,14 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
   return config, read_curves
+
+
+def _params_sha256(path: Path) -> str:
+  """Return the hash of a finished run's parameters, '' if there is none."""
+  with contextlib.suppress(UnreadableFile):
+    sha256 = (read_object(path / 'summary.json', SUMMARY) or {}).get('params_sha256')
+    return sha256 if isinstance(sha256, str) else ''
+  return ''
 
 
 def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:

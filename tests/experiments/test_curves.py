@@ -59,6 +59,17 @@ def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
   assert make_labels(groups[:1]) == ['ppo']
 
 
+def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
+  names = dict(a='1', b='1', c='2', d='', e='')  # the hash of the last parameters; '': none yet
+  paths = [make(tmp_path / name, [(10, 1.0)], seed=3, finished=False) for name in names]
+  for path, sha256 in zip(paths, names.values(), strict=True):
+    if sha256:
+      (path / 'summary.json').write_text(json.dumps({'params_sha256': sha256}))
+  ((group,), (message,)) = curves.read(paths, 'episode_return', 'steps')
+  assert [c.run.name for c in group.curves] == ['a', 'c', 'd', 'e']
+  assert str(paths[0]) in message and str(paths[1]) in message
+
+
 def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   a = make(tmp_path / 'a', [(10, [1.0, None]), (20, [2.0, 5.0]), (30, [3.0, 6.0])])
   ((group,), _) = curves.read([a], 'episode_return', 'steps')

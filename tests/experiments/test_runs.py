@@ -169,6 +169,20 @@ def test_the_table_and_json(tmp_path: Path, capsys: Capture) -> None:
   assert only['step'] == 250 and only['size'] > 0
 
 
+def test_runs_that_ended_before_their_first_step_are_a_table_of_their_own(
+  tmp_path: Path, capsys: Capture
+) -> None:
+  for name, lines in dict(a=[line(500, 1.0)], b=[], c=[line(250, 2.0)], d=[]).items():
+    make(tmp_path / name, *lines)
+  code, out, _ = called(capsys, 'runs', str(tmp_path))
+  begun, ended = (part.splitlines() for part in out.split('\n\n'))
+  assert code == 0
+  assert [sorted(Path(row.split()[0]).name for row in rows) for rows in (begun[1:], ended[2:])] == [
+    ['a', 'c'],
+    ['b', 'd'],
+  ]
+
+
 def test_a_sweep_in_one_program_has_the_name_of_its_agent(tmp_path: Path, capsys: Capture) -> None:
   def swept(name: str, inner: str) -> None:
     path = make(tmp_path / name, line(500, 1.0))

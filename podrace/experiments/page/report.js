@@ -203,7 +203,7 @@ function byRun(metric) { return linesOf(run => points(run, metric, axis)) }
 const ENVS = [...new Set(data.runs.map(run => run.env))]
 
 // A chart for each environment in which a run has something to show.
-function charts(parent, title, xLabel, yLabel, pointsOf, applies = () => true) {
+function charts(parent, title, xLabel, yLabel, pointsOf, applies = run => pointsOf(run).length) {
   const several = ENVS.length > 1
   return ENVS.filter(env => data.runs.some(run => run.env === env && applies(run))).map(env =>
     chart(parent, several ? `${title}: ${env}` : title, xLabel, yLabel, linesOf(pointsOf, env), several))
@@ -239,15 +239,14 @@ curves.append(controls, make('p', { class: 'note' }, 'Point at a chart for value
 const has = metric => data.runs.some(run => column(run, metric).some(x => x !== null))
 charts(panels, 'Return', () => AXES[axis], () => 'episode return', run => points(run, 'episode_return', axis))
 charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return',
-  run => run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null),
-  run => run.evaluations.step.length)
+  run => run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null))
 const all = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))]
   .filter(name => !['step', 'wall_s', 'gradient_steps_total', 'episode_return'].includes(name) && has(name)).sort()
 const pick = make('select', { 'aria-label': 'metric' }, ...all.map(name => make('option', { value: name }, name)))
 if (all.includes('loss')) pick.value = 'loss'
 if (all.length) {
   controls.append(make('label', {}, 'any metric ', pick))
-  const draws = charts(panels, 'Any metric', () => AXES[axis], () => pick.value, run => points(run, pick.value, axis))
+  const draws = charts(panels, 'Any metric', () => AXES[axis], () => pick.value, run => points(run, pick.value, axis), () => true)
   pick.addEventListener('change', () => draws.forEach(draw => draw()))
 }
 
@@ -263,8 +262,8 @@ data.runs.forEach((run, i) => {
     name: name.replace('actor_', ''), colour: SHARE_COLOURS[k], dash: DASHES[k], points: points(run, name, axis) })), true)
 })
 if (has('policy_lag_mean')) chart(speeds, 'Lag of the acting policy', () => AXES[axis], () => 'updates', byRun('policy_lag_mean'))
-speed.append(table(['run', 'compilation (s)', 'wall time (s)', 'steps/s of the run', 'best line (steps/s)'],
-  data.runs.map((r, i) => ({ cells: [named(i), r.compile_s, r.wall_s, r.steps_per_s, Math.max(0, ...(r.metrics.steps_per_s || [0]))] }))))
+speed.append(table(['run', 'compilation (s)', 'wall time (s)', 'steps/s of the run'],
+  data.runs.map((r, i) => ({ cells: [named(i), r.compile_s, r.wall_s, r.steps_per_s] }))))
 
 const scores = section('scores', 'Scores')
 const isAnchored = data.runs.some(run => run.anchors) // no other environments have them
