@@ -51,7 +51,7 @@ def run(args: list[str]) -> int:
   elif not rows:
     print_text(f'no {state} run under {root}' if state else f'no run under {root}')
   else:
-    begun = [r for r in rows if r.step or r.state == RUNNING]
+    begun = [r for r in rows if r.step or r.episode_return is not None or r.state == RUNNING]
     if begun:
       print_text(table([HEAD, *(row(r) for r in begun)]))
     if ended := [r for r in rows if r not in begun]:
