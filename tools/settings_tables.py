@@ -23,6 +23,7 @@ from podrace.settings.record import option
 
 MARKER = re.compile(r'^<!-- settings: (.+) -->$', re.MULTILINE)
 CHECKS = '<!-- checks -->'
+OPTION = re.compile(r'--[a-z.-]+[a-z]')
 NAMES = re.compile(r'^<!-- names: (.+) -->$', re.MULTILINE)
 SIZES = ('--num-envs', '--unroll-length')  # settings of a run that depend on the agent
 KINDS = {'vector': 'vectors', 'grid': 'grids', 'pixels': 'pixels', 'continuous': 'continuous'}
@@ -32,7 +33,10 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
   """Return the text of a page with its tables."""
   markdown = NAMES.sub(lambda match: foreign_names.markdown(match.group(1)), markdown)
   if CHECKS in markdown:
-    rows = [f'| `{check.name}` | {check.message} |' for check in diagnostics.CHECKS]
+    rows = [
+      f'| `{check.name}` | {OPTION.sub(r"`\g<0>`", check.message)} |'
+      for check in diagnostics.CHECKS
+    ]
     markdown = markdown.replace(CHECKS, '\n'.join(['| sign | message |', '|---|---|', *rows]))
   return MARKER.sub(lambda match: expand(match.group(1)), markdown)
 
