@@ -33,10 +33,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
   """Return the text of a page with its tables."""
   markdown = NAMES.sub(lambda match: foreign_names.markdown(match.group(1)), markdown)
   if CHECKS in markdown:
-    rows = [
-      f'| `{check.name}` | {OPTION.sub(r"`\g<0>`", check.message)} |'
-      for check in diagnostics.CHECKS
-    ]
+    messages = {check.name: OPTION.sub(r'`\g<0>`', check.message) for check in diagnostics.CHECKS}
+    rows = [f'| `{name}` | {message} |' for name, message in messages.items()]
     markdown = markdown.replace(CHECKS, '\n'.join(['| sign | message |', '|---|---|', *rows]))
   return MARKER.sub(lambda match: expand(match.group(1)), markdown)
 
