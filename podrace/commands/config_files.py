@@ -10,7 +10,7 @@ from typing import Any
 
 from podrace.commands.mistakes import option_names
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.directory import load_config
+from podrace.run.directory import load_config, load_config_file
 from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
 from podrace.settings.record import option, to_json
@@ -26,7 +26,7 @@ def read_run(path: Path, allowed: Iterable[str]) -> Config | None:
   """Return the settings of another run; None if `path` is a file of options.
 
   Args:
-    path: a run directory, or its config.json.
+    path: a run directory, its config.json, or another .json file of --save-config.
     allowed: modules that the record may name.
 
   Raises:
@@ -34,9 +34,7 @@ def read_run(path: Path, allowed: Iterable[str]) -> Config | None:
   """
   if path.is_dir():
     return load_config(path, allowed)
-  if path.name == 'config.json':
-    return load_config(path.parent, allowed)
-  return None
+  return load_config_file(path, allowed) if path.suffix == '.json' else None
 
 
 def read_options(path: Path) -> list[str]:

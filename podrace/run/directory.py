@@ -141,7 +141,12 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   Raises:
     UsageError: if there is no record, or if it names other modules. Nothing is imported then.
   """
-  config = load_any(run_dir, allow_code)
+  return load_config_file(run_dir / 'config.json', allow_code)
+
+
+def load_config_file(file: Path, allow_code: Iterable[str] = ()) -> Config:
+  """Return the config that a file records, as `load_config` does."""
+  config, run_dir = _load(file, allow_code), file.parent
   if not isinstance(config, Config):
     raise UsageError(
       f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as '
@@ -152,9 +157,15 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
 
 def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
   """Return the config of a run directory of any command, as `load_config` does."""
-  record = read_record(run_dir)
+  return _load(run_dir / 'config.json', allow_code)
+
+
+def _load(file: Path, allow_code: Iterable[str]) -> Basics:
+  record = _read_record_file(file)
+  if record is None and file.name == 'config.json':
+    raise UsageError(f'{file.parent} is not a run directory: it has no config.json')
   if record is None:
-    raise UsageError(f'{run_dir} is not a run directory: it has no config.json')
+    raise UsageError(f'{file} does not exist')
   check_code(record, allow_code)
   config: Basics = from_json(record)
   return config
@@ -173,7 +184,10 @@ def read_record(path: Path) -> dict[str, Any] | None:
   Raises:
     UnreadableFile: if the file is not the record of a run.
   """
-  file = path / 'config.json'
+  return _read_record_file(path / 'config.json')
+
+
+def _read_record_file(file: Path) -> dict[str, Any] | None:
   record = read_object(file, RECORD)
   if record is None:
     return None

@@ -22,10 +22,7 @@ def load(path: Path, *arguments: str) -> Config:
   """The configuration of `podrace train --config PATH ARGUMENTS`."""
   saved = path.with_name(f'{len(list(path.parent.iterdir()))}.json')
   assert run('--config', str(path), *arguments, '--save-config', str(saved)) == 0
-  (saved.parent / 'config').mkdir(exist_ok=True)
-  target = saved.parent / 'config' / 'config.json'
-  saved.replace(target)
-  config = config_files.read_run(target, ())
+  config = config_files.read_run(saved, ())
   assert config is not None
   return config
 
