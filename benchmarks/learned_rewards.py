@@ -233,7 +233,7 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
 
 def interval(x: np.ndarray) -> dict[str, float]:
   """Returns the mean of numbers [lives], and the bootstrap's 95%."""
-  low, high = curves.bootstrap_interval([x], curves.mean)
+  low, high = curves.bootstrap_interval([x], np.mean)
   return dict(mean=float(x.mean()), low=float(low), high=float(high))
 
 

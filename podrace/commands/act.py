@@ -39,8 +39,7 @@ def run(args: list[str]) -> int:
   """Act until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  for name in ('--connect-replay', '--params'):
-    options.needed(name)
+  addresses, patience = shared.worker_settings(options)
   local = options.whole('--local-envs')
   if local == 0:
     raise UsageError('--local-envs must be at least 1, not 0')
@@ -51,7 +50,6 @@ def run(args: list[str]) -> int:
   from podrace.distributed import acting
 
   acting.check_options(config, options.arguments)
-  addresses, patience = shared.worker_settings(options)
   with log_to_stderr('podrace act', '--quiet' in options):
     shared.enable_compile_cache(options)
     return acting.act(config, acting.Options(addresses, local or 0, patience))

@@ -38,8 +38,7 @@ def run(args: list[str]) -> int:
   """Reanalyse until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
-  for name in ('--connect-replay', '--params'):
-    options.needed(name)
+  addresses, patience = shared.worker_settings(options)
   if '--batch-size' in options and not options.whole('--batch-size'):
     raise UsageError('--batch-size must be at least 1, not 0')
   from podrace.distributed import net
@@ -49,7 +48,6 @@ def run(args: list[str]) -> int:
   from podrace.distributed import reanalyse
 
   reanalyse.check_options(config, options.arguments)
-  addresses, patience = shared.worker_settings(options)
   settings = reanalyse.Options(addresses, options.whole('--batch-size') or 0, patience)
   with log_to_stderr('podrace reanalyse', '--quiet' in options):
     shared.enable_compile_cache(options)

@@ -39,7 +39,7 @@ from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
-from podrace.settings.resolved import resolve
+from podrace.settings.resolved import Resolved
 from podrace.system.files import make_user_folder, move, new_folder, write_whole
 from podrace.system.files import remove as remove_files
 from podrace.system.process import undone_by_signals
@@ -73,7 +73,7 @@ def export(
   config = load_config(run_dir, allow_code)
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
-  resolved = resolve(config)
+  resolved = Resolved(config)
   agent, env = innermost(resolved.agent), eval_env(resolved)
   if hasattr(getattr(agent, 'network', None), 'dynamics'):
     raise UsageError(

@@ -24,7 +24,7 @@ from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.config import Config
-from podrace.settings.resolved import Resolved, resolve
+from podrace.settings.resolved import Resolved
 from podrace.system.files import number
 from podrace.types import Agent, Array, Environment
 
@@ -152,7 +152,7 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  resolved = resolve(change(load_config(run_dir, allow_code)))
+  resolved = Resolved(change(load_config(run_dir, allow_code)))
   config, agent, stage = resolved.config, resolved.agent, eval_env(resolved, env)
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')

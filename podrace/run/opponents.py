@@ -15,7 +15,7 @@ from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, read_record
 from podrace.run.saved_params import NEWEST, restore_params
-from podrace.settings.resolved import resolve
+from podrace.settings.resolved import Resolved
 from podrace.types import MID, Array, TimeStep
 
 CHAIN = 100  # most generations of opponents, each trained against the one before
@@ -88,7 +88,7 @@ def load_opponent(
       'or go on with it'
     )
   check_chain(run_dir, config.env)
-  resolved = resolve(dataclasses.replace(config, env=_without_trained(config.env)))
+  resolved = Resolved(dataclasses.replace(config, env=_without_trained(config.env)))
   agent = resolved.agent
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)

@@ -53,7 +53,7 @@ class Evaluations:
     seconds: Callable[[], float],
     oldest: Callable[[], int],
   ) -> None:
-    self._resolved, self._config = resolved, resolved.config
+    self._config = resolved.config
     self._run_dir, self._warn, self._seconds = run_dir, warn, seconds
     self._folder = make_folder(run_dir / 'to-evaluate')
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
@@ -126,26 +126,27 @@ class Evaluations:
   def _work(self) -> None:
     evaluate = None
     device = jax.local_devices(backend='cpu')[0]  # leaves the run's accelerators alone
+    resolved = Resolved(self._config)  # with an environment on this device, of this thread alone
     with jax.default_device(device):
       while (item := self._waiting.get()) is not None and not self._stopped:
-        evaluate = evaluate or _make_evaluator(self._resolved)
+        evaluate = evaluate or _make_evaluator(resolved)
         step, wall_s = item
         params = jax.device_put(read_params(self._path(step), self._shapes), device)
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
         self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
         if self._config.eval_video:
-          self._film(step, params)
+          self._film(resolved, step, params)
         self.lines.sync()
         self._best.offer(step, line['episode_return_mean'], self._path(step))
     self.lines.close()
 
-  def _film(self, step: int, params: Any) -> None:
+  def _film(self, resolved: Resolved, step: int, params: Any) -> None:
     from podrace.run.video.film import FilmSettings, film
 
     config, folder = self._config, make_folder(self._run_dir / 'videos')
     settings = FilmSettings(episodes=1, seed=config.seed)
-    film(self._resolved, params, folder, step, settings, env=config.eval_env)
+    film(resolved, params, folder, step, settings, env=config.eval_env)
 
 
 def _make_evaluator(resolved: Resolved) -> Callable[[Any], dict[str, Any]]:

@@ -17,7 +17,10 @@ from podrace.types import Replay
 
 @dataclasses.dataclass(frozen=True)
 class Resolved:
-  """A valid configuration, and its parts. Each part is made once, when it is first used."""
+  """A configuration and its parts. Each part is made once, when it is first used.
+
+  A recorded configuration was validated when its run began. A new one goes through `resolve`.
+  """
 
   config: Config
 

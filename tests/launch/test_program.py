@@ -86,7 +86,7 @@ def nodes(*more: dict[str, Any]) -> Program:
     ([{'command': ('{learner.top!r}',)}], 'reference'),
     ([{'command': ('{learner',)}], '{{ or }}'),
     ([{'command': ('a}',)}], '{{ or }}'),
-    ([{}, {}], ' x'),
+    ([{}, {}], 'called x'),
     ([{'replicas': 2}, {'name': 'x-0'}], ' x-0'),
     ([{'main': True}], ' 2: learner, x'),
     ([{'name': 'Big'}], "'Big'"),

@@ -294,13 +294,13 @@ def test_opponents_that_lead_back_are_refused(tmp_path: Path) -> None:
   pytest.importorskip('pgx')
   a, b = tmp_path / 'a', tmp_path / 'b'
   env = generation(a, str(a))
-  with ends(), pytest.raises(UsageError, match='opponent'):
+  with ends(), pytest.raises(UsageError, match='itself'):
     opponents.check_chain(a, env)
-  with ends(), pytest.raises(UsageError, match='opponent'):
+  with ends(), pytest.raises(UsageError, match='itself'):
     opponents.load_opponent(a, 'tic_tac_toe')
   generation(b, f'{tmp_path}/./c')
   (tmp_path / 'c').symlink_to(b)
-  with ends(), pytest.raises(UsageError, match='opponent'):
+  with ends(), pytest.raises(UsageError, match='itself'):
     opponents.load_opponent(b, 'tic_tac_toe')
 
 

@@ -333,7 +333,7 @@ def test_a_network_that_numpy_lacks_has_the_program_of_jax_alone(
 
 
 def test_what_is_no_policy(tmp_path: Path) -> None:
-  with pytest.raises(PolicyError, match='policy'):
+  with pytest.raises(PolicyError, match=r'policy\.json'):
     load_policy(tmp_path)
   made('impala', tmp_path / 'policy')
   with pytest.raises(PolicyError, match=r"runtime.*'numpy'.*'jax'.*'onnx'.*'torch'"):

@@ -329,9 +329,9 @@ def test_a_damaged_checkpoint_is_told(tmp_path: Path) -> None:
   with contextlib.closing(Both(World(4), 2)) as both:
     both.add(times=3)
     told = both.hosted.save(tmp_path / '3', streams=True)()
-    (tmp_path / '3' / 'streams.npz').write_bytes(b'else')
-    for step in ('3', '4'):  # the fourth is not there
-      with pytest.raises(tables.CheckpointError, match=str(tmp_path / step)):
+    np.savez(tmp_path / '3' / 'streams.npz')  # whole, and of another checkpoint
+    for step, problem in (('3', told['sha256']), ('4', 'not there')):  # the fourth is not there
+      with pytest.raises(tables.CheckpointError, match=problem):
         both.hosted.restore(tmp_path / step, told)
     told = both.hosted.save(tmp_path / '3', streams=False)()
     path = tmp_path / '3' / 'tables' / 'chunks.bin'

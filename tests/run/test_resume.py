@@ -31,7 +31,6 @@ from processes import (
   podrace,
   summary,
 )
-from shared_programs import shared_programs
 from shorthand import Capture, Patch, TempPaths
 
 from podrace import cli

@@ -15,12 +15,13 @@ import numpy as np
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
+from podrace.run.evaluate import eval_env
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
-from podrace.settings.resolved import Resolved, resolve
+from podrace.settings.resolved import Resolved
 from podrace.system.files import make_folder, make_user_folder, write_whole
 from podrace.system.importing import why_not
 from podrace.system.output import tell
@@ -232,7 +233,8 @@ def watch(
   """
   if show is None:
     check_libraries()
-  resolved = resolve(load_config(run_dir, allow_code))
+  resolved = Resolved(load_config(run_dir, allow_code))
+  eval_env(resolved)  # a user's environment may have changed since training
   step, params, _ = restore_params(resolved, run_dir, checkpoint)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)

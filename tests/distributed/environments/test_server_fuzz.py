@@ -82,6 +82,17 @@ def test_a_report_of_the_longest_names_fits() -> None:
     learner.server.peers.clear()
 
 
+def test_a_stranger_that_does_not_read_is_cut_off() -> None:
+  with Learner() as learner, Raw(learner.address) as good, Raw(learner.address) as deaf:
+    leaf = ['x' * 400, '<f4', [], 'y' * 200, []]
+    schema = {'observation': [[f'{i}{leaf[0]}', *leaf[1:]] for i in range(30)], 'action': leaf}
+    with contextlib.suppress(OSError):
+      for _ in range(20_000):  # until all that there is to hold the answers is full
+        deaf.say(session_messages.HELLO, good.told(schema=schema))
+    assert not learner.server.counts['malformed'] and learner.server.counts['refused'] < 20_000
+    good.join(2)
+
+
 def garbage(random: random.Random, raw: Raw) -> bytes:
   """A message that is wrong in one of many ways, or a right one at the wrong time."""
   kinds = [1, 2, 3, 4, 5, 6, 0, 65, 200]

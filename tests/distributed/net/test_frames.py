@@ -185,9 +185,10 @@ def test_deep_and_large_headers_are_refused() -> None:
   deep: Any = []
   for _ in range(400):
     deep = [deep]
-  for data in (msgpack.packb(deep), bytes(HEADER_BYTES + 1)):
-    with pytest.raises(WireError):
-      unpack(data)
+  with pytest.raises(WireError, match='within'):
+    unpack(msgpack.packb(deep))
+  with pytest.raises(WireError, match=str(HEADER_BYTES)):
+    unpack(msgpack.packb(['x' * HEADER_BYTES]))
 
 
 @pytest.mark.parametrize('key', [b'key', 1, None, 1.5])
