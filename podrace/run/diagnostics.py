@@ -21,6 +21,7 @@ from podrace.system.files.schema import COUNT, TEXT, Member, check_members, is_n
 FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 RECENT = 10  # lines that are kept
+MANY = 20  # lines of a run that is long enough to judge its learning
 ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
 
 
@@ -136,7 +137,7 @@ CHECKS = (
     'or explore more',
     lambda h: (
       h.progress >= 0.3
-      and h.count >= 10
+      and h.count >= MANY
       and 'episode_return' in h.first
       and h.lowest['episode_return'] == h.highest['episode_return']
       and h.highest.get('episode_return_std', 1) == 0
@@ -167,7 +168,7 @@ CHECKS = (
     '--agent.learning-rate, or lower --agent.entropy-cost',
     lambda h: (
       h.progress >= 0.5
-      and h.count >= 5
+      and h.count >= MANY
       and h.lowest.get('entropy', 0) > 0
       and h.lowest['entropy'] > 0.999 * h.highest['entropy']
       and not h.improves
@@ -191,7 +192,7 @@ CHECKS = (
     '(--agent.normalize-rewards), or lower --agent.learning-rate',
     lambda h: (
       h.progress >= 0.5
-      and h.count >= 10
+      and h.count >= MANY
       and h.highest.get('explained_variance', 1) < 0
       and not h.improves
     ),

@@ -286,7 +286,8 @@ def test_the_best_and_the_median_episode(run: Path, capsys: Capture) -> None:
   assert found['step'] == 600_064 and found['returns'] == [1.0] * 3
   for what in ('best', 'median'):
     shown = frames(Path(found[what]['mp4']))
-    assert len(shown) == 10  # the first one, and one after each of 9 steps
+    # The first one, one after each of 9 steps, and the last one for a second.
+    assert len(shown) == 10 + 5
     assert shown[0].shape == (
       watch.BAR + 260,
       200 if shown[0].shape[1] == 200 else shown[0].shape[1],
@@ -305,9 +306,9 @@ def test_a_long_episode_is_cut_and_its_gif_is_small(
 ) -> None:
   monkeypatch.setattr(watch, 'GIF_FRAMES', 4)
   found = watch.watch(run, tmp_path, watch.FilmSettings(episodes=1, max_steps=7))
-  assert found['best']['steps'] == 7 and len(frames(Path(found['best']['mp4']))) == 8
+  assert found['best']['steps'] == 7 and len(frames(Path(found['best']['mp4']))) == 8 + 2
   with Image.open(found['best']['gif']) as gif:
-    assert gif.n_frames == 4  # type: ignore[attr-defined]
+    assert 1 < gif.n_frames <= 4  # type: ignore[attr-defined]
 
 
 def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
