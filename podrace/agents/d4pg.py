@@ -113,12 +113,7 @@ class D4PG:
       action = self.policy(learned.actor, step.before)
       value = self.mean(self.critic.value(fixed, step.before.observation, action)[0])
       actor_loss = -jnp.mean(step.mask * value)
-      metrics = dict(
-        loss=critic_loss,
-        actor_loss=actor_loss,
-        value=jnp.mean(value),
-        saturation=jnp.mean(jnp.abs(action) > 0.99),
-      )
+      metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
       return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
 
     learned = D4PGLearned(train.params, rest.critic)

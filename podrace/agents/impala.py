@@ -129,7 +129,6 @@ class Impala:
       entropy=entropy,
       rho=jnp.mean(step.mask * rho_tm1),
       approx_kl=jnp.mean(step.mask * (rho_tm1 - 1 - log_rho)),
-      explained_variance=policy_gradient.explained_variance(v_tm1, estimate.target, step.mask),
     )
     return total, metrics
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 import optax
-from jax import lax
 
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
@@ -52,25 +51,6 @@ class _PolicyAgent(Protocol):
   @property
   def normalize_rewards(self) -> bool: ...
   def optimiser(self) -> optax.GradientTransformation: ...
-
-
-def explained_variance(value: Array, target: Array, mask: Array) -> Array:
-  """Return 1 - Var(target - value) / Var(target) of the valid steps; 0 if targets are constant.
-
-  Args:
-    value: predictions, any shape.
-    target: of the same shape.
-    mask: of the same shape, 1 for valid steps.
-  """
-  count = jnp.maximum(jnp.sum(mask), 1)
-
-  def variance(x: Array) -> Array:
-    mean = jnp.sum(mask * x) / count
-    return jnp.sum(mask * jnp.square(x - mean)) / count
-
-  value, target = lax.stop_gradient((value, target))
-  whole = variance(target)
-  return jnp.where(whole > 1e-8, 1 - variance(target - value) / jnp.maximum(whole, 1e-8), 0.0)
 
 
 class PolicyTransitions(NamedTuple):

@@ -178,7 +178,6 @@ class PPO:
       entropy=entropy,
       approx_kl=jnp.mean(batch.mask * (ratio - 1 - log_ratio)),
       clip_fraction=jnp.mean(batch.mask * (jnp.abs(ratio - 1) > clip)),
-      explained_variance=policy_gradient.explained_variance(output.value, batch.target, batch.mask),
     )
     return total, metrics
 

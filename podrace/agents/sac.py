@@ -117,7 +117,6 @@ class SAC:
         value=jnp.mean(value),
         entropy=-jnp.mean(step.mask * log_prob),
         temperature=alpha,
-        saturation=jnp.mean(jnp.abs(action) > 0.99),
       )
       priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
       return total, (metrics, priority)

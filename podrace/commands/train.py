@@ -50,9 +50,8 @@ COMMAND = Train(
     shared.AGENT,
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,
-    Option('--config', 'FILE', 'begin with the settings of a TOML file, or of another run (its '
-      'directory or config.json); options change them'),
-    Option('--save-config', 'FILE', 'write all settings to a new TOML or .json file, and end'),
+    Option('--config', 'FILE', 'begin with the settings of a TOML file or of another run'),
+    Option('--save-config', 'FILE', 'write all settings to a new file, .toml or .json'),
     shared.OVERRIDE,
     shared.SINKS,
     Option('--metrics-listen', 'HOST:PORT', 'serve the newest metrics to Prometheus, at /metrics'),

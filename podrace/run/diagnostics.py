@@ -187,17 +187,6 @@ CHECKS = (
     lambda h: h.stays('clip_fraction', 5, low=0.8),
   ),
   Check(
-    'values-unexplained',
-    'the explained variance of the values has been below 0 for half of the run: normalise rewards '
-    '(--agent.normalize-rewards), or lower --agent.learning-rate',
-    lambda h: (
-      h.progress >= 0.5
-      and h.count >= MANY
-      and h.highest.get('explained_variance', 1) < 0
-      and not h.improves
-    ),
-  ),
-  Check(
     'values-diverge',
     'values exceed all returns 100 times: lower --agent.learning-rate, or follow the target '
     'network more slowly',
@@ -212,12 +201,6 @@ CHECKS = (
     'temperature-vanished',
     'the temperature is below 1e-4, and the return does not improve: raise --agent.target-entropy',
     lambda h: h.stays('temperature', 5, high=1e-4) and not h.improves,
-  ),
-  Check(
-    'actions-saturated',
-    'nearly all actions lie at the bounds, and the return does not improve: lower the '
-    "actor's learning rate, or normalise observations",
-    lambda h: h.stays('saturation', 5, low=0.99) and not h.improves,
   ),
 )
 
@@ -253,7 +236,7 @@ class Diagnostics:
     """Return the state for a checkpoint, as JSON."""
     state = dataclasses.asdict(dataclasses.replace(self._history, agent=None))
     del state['agent'], state['total_steps']
-    return {'history': state, 'made': self.made}
+    return {'history': state, 'made': list(self.made)}
 
   def restore(self, saved: dict[str, Any]) -> None:
     """Take the state of a checkpoint back."""

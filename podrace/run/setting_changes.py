@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from podrace.errors import UnreadableFile
-from podrace.settings.record import argument, changes, option
+from podrace.settings.record import changes
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import COUNT, TEXT, Member, check_members, needed
@@ -24,7 +25,7 @@ class Change(NamedTuple):
   new: Any
 
   def __str__(self) -> str:
-    return f'{option(self.path)}: {argument(self.old)} -> {argument(self.new)}'
+    return f'{self.path}: {json.dumps(self.old)} -> {json.dumps(self.new)}'
 
   @property
   def needs_override(self) -> bool:

@@ -55,7 +55,7 @@ class Common(Basics):
   eval_video: bool = False  # film one episode of each evaluation, into videos/
   init_from: FilePath = ''
   # ^ a run directory: start with its parameters
-  init_checkpoint: str = 'newest'  # checkpoint of --init-from: newest, best or a step
+  init_checkpoint: PlainText = 'newest'  # checkpoint of --init-from: newest, best or a step
   init_member: int | None = None  # seed of --init-from, from 0; None: all its seeds
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
   # ^ gossip (anakin): average parameters with a neighbour instead of gradients with all devices

@@ -644,7 +644,7 @@ BAD = [
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),
   (['train', '--agent.self-tuning', 'True', '--agent.discount', '1'], 'discount is 1 and to be tuned, so it needs to be less'),
-  (['train', '--agent.self-tuning', 'True', '--agent.tuning.fields', 'clip_rho'], "invalid choice 'clip_rho'"),
+  (['train', '--agent.self-tuning', 'True', '--agent.tuning.fields', 'clip_rho'], "--agent.tuning.fields takes discount or lambda"),
   (['train', '--agent.tuning.learning-rate', '-1'], 'learning_rate must be at least 0, not -1'),
   (['train', '--agent', 'dqn', '--agent.self-tuning', 'True'], "unknown option of dqn '--agent.self-tuning': it is a setting of impala"),
   (['train', '--agent', 'dqn', '--agent.learning-rat', '1'], "unknown option of dqn '--agent.learning-rat': did you mean --agent.learning-rate"),
@@ -757,6 +757,7 @@ def test_types_are_for_all_who_install_it() -> None:
       'commands/options.json',
       'commands/templates/*.py',
       'experiments/page/*',
+      'settings/*.toml',
     ]
   }
 

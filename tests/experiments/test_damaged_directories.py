@@ -107,7 +107,7 @@ def damaged(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path
 def test_damaged_runs_are_rows_beside_the_others(damaged: dict[str, Path], capsys: Capture) -> None:
   folder = damaged['none'].parent
   code, out = tried(capsys, 'runs', str(folder))
-  assert code == 0 and len(out.splitlines()) == 1 + len(GOOD) + len(damaged)
+  assert code == 0 and len(out.splitlines()) == 1 + len(GOOD) + len(damaged) + 3  # two tables
   code, out = tried(capsys, 'runs', str(folder), '--json')
   listed = json.loads(out, parse_constant=fail_on_constants)
   states = {Path(run['path']): run['state'] for run in listed}

@@ -30,10 +30,8 @@ HEALTHY: dict[str, Curve] = dict(
   entropy=lambda x: 1.1 * (1 - x),
   approx_kl=0.01,
   clip_fraction=0.1,
-  explained_variance=0.5,
   value=lambda x: x,
   temperature=0.2,
-  saturation=0.1,
 )
 FLAT = dict(episode_return=-1.0)
 
@@ -48,11 +46,9 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
   'entropy-constant': (FLAT | dict(entropy=math.log(3)), PPO()),
   'updates-too-large': (dict(approx_kl=467.0), PPO()),
   'ratios-clipped': (dict(clip_fraction=0.95), PPO()),
-  'values-unexplained': (FLAT | dict(explained_variance=-0.3), PPO()),
   'values-diverge': (dict(value=lambda x: 10 ** (8 * x)), PPO()),
   'values-outside-support': (dict(value=149.9), D4PG()),
   'temperature-vanished': (FLAT | dict(temperature=1e-6), PPO()),
-  'actions-saturated': (FLAT | dict(saturation=1.0), PPO()),
 }
 
 
@@ -89,7 +85,6 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     dict(episode_return=lambda x: 1.0 if x > 0.1 else 0.9, entropy=0.0, episode_return_std=0.0),
     dict(entropy=lambda x: -3 * x),  # of continuous actions
     dict(episodes=lambda x: 0 if x < 0.2 else 3),
-    dict(explained_variance=lambda x: -1 if x < 0.4 else 0.6),
     dict(approx_kl=lambda x: 2.0 if x < 0.1 else 0.01),
     dict(value=500.0, episode_return=lambda x: 500 * x),
   ],

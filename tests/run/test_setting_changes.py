@@ -35,7 +35,7 @@ def test_a_finished_run_goes_on_with_more_steps_as_if_it_had_had_them(tmp_path: 
   (entry,) = read_changes(tmp_path / 'run')
   assert (entry['step'], entry['settings']) == (640, {'total_steps': [640, 1280]})
   (shown,) = collect_run(inspect_run(tmp_path / 'run'))['changes']
-  assert shown == {'step': 640, 'text': '--total-steps: 640 -> 1280'}
+  assert shown == {'step': 640, 'text': 'total_steps: 640 -> 1280'}
 
 
 def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) -> None:
