@@ -23,6 +23,9 @@ from podrace.cli import COMMANDS
 from podrace.commands import configure
 from podrace.commands.help import train_help
 from podrace.commands.train import COMMAND as TRAIN
+from podrace.settings.presets import PRESETS
+from podrace.settings.record import to_json
+from podrace.system.files import write_json
 from podrace.system.options import Options
 
 ROOT = Path(__file__).parent.parent
@@ -129,6 +132,9 @@ def test_commands(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
   for path in ('lpg.npz', 'runs/rule/rule.npz'):
     shutil.copy(rule_files.small_lpg(), tmp_path / path)
   shutil.copy(ROOT / 'examples' / 'own_agent.py', tmp_path)
+  (tmp_path / 'mine.toml').write_text('preset = "cartpole"')
+  (tmp_path / 'runs' / 'OTHER').mkdir()
+  write_json(tmp_path / 'runs' / 'OTHER' / 'config.json', to_json(PRESETS['catch']()))
   for module, index in MODULES.get(name_of(page), {}).items():
     (tmp_path / f'{module}.py').write_text(blocks(page, 'python')[index])
   for args in commands(page):
@@ -150,6 +156,7 @@ def stub(monkeypatch: Patch) -> None:
   for door in ('processes.join_processes', 'processes.detect_place', 'compile_cache.enable'):
     monkeypatch.setattr(f'podrace.run.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
+  monkeypatch.setattr('podrace.commands.config_files.write', begun)
   monkeypatch.setattr(
     configure,
     'parse_with_defaults',

@@ -153,22 +153,26 @@ def evaluate(
   """
   _check_numbers(episodes, max_steps, seed)
   resolved = Resolved(change(load_config(run_dir, allow_code)))
-  config, agent, stage = resolved.config, resolved.agent, eval_env(resolved, env)
-  if GREEDY in acting and not can_be_greedy(agent):
-    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
+  config, stage = resolved.config, eval_env(resolved, env)
+  _check_greedy(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
-  if member is not None:
-    config = dataclasses.replace(config, seeds=1)
+  config = config if member is None else dataclasses.replace(config, seeds=1)
   plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
   say(f'step {step:,}, {env or config.env}: {plan}')
   result: dict[str, Any] = {}
   for way in acting:
-    actor = greedily(agent) if way == GREEDY else agent
+    actor = greedily(resolved.agent) if way == GREEDY else resolved.agent
     by_seed = make_returns(config, actor, stage, episodes, max_steps)(params, seed)
     prefix = '' if way == acting[0] else f'{way}_'
     result |= {f'{prefix}{name}': x for name, x in summarize_returns(by_seed).items()}
   result['step'] = step
   return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
+
+
+def _check_greedy(agent: Any, acting: Sequence[str]) -> None:
+  """Raise UsageError if the agent cannot act greedily, as `acting` wants."""
+  if GREEDY in acting and not can_be_greedy(agent):
+    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
 
 
 def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:

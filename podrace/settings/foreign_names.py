@@ -18,9 +18,8 @@ SETTINGS_OF = {'system', 'arch'}  # Stoix's groups of settings, which people lea
 @functools.cache
 def tables() -> dict[str, dict[str, Any]]:
   """Return the tables by name: `library`, and `rows` of their names and ours, in Markdown."""
-  text = (
-    importlib.resources.files('podrace.settings').joinpath('foreign_names.toml').read_text('utf-8')
-  )
+  file = importlib.resources.files('podrace.settings') / 'foreign_names.toml'
+  text = file.read_text(encoding='utf-8')
   return {table['name']: table for table in tomllib.loads(text)['table']}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -111,6 +112,10 @@ def _check_common(config: Config) -> None:
   has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
   if config.eval_every == 0 and has_options:
     raise UsageError('--eval-env, --eval-episodes and --eval-video need --eval-every')
+  if not re.fullmatch('newest|best|[0-9_]+', config.init_checkpoint):
+    raise UsageError(f'--init-checkpoint is newest, best or a step, not {config.init_checkpoint!r}')
+  if not config.init_from and (config.init_checkpoint, config.init_member) != ('newest', None):
+    raise UsageError('--init-checkpoint and --init-member need --init-from')
   _check_agreement(config)
   check_at_least(config, 1, 'model_devices')
   if config.seed + config.seeds > 2**32:
