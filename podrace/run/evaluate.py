@@ -157,16 +157,19 @@ def evaluate(
   _check_greedy(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
   config = config if member is None else dataclasses.replace(config, seeds=1)
-  plan = f'compiling, then {episodes:,} episodes, {" and ".join(acting)} ...'
-  say(f'step {step:,}, {env or config.env}: {plan}')
+  plan = f'{episodes:,} episodes, {" and ".join(acting)}'
+  say(f'step {step:,}, {env or config.env}: compiling, then {plan} ...')
   result: dict[str, Any] = {}
   for way in acting:
     actor = greedily(resolved.agent) if way == GREEDY else resolved.agent
-    by_seed = make_returns(config, actor, stage, episodes, max_steps)(params, seed)
-    prefix = '' if way == acting[0] else f'{way}_'
-    result |= {f'{prefix}{name}': x for name, x in summarize_returns(by_seed).items()}
+    returns = make_returns(config, actor, stage, episodes, max_steps)(params, seed)
+    result |= _name_statistics(summarize_returns(returns), '' if way == acting[0] else f'{way}_')
   result['step'] = step
   return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
+
+
+def _name_statistics(statistics: dict[str, Any], prefix: str) -> dict[str, Any]:
+  return {f'{prefix}{name}': x for name, x in statistics.items()}
 
 
 def _check_greedy(agent: Any, acting: Sequence[str]) -> None:
