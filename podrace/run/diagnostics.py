@@ -171,7 +171,6 @@ CHECKS = (
       and h.count >= MANY
       and h.lowest.get('entropy', 0) > 0
       and h.lowest['entropy'] > 0.999 * h.highest['entropy']
-      and not h.improves
     ),
   ),
   Check(
