@@ -170,7 +170,7 @@ CHECKS = (
       h.progress >= 0.5
       and h.count >= MANY
       and h.lowest.get('entropy', 0) > 0
-      and h.lowest['entropy'] > 0.999 * h.highest['entropy']
+      and h.lowest['entropy'] > 0.97 * h.highest['entropy']
     ),
   ),
   Check(
