@@ -199,7 +199,7 @@ def train_help(
 ) -> str:
   """Return the help of `train`: its declared options, and the fields of Config and of its agent.
 
-  The defaults are those of the run that `preset` and `options` make. Imports the user's agent.
+  The defaults depend on `preset` and `options`. Imports the user's agent.
 
   Args:
     declared: the options of the command itself.

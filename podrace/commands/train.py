@@ -124,7 +124,7 @@ def run(args: list[str]) -> int:
 
 
 def _read_settings(args: list[str]) -> tuple[str | None, Options, Config | None]:
-  """Return the preset and the options, with those of --config, and the settings of its run."""
+  """Return the preset, the options (of --config first) and the settings of another run."""
   preset = configure.take_preset(args)
   options = Options(args, COMMAND)
   file = options.path('--config')

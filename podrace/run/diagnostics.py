@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from podrace import hooks
-from podrace.errors import UnreadableFile
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
-from podrace.system.files.schema import COUNT, TEXT, Member, check_members, is_number, needed
+from podrace.system.files.schema import COUNT, TEXT, Member, is_number, needed
 
 FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 RECENT = 10  # lines that are kept
 MANY = 20  # lines of a run that is long enough to judge its learning
 ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
+SCHEMA = {'diagnostics': needed(Member('a list', each=Member('an object', members=ENTRY)))}
 
 
 @dataclasses.dataclass
@@ -257,11 +257,5 @@ def read_diagnostics(run_dir: Path) -> list[dict[str, Any]]:
   Raises:
     UnreadableFile: if the file is damaged.
   """
-  record = read_object(run_dir / FILE, {'diagnostics': Member('a list')}) or {}
-  entries: list[dict[str, Any]] = record.get('diagnostics', [])
-  try:
-    for entry in entries:
-      check_members(entry, ENTRY)
-  except ValueError as e:
-    raise UnreadableFile(run_dir / FILE, f'has an entry that {e}') from e
-  return entries
+  record = read_object(run_dir / FILE, SCHEMA)
+  return [] if record is None else list(record['diagnostics'])

@@ -1,4 +1,4 @@
-"""Parameters of a run on disk: those of its checkpoints, and the best by evaluation."""
+"""Parameters of a run on disk: its checkpoints, and the best by evaluation."""
 
 from __future__ import annotations
 
@@ -65,8 +65,7 @@ def restore_params(
 def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
   if checkpoint not in (NEWEST, BEST) and not is_step(checkpoint.replace('_', '')):
     raise UsageError(f'--checkpoint is {NEWEST}, {BEST} or a step, not {checkpoint!r}')
-  shapes = _shapes(resolved)
-  best = _best_files(run_dir)
+  shapes, best = _shapes(resolved), _best_files(run_dir)
   if checkpoint == BEST:
     step = best_step(run_dir)
     if step is None:
@@ -165,7 +164,7 @@ def _scores(run_dir: Path) -> dict[int, float]:
 
 
 def best_step(run_dir: Path) -> int | None:
-  """Return the step of the best evaluation whose parameters are kept; of equal ones the first."""
+  """Return the step of the best evaluation with saved parameters, the first of equal ones."""
   scores = _scores(run_dir)
   steps = sorted(step for step in _best_files(run_dir) if step in scores)
   return max(steps, key=lambda step: scores[step], default=None)

@@ -7,14 +7,14 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from podrace.errors import UnreadableFile
 from podrace.settings.record import changes
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
-from podrace.system.files.schema import COUNT, TEXT, Member, check_members, needed
+from podrace.system.files.schema import COUNT, TEXT, Member, needed
 
 FILE = 'changes.json'  # in a run directory, from the first change on
 ENTRY = {'step': needed(COUNT), 'date': needed(TEXT), 'settings': needed(Member('an object'))}
+SCHEMA = {'changes': needed(Member('a list', each=Member('an object', members=ENTRY)))}
 
 
 class Change(NamedTuple):
@@ -55,11 +55,5 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
   Raises:
     UnreadableFile: if the file is damaged.
   """
-  record = read_object(run_dir / FILE, {'changes': Member('a list')}) or {}
-  entries: list[dict[str, Any]] = record.get('changes', [])
-  try:
-    for entry in entries:
-      check_members(entry, ENTRY)
-  except ValueError as e:
-    raise UnreadableFile(run_dir / FILE, f'has an entry that {e}') from e
-  return entries
+  record = read_object(run_dir / FILE, SCHEMA)
+  return [] if record is None else list(record['changes'])

@@ -12,6 +12,7 @@ import pytest
 import podrace
 from podrace.agents.d4pg import D4PG
 from podrace.agents.ppo import PPO
+from podrace.errors import UnreadableFile
 from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.run.diagnostics import CHECKS, Diagnostics, read_diagnostics
@@ -131,3 +132,19 @@ def test_a_run_that_learns_has_no_file(tmp_path: Path) -> None:
   assert result.summary['episode_return'] > 0.8
   assert 'diagnostics' not in result.summary
   assert read_diagnostics(tmp_path / 'run') == []
+
+
+@pytest.mark.parametrize(
+  'record',
+  [
+    {},
+    {'diagnostics': 3},
+    {'diagnostics': [3]},
+    {'diagnostics': [{'name': 'a', 'step': 1}]},
+    {'diagnostics': [{'name': 'a', 'step': -1, 'message': 'm'}]},
+  ],
+)
+def test_a_damaged_file_is_refused(record: dict[str, Any], tmp_path: Path) -> None:
+  (tmp_path / 'diagnostics.json').write_text(json.dumps(record))
+  with pytest.raises(UnreadableFile, match=r'diagnostics\.json'):
+    read_diagnostics(tmp_path)

@@ -29,6 +29,7 @@ class Member:
     needed: it must be there.
     null: it may be null.
     each: the declaration of each element of a list.
+    members: the declarations of an object's own members.
   """
 
   kind: str
@@ -37,6 +38,7 @@ class Member:
   needed: bool = False
   null: bool = False
   each: Member | None = None
+  members: Mapping[str, Member] | None = None
 
   def difference(self, value: Any) -> str:
     """Return the expected kind or range if `value` is different, else ''."""
@@ -52,6 +54,11 @@ class Member:
       for element in value:
         if wrong := self.each.difference(element):
           return f'{self.kind}, each element {wrong}'
+    if self.members is not None:
+      try:
+        check_members(value, self.members)
+      except ValueError as e:
+        return f'{self.kind} with its members, and it {e}'
     return ''
 
 
