@@ -30,7 +30,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / 'support'))
+
 import common
+from children import until
 
 PROGRAMS = {
   'seed': (
@@ -65,10 +68,7 @@ class LaunchedProgram:
   def wait_past(self, step: int) -> float:
     """Returns the seconds until the run is past that step, or has ended."""
     began = time.perf_counter()
-    while self.step <= step and self.process.poll() is None:
-      if time.perf_counter() - began > LONGEST:
-        raise RuntimeError(f'no step after {step} within {LONGEST} s: see {self.log}')
-      time.sleep(0.02)
+    until(lambda: self.step > step or self.process.poll() is not None, LONGEST)
     return time.perf_counter() - began
 
   def nodes(self) -> dict[str, int]:

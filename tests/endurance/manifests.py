@@ -27,15 +27,17 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / 'support'))
+
 import common
 import yaml
+from children import until
 
 from podrace.launch.engines import kubernetes, manifests
 
@@ -223,17 +225,13 @@ def pods() -> dict[str, Any]:
 
 def driven(pods: Pods) -> int:
   """Until the learner is complete; its code."""
-  faults = [signal.SIGKILL, signal.SIGTERM]
-  end, seen = time.monotonic() + WAITED, 0
-  while time.monotonic() < end:
-    if (code := pods.look()) is not None:
-      return code
-    if faults and pods.steps() > seen + 20_000:
-      pods.processes['learner', 0].send_signal(faults.pop(0))
-      pods.processes['learner', 0].wait()
-      seen = pods.steps()
-    time.sleep(0.2)
-  raise SystemExit(f'not complete in {WAITED:.0f} s')
+  seen = 0
+  for fault in (signal.SIGKILL, signal.SIGTERM):
+    until(lambda: pods.look() is not None or pods.steps() > seen + 20_000, WAITED)
+    pods.processes['learner', 0].send_signal(fault)
+    pods.processes['learner', 0].wait()
+    seen = pods.steps()
+  return until(lambda: [code] if (code := pods.look()) is not None else None, WAITED)[0]
 
 
 def main() -> None:

@@ -35,7 +35,10 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / 'benchmarks'))
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / 'support'))
+
 import common
+from children import until
 
 NODES = ('n0', 'n1', 'n2')
 CONFIGURATION = """
@@ -65,13 +68,10 @@ WAITED = 400.0  # seconds for anything, at most
 RUN = ('catch', '--as', 'impala', '--on', 'slurm', '--checkpoint-every', '50000')
 
 
-def until(condition: Callable[[], Any], what: str) -> float:
+def seconds_until(condition: Callable[[], Any]) -> float:
   """Seconds until it is true."""
   began = time.monotonic()
-  while not condition():
-    if time.monotonic() - began > WAITED:
-      raise RuntimeError(f'not in {WAITED:.0f} s: {what}')
-    time.sleep(0.2)
+  until(condition, WAITED)
   return time.monotonic() - began
 
 
@@ -98,7 +98,7 @@ def cluster(root: Path) -> Iterator[None]:
   with (directory / 'log').open('wb') as log:
     daemons = [subprocess.Popen(x, stdout=log, stderr=log) for x in commands]
   try:
-    until(lambda: output('sinfo', '-h', '-o', '%D %t') == '3 idle', f'see {directory}/log')
+    until(lambda: output('sinfo', '-h', '-o', '%D %t') == '3 idle', WAITED)
     yield
   finally:
     for daemon in reversed(daemons):
@@ -126,7 +126,7 @@ class Job:
 
   def says(self, text: str, times: int = 1) -> float:
     """Seconds until it has said that so often."""
-    return until(lambda: self.said.count(text) >= times, f'{text!r} of {self.run_dir}')
+    return seconds_until(lambda: self.said.count(text) >= times)
 
   def state(self, name: str = 'JobState') -> str:
     found = re.search(rf'\b{name}=(\S+)', output('scontrol', 'show', 'job', self.number))
@@ -135,8 +135,8 @@ class Job:
   def ends(self) -> str:
     """Its state and exit code, after which no process of it is left."""
     running = ('PENDING', 'CONFIGURING', 'RUNNING', 'COMPLETING')
-    until(lambda: self.state() not in running, f'end of job {self.number}')
-    until(lambda: not self.pids(str(self.run_dir)), f'end of the processes of job {self.number}')
+    until(lambda: self.state() not in running, WAITED)
+    until(lambda: not self.pids(str(self.run_dir)), WAITED)
     return f'{self.state()} {self.state("ExitCode")}'
 
   def pids(self, *words: str) -> list[int]:
@@ -161,7 +161,7 @@ def complete() -> dict[str, Any]:
 def killed() -> dict[str, Any]:
   job = Job('--total-steps', '400000')
   saved = job.run_dir / 'checkpoints'
-  until(lambda: any(p.name.isdigit() for p in saved.glob('*')), f'a checkpoint in {saved}')
+  until(lambda: any(p.name.isdigit() for p in saved.glob('*')), WAITED)
   (pid,) = job.pids('train')
   os.kill(pid, signal.SIGKILL)
   lost = job.says('learner | resuming at step')

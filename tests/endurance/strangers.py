@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import pathlib
+import select
 import socket as sockets
 import ssl
 import statistics
@@ -21,7 +22,10 @@ from typing import Any
 
 sys.path.append(str(pathlib.Path(__file__).resolve().parents[2] / 'benchmarks'))
 
+sys.path.append(str(pathlib.Path(__file__).resolve().parents[1] / 'support'))
+
 import common
+from children import unchanged, until
 
 from podrace.distributed.net import descriptors, session_messages
 from podrace.distributed.net import keys as net_keys
@@ -52,6 +56,7 @@ class Server:
     assert self._process.stdout is not None
     host, _, port = self._process.stdout.readline().strip().removeprefix('tcp://').rpartition(':')
     self.where = host, int(port)
+    self._descriptors = len(os.listdir(f'/proc/{self._process.pid}/fd'))
     os.sched_setaffinity(self._process.pid, {max(os.sched_getaffinity(0))})
 
   def close(self) -> None:
@@ -61,6 +66,11 @@ class Server:
     """Memory of its own."""
     pages = pathlib.Path(f'/proc/{self._process.pid}/statm').read_text().split()
     return (int(pages[1]) - int(pages[2])) * os.sysconf('SC_PAGE_SIZE') / 1024
+
+  def accept(self, connections: int) -> None:
+    """Waits until it has that many more descriptors than at its start."""
+    folder = f'/proc/{self._process.pid}/fd'
+    until(lambda: len(os.listdir(folder)) >= self._descriptors + connections)
 
   def cpu(self) -> float:
     """Seconds of a core."""
@@ -107,14 +117,14 @@ def large_hello() -> bytes:
 def standing(server: Server, data: bytes) -> float:
   """KiB of each of a thousand connections that have sent this."""
   warm = [sockets.create_connection(server.where) for _ in range(20)]
-  time.sleep(0.5)
-  before = server.kib()
+  server.accept(len(warm))
+  before = unchanged(server.kib, 0.5)
   ends = []
   for _ in range(CONNECTIONS):
     ends.append(sockets.create_connection(server.where))
     ends[-1].sendall(data)
-  time.sleep(2.0)
-  found = (server.kib() - before) / CONNECTIONS
+  server.accept(len(warm) + len(ends))
+  found = (unchanged(server.kib, 0.5) - before) / CONNECTIONS
   for end in (*warm, *ends):
     end.close()
   return found
@@ -130,7 +140,7 @@ def pings(server: Server, seconds: float) -> dict[str, float]:
       end.sendall(ping)
       hear(end)
       took.append(time.perf_counter() - at)
-      time.sleep(0.005)
+      select.select([end], [], [], 0.005)  # a pause, which the end of the connection ends
     share = (server.cpu() - cpu) / (time.perf_counter() - begun)
   took.sort()
   return dict(
@@ -143,6 +153,7 @@ def pings(server: Server, seconds: float) -> dict[str, float]:
 
 def storm(where: tuple[str, int], data: bytes, seconds: float) -> None:
   """Connects, says this and leaves."""
+  print('begins', flush=True)
   end, count = time.monotonic() + seconds, 0
   while time.monotonic() < end:
     try:
@@ -163,7 +174,8 @@ def stormed(server: Server, data: bytes, seconds: float) -> dict[str, float]:
     )
     for _ in range(2)
   ]  # fmt: skip
-  time.sleep(2.0)
+  for one in storms:
+    assert one.stdout is not None and one.stdout.readline() == 'begins\n'
   found = pings(server, seconds)
   count = sum(int(one.communicate()[0]) for one in storms)
   return {**found, 'connections_per_s': count / (seconds + 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,6 +30,26 @@ def until(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
     assert time.monotonic() < end, f'not in {deadline} s: {condition}'
     time.sleep(0.002)
   return value
+
+
+def unchanged(value: Callable[[], Any], seconds: float) -> Any:
+  """What `value` gives once it has been the same for `seconds`."""
+  last, since = value(), time.monotonic()
+
+  def is_still() -> bool:
+    nonlocal last, since
+    if (now := value()) != last:
+      last, since = now, time.monotonic()
+    return time.monotonic() >= since + seconds
+
+  until(is_still)
+  return last
+
+
+def pause(process: subprocess.Popen[Any], seconds: float) -> None:
+  """Waits, for a fault that lasts; fails if the process ends meanwhile."""
+  with contextlib.suppress(subprocess.TimeoutExpired):
+    raise AssertionError(f'{process.args} ended with {process.wait(seconds)}')
 
 
 def environment() -> dict[str, str]:

@@ -39,6 +39,7 @@ from faults_numbers import read
 sys.path.append(str(Path(__file__).resolve().parents[3] / 'benchmarks'))
 sys.path.append(str(Path(__file__).resolve().parents[2] / 'support'))
 
+from children import pause, unchanged, until
 from common import RESULTS, ROOT, free_port, origin, record
 from proxy import Proxy
 
@@ -156,14 +157,6 @@ class Podrace:
     assert text in self.log.read_text(), self.log.read_text()[-3000:]
 
 
-def until(condition: Callable[[], Any]) -> None:
-  end = time.monotonic() + PATIENCE
-  while not condition():
-    if time.monotonic() > end:
-      raise RuntimeError(f'not in {PATIENCE:.0f} s: {condition}')
-    time.sleep(0.05)
-
-
 # --- a learner, and what it has learned from ----------------------------------------------------
 
 
@@ -224,10 +217,7 @@ class Run:
 
   def at_rest(self) -> None:
     """Waits until nothing more is learned from."""
-    before = -1
-    while before != (now := self.count()):
-      before = now
-      time.sleep(2.0)
+    unchanged(self.count, 2.0)
 
   def logged(self) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl."""
@@ -491,9 +481,9 @@ class Windows(Acting):
     """Of all rows so far: what the service keeps, window by window."""
     table, counts = self.told_by_replay()
     assert table['size'] == table['inserts'] - table['deletes'] and not table['deletes'], table
-    time.sleep(3.0)  # another checkpoint has been begun since, and is there
+    # One of the next checkpoints was begun after `table` was counted.
+    until(lambda: len(kept(self.folder / 'kept')[self.table]) == table['size'])
     there = kept(self.folder / 'kept')[self.table]
-    assert len(there) == table['size'], (len(there), table)
     items = [x for x in there.snapshot()['items'] if x is not None]
     priorities = there.snapshot()['priorities']
     windows = [numbers_of(there, item) for item in items]
@@ -579,7 +569,7 @@ def frozen(seconds: float) -> Callable[[Run], dict[str, Any]]:
   def fault(run: Run) -> dict[str, Any]:
     client = run.clients[0]
     client.signal(signal.SIGSTOP)
-    time.sleep(seconds)
+    pause(client.process, seconds)
     client.signal(signal.SIGCONT)
     client_back(client)
     return {'times': 1, 'for_s': seconds}
@@ -595,7 +585,7 @@ def client_back(client: Podrace) -> None:
 def cut(ways: str, seconds: float) -> Callable[[Run], dict[str, Any]]:
   def fault(run: Run) -> dict[str, Any]:
     with run.network.cut(ways):
-      time.sleep(seconds)
+      pause(run.learner.process, seconds)
     return {'times': 1, 'for_s': seconds}
 
   return fault
@@ -614,7 +604,7 @@ class Proxied(NamedTuple):
       proxy.delay = self.delay
     begun, least = time.monotonic(), RESETS if self.resets else 0
     while (passed := time.monotonic() - begun) < self.seconds or sum(times) < least:
-      time.sleep(0.1)
+      pause(run.learner.process, 0.1)
       assert passed < PATIENCE, times
       for i, proxy in enumerate(proxies):
         times[i] += proxy.reset_some(lambda: rng.random() < self.resets)

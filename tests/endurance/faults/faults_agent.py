@@ -28,7 +28,7 @@ def write(numbers: np.ndarray) -> None:
   with path.open('a') as file:
     for b in range(len(who)):
       file.write(f'{now:.3f} {who[b]} {count[0, b]} {count[-1, b]} {int(whole[b])}\n')
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(OSError):  # a slow learner: its time for a batch, no waiting
     time.sleep(float(path.with_name(path.name + '.pause').read_text()))
 
 
