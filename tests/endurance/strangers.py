@@ -32,6 +32,7 @@ from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.frame import PREFIX
 from podrace.distributed.parameters import parameter_messages
 
+HERE = pathlib.Path(__file__).resolve().parent
 CONNECTIONS = 1000
 LARGEST_HELLO = 131_396  # bytes, of OpenSSL 3
 SERVER = """
@@ -170,7 +171,7 @@ def stormed(server: Server, data: bytes, seconds: float) -> dict[str, float]:
   code = f'import strangers; strangers.storm({server.where!r}, {data!r}, {seconds + 2})'
   storms = [
     subprocess.Popen(
-      [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONPATH': common.PATH}
+      [sys.executable, '-c', code], stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONPATH': f'{HERE}:{common.PATH}'}
     )
     for _ in range(2)
   ]  # fmt: skip
