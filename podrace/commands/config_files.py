@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.commands.mistakes import option_names
+from podrace.commands.mistakes import options_of
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, load_config_file
 from podrace.settings.agents import default_agent
@@ -84,7 +84,7 @@ def write(path: Path, config: Config) -> None:
     return
   del record['version']
   usual = to_json(Config(agent=default_agent(record['agent']['name'])))
-  plain = _plain(record, usual, {*option_names(config), '--agent.name'}, path)
+  plain = _plain(record, usual, {'--agent.name', *(name for name, _ in options_of(config))}, path)
   write_whole(path, HEAD + '\n'.join(_table('', plain)) + '\n')
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import io
 import os
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -156,29 +156,20 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   types |= {n: type(values[n]) for n in names if types[n] is Any}
   fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
-  plain = [_whole(a) for a in normalize_booleans(args, set(boolean_options(config)))]
+  booleans = {name for name, value in mistakes.options_of(config) if isinstance(value, bool)}
+  plain = [_whole(a) for a in normalize_booleans(args, booleans)]
   mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
       parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
   except SystemExit:
-    raise mistakes.explain(out.getvalue(), plain, prog) from None
+    raise mistakes.explain(out.getvalue(), prog) from None
   return cls(**{n: getattr(parsed, n) for n in names})
 
 
 BOOLEANS = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
 BOOLEANS |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
-
-
-def boolean_options(settings: Any, prefix: str = '--') -> Iterator[str]:
-  """Yield the boolean options of a dataclass, and of the dataclasses among its fields."""
-  for field in dataclasses.fields(settings):
-    value, name = getattr(settings, field.name), prefix + flag(field.name)
-    if isinstance(value, bool):
-      yield name
-    elif dataclasses.is_dataclass(value):
-      yield from boolean_options(value, f'{name}.')
 
 
 def normalize_booleans(args: list[str], names: set[str]) -> list[str]:

@@ -31,8 +31,8 @@ KINDS = {
 }
 
 
-def option_names(settings: Any, prefix: str = '--') -> Iterator[str]:
-  """Yield the options of a dataclass, and of the dataclasses among its fields."""
+def options_of(settings: Any, prefix: str = '--') -> Iterator[tuple[str, Any]]:
+  """Yield the options of a dataclass and of the dataclasses among its fields, with their values."""
   import tyro
 
   hints = typing.get_type_hints(type(settings), include_extras=True)
@@ -42,9 +42,9 @@ def option_names(settings: Any, prefix: str = '--') -> Iterator[str]:
     name = prefix + flag(field.name)
     value = getattr(settings, field.name)
     if dataclasses.is_dataclass(value):
-      yield from option_names(value, f'{name}.')
+      yield from options_of(value, f'{name}.')
     else:
-      yield name
+      yield name, value
 
 
 def check_names(config: Any, args: Sequence[str]) -> None:
@@ -53,20 +53,30 @@ def check_names(config: Any, args: Sequence[str]) -> None:
   Raises:
     UsageError: for an unknown option, with podrace's name for it if another library has the option.
   """
-  names = set(option_names(config))
+  names = {name for name, _ in options_of(config)}
   for arg in args:
     name = arg.partition('=')[0].replace('_', '-')
     if not name.startswith('--') or name in names or _negated(name) in names:
       continue
-    if ours := foreign_names.suggest(name):
-      raise UsageError(f'unknown option {arg.partition("=")[0]!r}: use {ours}')
-    check_agent_options(config.agent, [arg])
-    own = [f'--agent.{name[2:]}'] if f'--agent.{name[2:]}' in names else None
-    if own:
-      raise UsageError(
-        f'unknown option {name!r}: it belongs to {agent_name(config.agent)}: {own[0]}'
-      )
-    raise unknown('option', name, names)
+    raise _unknown(config.agent, arg, name, names)
+
+
+def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
+  """Return the error for an unknown option."""
+  head = f'unknown option {arg.partition("=")[0]!r}'
+  ours = foreign_names.suggest(name)
+  settings = re.findall(r'--agent\.[\w.-]+\w', ours)
+  if ours and (not settings or names.intersection(settings)):
+    return UsageError(f'{head}: use {ours}')
+  if settings:  # of other agents; this one may have it in several parts, such as an actor's
+    parts = sorted(n for n in names if n.endswith(settings[0].removeprefix('--agent.')))
+    if parts:
+      return UsageError(f'{head}: use {" or ".join(parts)}')
+    return UsageError(f'{head}: {agent_name(agent)} has no such setting; other agents have {ours}')
+  if (own := f'--agent.{name[2:]}') in names:
+    return UsageError(f'{head}: use {own}, a setting of {agent_name(agent)}')
+  check_agent_options(agent, [arg])
+  return unknown('option', name, names)
 
 
 def _negated(name: str) -> str:
@@ -75,12 +85,11 @@ def _negated(name: str) -> str:
   return f'{head}{dot}{last.removeprefix("no-")}' if dot else name.replace('--no-', '--', 1)
 
 
-def explain(output: str, args: Sequence[str], prog: str) -> UsageError:
+def explain(output: str, prog: str) -> UsageError:
   """Return tyro's message about a bad value in podrace's form.
 
   Args:
     output: the text that tyro printed.
-    args: the arguments, for the value of an option.
     prog: the command, for its help.
   """
   rows = [COLOUR.sub('', line).strip(SIDES) for line in output.splitlines()]

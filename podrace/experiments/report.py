@@ -17,7 +17,8 @@ from podrace.experiments.plot import COLOURS
 from podrace.experiments.scores import ATARI, atari_game, normalize_human
 from podrace.run import directory, metrics, run_end, sinks
 from podrace.run.diagnostics import read_diagnostics
-from podrace.run.setting_changes import Change, read_changes
+from podrace.run.setting_changes import read_changes
+from podrace.settings.record import Change
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
 from podrace.system.files.schema import SUMMARY, is_number

@@ -10,7 +10,7 @@ from podrace.architectures.protocol import Architecture
 from podrace.errors import UsageError
 from podrace.run.directory import completed_record, read_record
 from podrace.settings.config import Basics
-from podrace.settings.record import differences, option, to_json
+from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
 
@@ -52,9 +52,8 @@ class Fit:
       )
     if meta['shapes'] != self.shapes():
       old = read_record(self._run_dir)
-      changed = (
-        differences(completed_record(old, self._config), to_json(self._config)) if old else []
-      )
+      now = to_json(self._config)
+      changed = [str(c) for c in changes(completed_record(old, self._config), now)] if old else []
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '

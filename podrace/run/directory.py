@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError
-from podrace.run.setting_changes import Change, compare
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
 from podrace.settings.record import (
+  Change,
+  changes,
   check_code,
   complete,
   from_json,
@@ -87,7 +88,7 @@ def changes_of(config: Basics, run_dir: Path) -> list[Change]:
   old = read_record(run_dir)
   if old is None:
     return []
-  changed = compare(completed_record(old, config), to_json(config))
+  changed = list(changes(completed_record(old, config), to_json(config)))
   begun = any((run_dir / 'checkpoints').glob('*'))
   if begun and not NEVER.isdisjoint(change.path for change in changed):
     raise UsageError(

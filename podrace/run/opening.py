@@ -20,9 +20,10 @@ from podrace.run.directory import (
   locked,
   read_summary,
 )
-from podrace.run.setting_changes import Change
+from podrace.run.setting_changes import needs_override
 from podrace.run.sinks import check_sinks
 from podrace.settings.config import Basics
+from podrace.settings.record import Change
 from podrace.system.files import check_folder, make_user_folder
 
 
@@ -118,7 +119,7 @@ def read_finished(
     UsageError: if its configuration differs, and `override` is false or would have no effect.
   """
   changed = changes_of(config, run_dir)
-  if any(change.needs_override for change in changed) and not override:
+  if any(map(needs_override, changed)) and not override:
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(map(str, changed))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import datetime
-import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from podrace.settings.record import changes
+from podrace.settings.record import Change
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import COUNT, TEXT, Member, needed
@@ -17,26 +16,10 @@ ENTRY = {'step': needed(COUNT), 'date': needed(TEXT), 'settings': needed(Member(
 SCHEMA = {'changes': needed(Member('a list', each=Member('an object', members=ENTRY)))}
 
 
-class Change(NamedTuple):
-  """A setting that differs between two records, by its path; None for a missing value."""
-
-  path: str
-  old: Any
-  new: Any
-
-  def __str__(self) -> str:
-    return f'{self.path}: {json.dumps(self.old)} -> {json.dumps(self.new)}'
-
-  @property
-  def needs_override(self) -> bool:
-    """Whether a run goes on with it only on request. More steps are no other run."""
-    numbers = isinstance(self.old, int) and isinstance(self.new, int)
-    return not (self.path == 'total_steps' and numbers and self.new > self.old)
-
-
-def compare(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-  """Return the settings in which two records differ."""
-  return [Change(*change) for change in changes(old, new)]
+def needs_override(change: Change) -> bool:
+  """Return whether a run goes on with a change only on request. More steps are no other run."""
+  numbers = isinstance(change.old, int) and isinstance(change.new, int)
+  return not (change.path == 'total_steps' and numbers and change.new > change.old)
 
 
 def note_changes(run_dir: Path, step: int, made: list[Change]) -> None:

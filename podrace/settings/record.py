@@ -7,7 +7,7 @@ import importlib
 import json
 import typing
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from podrace import hooks
 from podrace.errors import UsageError, unknown
@@ -170,21 +170,25 @@ def _tuples(value: Any) -> Any:
   return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def changes(
-  old: dict[str, Any], new: dict[str, Any], prefix: str = ''
-) -> Iterator[tuple[str, Any, Any]]:
-  """Yield the path and both values of each setting that differs; None for a missing value."""
+class Change(NamedTuple):
+  """A setting that differs between two records, by its path; None for a missing value."""
+
+  path: str
+  old: Any
+  new: Any
+
+  def __str__(self) -> str:
+    return f'{self.path}: {json.dumps(self.old)} -> {json.dumps(self.new)}'
+
+
+def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> Iterator[Change]:
+  """Yield each setting in which two records differ."""
   for name in [*old, *(n for n in new if n not in old)]:
     a, b = old.get(name), new.get(name)
     if isinstance(a, dict) and isinstance(b, dict):
       yield from changes(a, b, f'{prefix}{name}.')
     elif a != b:
-      yield f'{prefix}{name}', a, b
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-  """Return a line for each setting in which two records differ."""
-  return [f'{path}: {json.dumps(a)} -> {json.dumps(b)}' for path, a, b in changes(old, new)]
+      yield Change(f'{prefix}{name}', a, b)
 
 
 def option(path: str) -> str:

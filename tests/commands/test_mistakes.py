@@ -80,6 +80,8 @@ OTHER_NAMES = {
   '--anneal_lr': '--agent.anneal-learning-rate',
   '--capture_video': 'podrace watch',
   '--exploration_final_eps 0.05': '--agent.epsilon',
+  '--agent dqn --exploration_final_eps 0.05': '--agent.epsilon',
+  '--agent sac --env gymnax:Pendulum-v1 --lr 3e-4': '--agent.actor-learning-rate',
   '--agent PPO': 'ppo',
   '--agent Impala': 'impala',
   '--agent DQN': 'dqn',

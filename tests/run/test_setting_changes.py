@@ -14,8 +14,9 @@ from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.networks import ActorCritic
 from podrace.run import loop
-from podrace.run.setting_changes import Change, read_changes
+from podrace.run.setting_changes import needs_override, read_changes
 from podrace.settings.config import Config
+from podrace.settings.record import Change
 
 CONFIG = Config(
   agent=Impala(ActorCritic(hidden=(8,)), anneal_learning_rate=False),
@@ -54,7 +55,7 @@ def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-  ('change', 'needs_override'),
+  ('change', 'is_needed'),
   [
     (Change('total_steps', 10, 20), False),
     (Change('total_steps', 20, 10), True),
@@ -63,5 +64,5 @@ def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) ->
     (Change('num_envs', 10, 20), True),
   ],
 )
-def test_only_more_steps_need_no_override(change: Change, needs_override: bool) -> None:
-  assert change.needs_override == needs_override
+def test_only_more_steps_need_no_override(change: Change, is_needed: bool) -> None:
+  assert needs_override(change) == is_needed

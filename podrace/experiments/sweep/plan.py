@@ -16,8 +16,8 @@ from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting,
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
+  changes,
   complete,
-  differences,
   to_json,
   unrecorded_options,
   with_unrecorded,
@@ -135,7 +135,7 @@ def record_sweep(sweep: Sweep) -> None:
   if before is not None:
     if isinstance(record := before.get('config'), dict):
       before['config'] = complete(record, user_code.named_modules(now['config']))
-    if changed := differences(before, now):
+    if changed := list(map(str, changes(before, now))):
       raise UsageError(
         f'{sweep.folder} holds another sweep:\n  ' + '\n  '.join(changed) + '\ngive another --dir'
       )
