@@ -62,7 +62,7 @@ class Evaluations:
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
     self._shapes: Any = None  # of the parameters
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
-    self._best = BestParams(run_dir, resumed_at, oldest)
+    self._best = BestParams(run_dir, oldest)
     for step in sorted(set(self._steps()) - set(self._left)):
       mean = done[step] if step <= resumed_at else None
       self._best.offer(step, mean, self._path(step))

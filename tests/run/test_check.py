@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import build, check_agent, loop
 from podrace.run.evaluate import evaluate
+from podrace.run.video import film
 from podrace.settings.config import Config
 from podrace.system import blame
 from podrace.types import ActorOutput, Sample, TimeStep, TrainState
@@ -225,13 +227,21 @@ def test_seeds_are_watched_alike(tmp_path: Path) -> None:
     loop.train(dataclasses.replace(wrong, seeds=2), tmp_path / 'run', quiet=True)
 
 
-def test_an_environment_is_checked_before_it_is_evaluated(
-  tmp_path: Path, monkeypatch: Patch
+@pytest.mark.parametrize(
+  'look',
+  [
+    lambda run: evaluate(run, 4, allow_code=['test_check']),
+    lambda run: film.watch(run, show=lambda frame: None, allow_code=['test_check'], out=None),
+  ],
+  ids=['eval', 'watch'],
+)
+def test_an_environment_is_checked_before_it_is_played_in(
+  look: Callable[[Path], Any], tmp_path: Path, monkeypatch: Patch
 ) -> None:
   loop.train(dataclasses.replace(config('anakin'), total_steps=64), tmp_path / 'run', quiet=True)
   monkeypatch.setattr(Steps, 'reward', NanReward.reward)
   with pytest.raises(UsageError, match=r'Steps.step'):
-    evaluate(tmp_path / 'run', 4, allow_code=['test_check'])
+    look(tmp_path / 'run')
 
 
 class Switches(Steps):

@@ -32,10 +32,10 @@ from podrace.settings.resolved import resolve
 class Run:
   """A run directory with evaluations only."""
 
-  def __init__(self, path: Path, resumed_at: int = 0, oldest: int = -1) -> None:
+  def __init__(self, path: Path, oldest: int = -1) -> None:
     self.path, self.oldest = path, oldest
     path.mkdir(exist_ok=True)
-    self.best = BestParams(path, resumed_at, lambda: self.oldest)
+    self.best = BestParams(path, lambda: self.oldest)
 
   def evaluate(self, step: int, mean: float | None) -> None:
     with (self.path / 'eval.jsonl').open('a') as file:
@@ -89,7 +89,7 @@ def test_a_run_resumed_from_an_older_checkpoint_has_the_best_before_it(
     run.evaluate(step, mean)
   lines = (run.path / 'eval.jsonl').read_text().splitlines()
   (run.path / 'eval.jsonl').write_text(''.join(f'{x}\n' for x in lines[: resumed_at // 10]))
-  again = Run(run.path, resumed_at)
+  again = Run(run.path)
   known = [step for step in values if step <= resumed_at]
   assert best_step(run.path) == (min(max(known), 30) if known else None)
   for step, mean in values.items():

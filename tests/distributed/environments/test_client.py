@@ -109,7 +109,8 @@ def test_killed_clients_lose_and_duplicate_nothing(count: int, tmp_path: Path) -
     assert sum(map(len, found.values())) == learner.steps
     assert len(found) == 4 + 2 * count
     assert counts['sessions'] == counts['dropped'] == 2 + count
-    assert counts['malformed'] == 0
+    # Of the clients. A process of another test may connect to a port that was its own before.
+    assert not [line for line in learner.said if ', it sent ' in line], learner.said
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
 
 
