@@ -495,7 +495,7 @@ def test_a_mutation_of_impala_is_noticed(
 PPO_SETTINGS = {
   'not clipped above or below': dict(clip=10.0), 'value clipped': dict(clip_value=0.05),
   'discount': dict(discount=0.98), 'lambda': dict(lambda_=0.9),
-  'cost of the value': dict(value_cost=1.0), 'entropy subtracted': dict(entropy_cost=-0.01),
+  'cost of the value': dict(value_cost=1.0), 'cost of the entropy': dict(entropy_cost=0.02),
   'another minibatch': dict(minibatches=2),
 }  # fmt: skip
 
@@ -510,7 +510,7 @@ def test_another_setting_of_ppo_is_noticed(settings: dict[str, Any]) -> None:
 IMPALA_SETTINGS = {
   'clip of rho': dict(clip_rho=1.1), 'clip of pg rho': dict(clip_pg_rho=1.1),
   'share of the clipped': dict(clip_mix=0.5), 'cost of the policy': dict(policy_cost=1.1),
-  'entropy subtracted': dict(entropy_cost=-0.01), 'lambda': dict(lambda_=0.95),
+  'cost of the entropy': dict(entropy_cost=0.02), 'lambda': dict(lambda_=0.95),
 }  # fmt: skip
 
 
