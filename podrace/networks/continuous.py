@@ -20,20 +20,6 @@ from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
 
 
-@dataclasses.dataclass(frozen=True)
-class _Continuous(Body):
-  """The common part of actors and critics."""
-
-  hidden: tuple[int, ...] = (256, 256)
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
-
-  @functools.cached_property
-  def distribution(self) -> distributions.TanhNormal:
-    """The action distribution of the policy output."""
-    return distributions.squashed(self.action_space)
-
-
 class _Actor(nn.Module):
   settings: Actor
 
@@ -46,17 +32,25 @@ class _Actor(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Actor(_Continuous):
+class Actor(Body):
   """A policy over a bounded box: parameters of a tanh-Normal, or raw actions before tanh."""
 
   MODULE = _Actor
 
+  hidden: tuple[int, ...] = (256, 256)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   deterministic: Annotated[bool, tyro.conf.Suppress] = False  # the agent's choice
 
   def __post_init__(self) -> None:
     super().__post_init__()
     if self.core != 'none':
       raise ValueError(f'an actor of continuous actions has no memory, not the core {self.core!r}')
+
+  @functools.cached_property
+  def distribution(self) -> distributions.TanhNormal:
+    """The action distribution of the policy output."""
+    return distributions.squashed(self.action_space)
 
 
 class _Critic(nn.Module):
@@ -76,11 +70,14 @@ class _Critic(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class Critic(_Continuous):
+class Critic(Body):
   """Values of continuous actions: several critics, or the distribution of returns."""
 
   MODULE = _Critic
 
+  hidden: tuple[int, ...] = (256, 256)
+  activation: Literal['tanh', 'relu'] = 'relu'
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
   critics: Annotated[int, tyro.conf.Suppress] = 1  # the agent's choice
   atoms: Annotated[int, tyro.conf.Suppress] = 1
 
@@ -88,6 +85,11 @@ class Critic(_Continuous):
     super().__post_init__()
     if self.core != 'none' or self.torso not in ('auto', 'mlp'):
       raise ValueError(f'a critic is an MLP: {self.core=} {self.torso=}')
+
+  @functools.cached_property
+  def distribution(self) -> distributions.TanhNormal:
+    """The action distribution, which maps actions to [-1, 1]."""
+    return distributions.squashed(self.action_space)
 
   def init(self, key: Array) -> Any:
     """Return the first state of training."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,36 +36,44 @@ class Mlp(nn.Module):
     return x
 
 
-class Convolutions(nn.Module):
-  """Convolutions, each followed by ReLU."""
+def convolve(x: Array, layers: tuple[tuple[int, int, int], ...], kernel_init: Any) -> Array:
+  """Apply convolutions, each followed by ReLU. A layer has channels, side and stride."""
+  for features, size, stride in layers:
+    x = nn.relu(Conv(features, size, stride, kernel_init=kernel_init)(x))
+  return x
+
+
+class Nature(nn.Module):
+  """The convolutions of Mnih et al. 2015 (Nature 518): 32x8/4, 64x4/2, 64x3/1."""
 
   kernel_init: Any
-  LAYERS: ClassVar[tuple[tuple[int, int, int], ...]]  # channels, side and stride of each
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     """Apply the layers."""
-    for features, size, stride in self.LAYERS:
-      x = nn.relu(Conv(features, size, stride, kernel_init=self.kernel_init)(x))
-    return x
+    return convolve(x, ((32, 8, 4), (64, 4, 2), (64, 3, 1)), self.kernel_init)
 
 
-class Nature(Convolutions):
-  """The convolutions of Mnih et al. 2015 (Nature 518): 32x8/4, 64x4/2, 64x3/1."""
-
-  LAYERS = ((32, 8, 4), (64, 4, 2), (64, 3, 1))
-
-
-class ImpalaShallow(Convolutions):
+class ImpalaShallow(nn.Module):
   """The shallow convolutions of Espeholt et al. 2018 (arXiv 1802.01561, fig. 3): 16x8/4, 32x4/2."""
 
-  LAYERS = ((16, 8, 4), (32, 4, 2))
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
+    return convolve(x, ((16, 8, 4), (32, 4, 2)), self.kernel_init)
 
 
-class Grid(Convolutions):
+class Grid(nn.Module):
   """One 3x3 convolution of 16 channels, as MinAtar's baselines have (arXiv 1903.03176)."""
 
-  LAYERS = ((16, 3, 1),)
+  kernel_init: Any
+
+  @nn.compact
+  def __call__(self, x: Array) -> Array:
+    """Apply the layers."""
+    return convolve(x, ((16, 3, 1),), self.kernel_init)
 
 
 class ImpalaDeep(nn.Module):

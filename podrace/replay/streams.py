@@ -33,7 +33,7 @@ class Streams:
   def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
     w = layout.windows
     self.highest = 1.0  # highest priority so far; new windows get it if acting computes none
-    self.by_env: dict[int, Stream] = {}
+    self._by_env: dict[int, Stream] = {}
     self._layout, self._windows, self._table = layout, w, table
     history = w.length + w.unroll_length + w.lookback + 1
     self._make_writer = lambda: make_writer(history)
@@ -45,14 +45,14 @@ class Streams:
 
   def stream(self, env: int) -> Stream:
     """Return the stream of an environment, which is made if there is none."""
-    if env not in self.by_env:
-      self.by_env[env] = Stream(self._make_writer())
-    return self.by_env[env]
+    if env not in self._by_env:
+      self._by_env[env] = Stream(self._make_writer())
+    return self._by_env[env]
 
   def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
     """Return a function for any thread that reads the rows that new windows may still include."""
     numbers, readers = {}, {}
-    for env, stream in self.by_env.items():
+    for env, stream in self._by_env.items():
       numbers[f'{env}'] = np.array([stream.serial, stream.timesteps])
       columns = stream.writer.history.items()
       readers[env] = stream.writer.reader({k: c[:] for k, c in columns})

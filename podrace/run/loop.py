@@ -20,13 +20,13 @@ from podrace.errors import CheckpointError, Stopped, UnreadableFile, UsageError
 from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
-from podrace.run.checkpointing import Saves
 from podrace.run.directory import changes_of, continued, last_line, read_record, saved_steps
 from podrace.run.evaluate import eval_env
 from podrace.run.log import Log
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.run_end import note_end
+from podrace.run.save_and_resume import Saves
 from podrace.run.setting_changes import note_changes
 from podrace.run.summary import final_return
 from podrace.run.updates import UpdateLoop, count_updates

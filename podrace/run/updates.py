@@ -11,9 +11,9 @@ import numpy as np
 from podrace import hooks
 from podrace.architectures.protocol import Architecture
 from podrace.errors import RunError, Stopped
-from podrace.run.checkpointing import Saves
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
+from podrace.run.save_and_resume import Saves
 from podrace.settings.config import Basics
 from podrace.system.blame import label
 from podrace.system.signals import GRACE_SECONDS, Stop

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from podrace.fields import of_part, replace_paths
 from podrace.settings.presets import Preset
@@ -13,24 +13,20 @@ if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 
-class DiscoveryPreset(Preset):
-  """A configuration of meta-training as data: `settings` are of `Discovery`, by path."""
+def _make_discovery(agent: Any, settings: Mapping[str, Any]) -> Discovery:
+  """Return a configuration of meta-training; `settings` are of `Discovery`, by path."""
+  from podrace.settings.discovery import Discovery, rules_of
 
-  def __call__(self) -> Discovery:  # type: ignore[override]
-    """Return the configuration."""
-    from podrace.settings.discovery import Discovery, rules_of
-
-    agent = self.make_agent()
-    config = Discovery(agent=agent, rule=rules_of(agent).Sizes())
-    return replace_paths(config, self.settings)
+  return replace_paths(Discovery(agent=agent, rule=rules_of(agent).Sizes()), settings)
 
 
+_preset = functools.partial(Preset, make=_make_discovery)
 _network, _rule, _value_network = (
   functools.partial(of_part, part) for part in ('network', 'rule', 'value.network')
 )
 
-PRESETS: Mapping[str, DiscoveryPreset] = {
-  'lpg-catch': DiscoveryPreset(
+PRESETS: Mapping[str, Preset] = {
+  'lpg-catch': _preset(
     "LPG's rule on two boards of Catch: a minute or two. What `podrace discover` alone does.",
     'lpg',
     _network(hidden=(32,), predictions=8),
@@ -40,7 +36,7 @@ PRESETS: Mapping[str, DiscoveryPreset] = {
     | _rule(predictions=8, trajectory=32)
     | _value_network(hidden=(32,), initializer='lecun', activation='relu'),
   ),
-  'lpg-grid-worlds': DiscoveryPreset(
+  'lpg-grid-worlds': _preset(
     "LPG's rule on grid worlds of 5 x 5 in short lives: an hour of one core.",
     'lpg',
     {'learning_rate': 0.03} | _network(hidden=(32,), predictions=8),
@@ -50,7 +46,7 @@ PRESETS: Mapping[str, DiscoveryPreset] = {
     | _rule(predictions=8, trajectory=32)
     | _value_network(hidden=(32,), initializer='lecun', activation='relu'),
   ),
-  'disco-catch': DiscoveryPreset(
+  'disco-catch': _preset(
     "DiscoRL's small example: its rule on Catch of 5 x 5, two agents, 800 meta-steps of two "
     'updates each.',
     'disco',
@@ -60,7 +56,7 @@ PRESETS: Mapping[str, DiscoveryPreset] = {
       'total_steps': 2_457_600}
     | _value_network(hidden=(256, 256), initializer='lecun', activation='relu'),
   ),
-  'disco-small': DiscoveryPreset(
+  'disco-small': _preset(
     "A rule of DiscoRL's kind with narrow layers, on Catch of 5 x 5: minutes on one core.",
     'disco',
     # Because of Adam's momentum, one update applies only a tenth of a gradient's total effect. A

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from podrace.fields import of_part, replace_paths
@@ -16,9 +16,13 @@ from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
 
 
+def _make_config(agent: Any, settings: Mapping[str, Any]) -> Config:
+  return Config(agent=agent, **settings)
+
+
 @dataclasses.dataclass(frozen=True)
 class Preset:
-  """A configuration as data. Calling it makes the `Config`.
+  """A configuration as data. Calling it makes the `Config`, or the result of `make`.
 
   Example:
     config = PRESETS['catch']()
@@ -28,14 +32,12 @@ class Preset:
   agent: str  # a key of AGENTS
   agent_settings: Mapping[str, Any]  # by path, such as network.hidden
   settings: Mapping[str, Any]  # of the run
+  make: Callable[[Any, Mapping[str, Any]], Any] = _make_config  # from the agent and `settings`
 
-  def __call__(self) -> Config:
+  def __call__(self) -> Any:
     """Return the configuration."""
-    return Config(agent=self.make_agent(), **self.settings)
-
-  def make_agent(self) -> Any:
-    """Return the agent."""
-    return replace_paths(default_agent(self.agent), self.agent_settings)
+    agent = replace_paths(default_agent(self.agent), self.agent_settings)
+    return self.make(agent, self.settings)
 
   @property
   def paths(self) -> dict[str, Any]:

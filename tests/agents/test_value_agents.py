@@ -299,7 +299,7 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   )
   held = jax.tree.leaves((state.train, state.memory, state.previous))
   expected = batch + sum(x.addressable_shards[0].data.nbytes for x in held)
-  told = count_bytes(program.driver())
+  told = count_bytes(program.driver)
   assert told['learner_device'] == expected
   assert told['replay'] == sum(
     x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state.memory)

@@ -28,6 +28,7 @@ from children import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
 from test_host_replay import CASES, Both, first_priority, starts_of
+from test_protocol_page import entries, sent
 from test_windows import World, settings
 
 from podrace import cli, errors, tables, topology
@@ -44,6 +45,7 @@ from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import link
+from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import from_leaves, to_leaves
@@ -420,11 +422,14 @@ class Began(Exception):
 
 
 def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  addresses, reports = addresses_in(tmp_path), []
+
   def began(*args: Any) -> None:
+    with contextlib.closing(Asker(addresses.parameters, None, False)) as asker:
+      reports.append(asker.ask())
     raise Began
 
   monkeypatch.setattr(distributed_learner.DistributedSource, 'start', began)
-  addresses = addresses_in(tmp_path)
 
   def train(name: str) -> None:
     loop.train(tiny(), tmp_path / name, addresses=addresses, quiet=True)
@@ -436,6 +441,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
     assert {served.settings['run'] for served in server.served.by_name.values()} == {
       run_identity.run_name(tmp_path / 'one')
     }
+    assert [sent(x['program']) for x in reports] == [entries('`program` of parameters')] * 2
     with pytest.raises(service.Refused, match=r"'one-.*'two-"):
       train('two')
 
@@ -687,8 +693,8 @@ def test_windows_that_went_through_a_service(case: str) -> None:
         trajectory = world.unroll()
         both.memory = both.remember(both.memory, trajectory)
         streams.add(jax.tree.map(jnp.asarray, trajectory), np.full(3, unroll))
-      for stream in streams.by_env.values():
-        stream.writer.flush(timeout=20)
+      for env in range(3):
+        streams.stream(env).writer.flush(timeout=20)
       found = table.sample(128, timeout=20)
       client.close()
     sample = both.decode({**found.data, 'weight': np.ones(128, np.float32)})

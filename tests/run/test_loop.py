@@ -34,7 +34,7 @@ from podrace.architectures.anakin import AnakinDriver
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
-from podrace.run import checkpointing, loop, metrics, sinks, updates
+from podrace.run import loop, metrics, save_and_resume, sinks, updates
 from podrace.run.build import build
 from podrace.run.compatibility import Fit
 from podrace.run.evaluate import evaluate
@@ -545,7 +545,7 @@ def test_quiet_is_about_progress_alone(
   (tmp_path / 'run' / 'summary.json').unlink()
   (tmp_path / 'run' / 'checkpoints' / '9.orbax-checkpoint-tmp-1').mkdir()
   elsewhere = {**hashes.machine(), 'jax': '9.9'}
-  monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
+  monkeypatch.setattr(save_and_resume, 'machine', lambda: elsewhere)
   loop.train(CONFIG, tmp_path / 'run', quiet=True)
   told = capsys.readouterr().err
   assert '9.orbax' in told and 'not bit for bit' in told
@@ -579,14 +579,14 @@ def test_what_failed_first_is_told_where_it_cannot_be_saved_either(
   tmp_path: Path, monkeypatch: Patch
 ) -> None:
   monkeypatch.setitem(sinks.SINKS, 'away', Away)
-  save = checkpointing.Saves.save
+  save = save_and_resume.Saves.save
 
   def fails(self: Any, update: int, state: Any) -> None:
     if update * self._config.steps_per_update >= 320:
       raise TypeError('no JSON')
     save(self, update, state)
 
-  monkeypatch.setattr(checkpointing.Saves, 'save', fails)
+  monkeypatch.setattr(save_and_resume.Saves, 'save', fails)
   with pytest.raises(errors.RunError) as e:
     config = change(log_every=160, checkpoint_every=160)
     loop.train(config, tmp_path, sinks=('away',), quiet=True)

@@ -38,7 +38,8 @@ def free_port() -> int:
 
 TELLING = """
 import sys
-from podrace import cli, run
+from podrace import cli
+from podrace.run import loop as run
 
 def train(*args, of=run.train, **options):
   summary = of(*args, **options)

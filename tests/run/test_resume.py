@@ -36,7 +36,7 @@ from shorthand import Capture, Patch, TempPaths
 from podrace import cli
 from podrace.architectures import hashes
 from podrace.errors import CheckpointError
-from podrace.run import build, checkpointing, directory, loop, metrics, sinks, updates
+from podrace.run import build, directory, loop, metrics, save_and_resume, sinks, updates
 from podrace.run.checkpoint import Checkpoints
 from podrace.system.signals import Stop
 
@@ -561,7 +561,7 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
 def test_another_machine_is_told(here: Here, half: Path, monkeypatch: Patch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
   elsewhere = {**hashes.machine(), 'jax': '9.9'}
-  monkeypatch.setattr(checkpointing, 'machine', lambda: elsewhere)
+  monkeypatch.setattr(save_and_resume, 'machine', lambda: elsewhere)
   code, output = here('half')
   assert code == 0
   assert 'not bit for bit' in output and '-> 9.9' in output

@@ -75,7 +75,6 @@ class Acceptor:
 
   Attributes:
     address: with the port.
-    accepting: whether new connections are accepted now.
 
   Raises:
     SecurityError: if it cannot listen at the address.
@@ -84,7 +83,7 @@ class Acceptor:
   def __init__(self, address: str, loop: Loop) -> None:
     self._socket, self.address = addresses.listen(address)
     self._loop, self._seconds = loop, TokenBucket(GREETING_SECONDS, GREETING_SHARE)
-    self.accepting = False
+    self._accepting = False
     self.resume()
 
   def accept(self) -> Iterator[tuple[sockets.socket, Any]]:
@@ -115,21 +114,21 @@ class Acceptor:
 
   def pause(self) -> None:
     """Leave new connections in the kernel until `resume`."""
-    if self.accepting:
-      self.accepting = False
+    if self._accepting:
+      self._accepting = False
       self._loop.remove(self._socket)
 
   def resume(self) -> None:
     """Accept connections again, if there is time for them."""
-    if not self.accepting and self._seconds.left > 0:
-      self.accepting = True
+    if not self._accepting and self._seconds.left > 0:
+      self._accepting = True
       self._loop.add(self._socket, READ, self)
 
   def close(self) -> None:
     """Stop listening. A second call does nothing: another process may own the path by then."""
     if self._socket.fileno() < 0:
       return
-    if self.accepting:
+    if self._accepting:
       self._loop.remove(self._socket)
     self._socket.close()
     if (path := addresses.unix_path(self.address)) is not None:
@@ -176,16 +175,16 @@ class Connections:
       self._context = net_keys.server_context(keys)
       self._allowed = net_keys.Allowed(keys / net_keys.ALLOWED)
     self._scratch = new_scratch()
-    self.acceptor: Acceptor
+    self._acceptor: Acceptor
     self._closing = contextlib.ExitStack()
 
   def open(self, address: str) -> str:
     """Start to listen; return the address with the port."""
-    self.acceptor = Acceptor(address, self._loop)
-    self._closing.callback(self.acceptor.close)
-    self.share.open(self.acceptor.descriptor)
+    self._acceptor = Acceptor(address, self._loop)
+    self._closing.callback(self._acceptor.close)
+    self.share.open(self._acceptor.descriptor)
     self._closing.callback(self.share.close)
-    return self.acceptor.address
+    return self._acceptor.address
 
   def close(self) -> None:
     """Forget all guests, and stop listening."""
@@ -196,16 +195,16 @@ class Connections:
 
   def accept(self) -> None:
     """Make guests of new connections."""
-    with self.acceptor.timed():
+    with self._acceptor.timed():
       try:
-        for socket, where in self.acceptor.accept():
+        for socket, where in self._acceptor.accept():
           self._add(socket, where)
       except OSError as e:  # no more files, or the peer has left
         self._counts['errors'] += 1
         self._lines.log(f'accepting: {e.strerror or e}', logging.WARNING)
         # Without a pause the kernel would report the same connection again at once.
         if e.errno in descriptors.LACKING:
-          self.acceptor.pause()
+          self._acceptor.pause()
           self._cut_oldest()
 
   def _add(self, socket: sockets.socket, where: Any) -> None:
@@ -238,7 +237,7 @@ class Connections:
 
   def _shake(self, peer: Peer) -> None:
     """Continue a handshake. When it is complete, the key must be on the list."""
-    with self.acceptor.timed():
+    with self._acceptor.timed():
       try:
         wants = peer.stream.shake()
       except ConnectionClosed as e:
@@ -377,7 +376,7 @@ class Connections:
 
   def tick(self, now: float) -> None:
     """Close guests after their time limit."""
-    self.acceptor.resume()
+    self._acceptor.resume()
     for peer in [guest for guest in self.guests if guest.until < now]:
       if peer.ending:
         self.remove(peer)

@@ -90,7 +90,6 @@ class Parameters(link.LinkHandler):
     self._known = -1  # the newest version that the publisher has named
     self._begun_at = 0.0  # when the message began that is coming
     self._fresh_at = time.monotonic()  # when the held version was last known to be the newest
-    self.fetched = 0
     keys = None if keys is None else Path(keys)
     self.link = Link(address, keys, insecure, self, self.changed)
     self.link.ping_every = self._max_staleness / 3
@@ -214,7 +213,6 @@ class Parameters(link.LinkHandler):
       new = self._held._replace(version=version)
     else:
       new = Published(version, _arrays(leaves, arrays[0]), sha256)
-      self.fetched += 1
     self._hold(new, self._begun_at)
 
   def _hold(self, new: Published | None, fresh_at: float) -> None:

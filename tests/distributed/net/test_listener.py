@@ -228,13 +228,10 @@ def test_new_connections_have_a_bounded_share(
   monkeypatch.setattr(connections, 'GREETING_SECONDS', 0.02)
   keys.new_keys(tmp_path / 'keys')
   with Service().listen(keys=tmp_path / 'keys') as service:
-    listening = service.listener.sessions.connections.acceptor
-    states = set()
     ends = []
     for _ in range(50):
       ends.append(sockets.create_connection(('127.0.0.1', int(service.address.rpartition(':')[2]))))
       ends[-1].send(b'no handshake')
-      states.add(listening.accepting)
     until(lambda: service.listener.counts['connections'] >= 50)  # all in the end
     assert service.listener.counts['turned away'] > 0
     with bare.connect(service.address, KINDS, tmp_path / 'keys') as good:

@@ -20,6 +20,8 @@ from peers import Learner, Raw, spec
 from podrace import tables, types
 from podrace.distributed import parameters
 from podrace.distributed.environments import environment_messages, groups
+from podrace.distributed.environments.client import EnvironmentClient
+from podrace.distributed.environments.server import Server
 from podrace.distributed.net import (
   connections,
   frame,
@@ -34,20 +36,17 @@ from podrace.distributed.replay import (
   server,
   table_settings,
 )
+from podrace.distributed.replay.connection import ReplayConnection
 from podrace.tables.items import END_OF_KEYS, TableInfo
 
 PAGE = (ROOT / 'docs' / 'protocol.md').read_text()
 WORDS = ' '.join(PAGE.split())
 TABLES = (ROOT / 'examples' / 'protocol_messages.md').read_text()
-DECLARED: dict[str, Kind] = {
+DECLARED: dict[str, Kind] = {  # of the messages that each end takes
   kind.name: kind
   for kinds in (
-    environment_messages.OF_CLIENTS,
-    environment_messages.OF_LEARNERS,
-    replay_messages.OF_CLIENTS,
-    replay_messages.OF_SERVICES,
-    parameters.Publisher.kinds,
-    reader.Parameters.kinds,
+    *(handler.kinds for handler in (Server, server.ReplayServer, parameters.Publisher)),
+    *(handler.kinds for handler in (EnvironmentClient, ReplayConnection, reader.Parameters)),
   )
   for kind in kinds.values()
 }
@@ -109,7 +108,7 @@ def test_a_kind_names_each_field_and_array(name: str) -> None:
 def test_numbers_mean_one_thing_in_each_direction() -> None:
   numbers = [kind.number for kind in DECLARED.values()]
   assert len(set(numbers)) == len(numbers)
-  of_clients = [*environment_messages.OF_CLIENTS.values(), *replay_messages.OF_CLIENTS.values()]
+  of_clients = [*Server.kinds.values(), *server.ReplayServer.kinds.values()]
   assert all((kind.number < 64) == (kind in of_clients) for kind in DECLARED.values())
 
 
@@ -222,15 +221,23 @@ def test_a_learner_answers_the_examples_as_the_page_does() -> None:
         hear(raw.socket, 'END')
         hear(late.socket, 'END')
       say(raw.socket, 'BYE')
-    assert set(report) == entries('every service') | entries('learner')
+    assert sent(report) == entries('every service') | entries('learner')
     clients = entries('client of every service') | entries('client of a learner')
-    assert set(report['clients'][0]) == clients
+    assert sent(report['clients'][0]) == clients
 
 
-def entries(of: str) -> set[str]:
-  """Entries of a map of a report, as the tables have them."""
+def entries(of: str) -> dict[str, str]:
+  """Entries of a map of a report and their types, as the tables have them."""
   (row,) = re.findall(rf'^\| {of} \| (.*) \|$', TABLES.partition('# Reports')[2], re.MULTILINE)
-  return set(re.findall(r'`(\w+)`', row))
+  return dict(re.findall(r'`(\w+)`: (\w+)', row))
+
+
+NAMES = {int: 'integer', str: 'string', dict: 'map', list: 'array', float: 'float'}
+
+
+def sent(details: dict[str, Any]) -> dict[str, str]:
+  """Entries of a map that a service has sent, and their types."""
+  return {k: 'integer' if x is None else NAMES[type(x)] for k, x in details.items()}
 
 
 def named(text: str) -> set[str]:
@@ -266,18 +273,18 @@ def test_a_replay_service_answers_the_examples_as_the_page_does() -> None:
     say(one.socket, 'CANCEL', 'INFO')
     (_, good, info), _ = one.expect(replay_messages.ANSWER)
     shown = entries('INFO')
-    assert good and set(info) == shown
-    assert shown - {'why_no_sample', 'why_no_insert'} == set(TableInfo.__dataclass_fields__)
+    assert good and sent(info) == shown
+    assert set(shown) - {'why_no_sample', 'why_no_insert'} == set(TableInfo.__dataclass_fields__)
     say(one.socket, 'ASK')
     (report,), _ = one.expect(session_messages.REPORT)
     say(one.socket, 'DELETE', 'SAVE')
     assert one.expect(replay_messages.ANSWER)[0] == [4, True, 1]
     assert one.expect(replay_messages.ANSWER)[0][:2] == [6, False]  # without --dir
     one.close()
-  assert set(report) == entries('every service') | entries('replay service')
-  assert set(report['tables'][0]) == entries('table of the replay service')
+  assert sent(report) == entries('every service') | entries('replay service')
+  assert sent(report['tables'][0]) == entries('table of the replay service')
   clients = entries('client of every service') | entries('client of the replay service')
-  assert set(report['clients'][0]) == clients
+  assert sent(report['clients'][0]) == clients
 
 
 def test_the_settings_of_the_page_make_a_table() -> None:
@@ -308,12 +315,11 @@ def test_parameters_are_published_as_the_page_has_it() -> None:
     assert report['clients'][-1]['metrics'] == {'steps_per_s': 1234.5, 'env_restarts': 0}
     one.close()
     other.close()
-  assert set(report) == entries('every service') | entries('parameters')
+  assert sent(report) == entries('every service') | entries('parameters')
   clients = entries('client of every service') | entries('client of parameters')
-  assert set(report['clients'][0]) == clients
+  assert sent(report['clients'][0]) == clients
   assert {x['first'] for x in report['clients']} == {0, 16}
   assert {x['environments'] for x in report['clients']} == {16}
-  assert entries('`program` of parameters') == {'steps', 'replay'}
 
 
 def test_the_hello_of_the_page_is_one() -> None:

@@ -259,7 +259,7 @@ def test_items_inserted_after_the_checkpoint_are_lost(tmp_path: Path) -> None:
     address = replay.address
     table, writer = seven_wait(client)
     assert len(table.sample(2, timeout=30).key) == 2  # two of the seven go in
-    until(lambda: len(client.connections[0].outbox.sent) == 5)  # as the client knows
+    until(lambda: writer.in_flight == 5)
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 5)
@@ -277,7 +277,7 @@ def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatc
   with ReplayServer(ANY) as server, service.connect(server.address) as client:
     table = client.table('queue', **{**QUEUE, 'rate_limiter': tables.queue(1), 'max_size': 9})
     writer = fill(client, table, 9, delay=0.0)
-    until(lambda: table.info().waiting_inserts == 8 and len(client.connections[0].outbox.sent) == 8)
+    until(lambda: table.info().waiting_inserts == 8 and writer.in_flight == 8)
     server.stop()
     with ReplayServer(server.address) as again:  # which has none of them
       seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(8)]
