@@ -21,6 +21,7 @@ FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 RECENT = 10  # lines that are kept
 MANY = 20  # lines of a run that is long enough to judge its learning
+FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no target, has changed
 ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
 SCHEMA = {'diagnostics': needed(Member('a list', each=Member('an object', members=ENTRY)))}
 
@@ -75,7 +76,7 @@ class History:
 
   @property
   def improves(self) -> bool:
-    """Whether recent returns exceed the first line's.
+    """Whether recent returns exceed the first line's by 2% and its standard error.
 
     A policy that had become good within the first line's steps has a lower mean there.
     """
@@ -83,7 +84,7 @@ class History:
     if not recent or 'episode_return' not in self.first:
       return False
     first = self.first['episode_return']
-    margin = 0.02 * abs(first) + 2 * self.first.get('return_error', 0.0)
+    margin = 0.02 * abs(first) + self.first.get('return_error', 0.0)
     return sum(recent) / len(recent) > first + margin
 
   def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
@@ -169,7 +170,7 @@ def _has_first_target(history: History) -> bool:
   agent = history.agent
   if getattr(agent, 'bootstrap', 'target') != 'target' and not getattr(agent, 'reanalyse', 0):
     return False  # MuZero, whose target network is not used
-  return 0 < history.gradient_steps < getattr(agent, 'target_period', 0)
+  return MANY_STEPS <= history.gradient_steps < getattr(agent, 'target_period', 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,6 +238,7 @@ CHECKS = (
     lambda h: (
       h.progress >= 0.5
       and h.count >= MANY
+      and h.gradient_steps >= FEW_STEPS
       and h.lowest.get('entropy', 0) > 0
       and h.lowest['entropy'] > 0.9 * h.highest['entropy']  # masked steps make it vary
       and not h.improves
@@ -272,6 +274,7 @@ CHECKS = (
     lambda h: (
       h.progress >= 0.3
       and h.count >= MANY
+      and h.gradient_steps >= FEW_STEPS
       and h.stays('explained_variance', RECENT, high=0.0)
       and not h.improves
     ),
