@@ -229,8 +229,8 @@ class Normal:
     At an end is within 1% of the range. `action` is [..., *shape], and the result is [] f32.
     """
     chosen = np.asarray(self.bounded, np.int32)
-    flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))[..., chosen]
-    low, high = (np.asarray(b, np.float32)[chosen] for b in (self.low, self.high))
+    flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
+    flat, low, high = (x[..., chosen] for x in (flat, *self.bounds(flat)))
     margin = 0.01 * high - 0.01 * low  # without overflow
     return jnp.mean((flat <= low + margin) | (flat >= high - margin), dtype=jnp.float32)
 

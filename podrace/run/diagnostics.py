@@ -31,7 +31,7 @@ class History:
   """The metrics of a run so far, as much as the checks need.
 
   Attributes:
-    agent: the innermost agent, whose settings bound some metrics.
+    agent: the innermost agent. Its settings bound some metrics.
     total_steps: of the run.
     lines: the newest lines, numbers only.
     count: the number of all lines.
@@ -169,7 +169,7 @@ def _has_first_target(history: History) -> bool:
   """Return whether an agent that learns from a target network has never updated it."""
   agent = history.agent
   if getattr(agent, 'bootstrap', 'target') != 'target' and not getattr(agent, 'reanalyse', 0):
-    return False  # MuZero, whose target network is not used
+    return False  # MuZero does not use its target network
   return MANY_STEPS <= history.gradient_steps < getattr(agent, 'target_period', 0)
 
 

@@ -12,7 +12,7 @@ from podrace.agents import impala
 
 HALF, WHOLE = 5_120, 10_240
 SETTINGS: dict[str, Any] = dict(
-  num_envs=16, unroll_length=16, log_every=5_120, checkpoint_every=HALF
+  num_envs=24, unroll_length=16, log_every=5_120, checkpoint_every=HALF
 )
 
 
