@@ -10,9 +10,9 @@ import pytest
 import podrace
 from podrace.agents import impala
 
-HALF, WHOLE = 5_120, 10_240
+HALF, WHOLE = 5_376, 10_752
 SETTINGS: dict[str, Any] = dict(
-  num_envs=24, unroll_length=16, log_every=5_120, checkpoint_every=HALF
+  num_envs=24, unroll_length=16, log_every=2_688, checkpoint_every=HALF
 )
 
 
