@@ -14,7 +14,7 @@ from typing import Any
 
 from podrace import commands
 from podrace.commands import completion
-from podrace.errors import RunError, Stopped, unknown
+from podrace.errors import RunError, Stopped, UsageError, unknown
 from podrace.settings import user_code
 from podrace.system.jax_settings import check_jax
 from podrace.system.logs import escape_logs
@@ -61,6 +61,18 @@ def _commands() -> dict[str, Any]:
 
 
 COMMANDS = _commands()
+FOREIGN = {  # a command, with other names for it
+  'train': 'run learn fit',
+  'eval': 'test evaluate rollout',
+  'watch': 'enjoy play render record video',
+  'sweep': 'tune optimize hpo search',
+  'runs': 'ls status ps',
+  'follow': 'tail log logs',
+  'report RUN or podrace plot RUN': 'tensorboard dashboard',
+  'export': 'save convert onnx',
+  'rm': 'delete remove clean',
+  '--version': 'version',
+}
 HELP = {'-h', '--help', '--help-all'}
 # Commands that continue if nothing reads their output.
 LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')
@@ -115,6 +127,13 @@ def _has_peers() -> bool:
   return coordinator is not None and coordinator.has_joined()
 
 
+def _unknown_command(name: str) -> UsageError:
+  ours = next((ours for ours, names in FOREIGN.items() if name.lower() in names.split()), '')
+  if ours:
+    return UsageError(f'unknown command {name!r}: use podrace {ours}')
+  return unknown('command', name, COMMANDS)
+
+
 def _guarded(args: list[str]) -> int:
   try:
     if not args or args in (['-h'], ['--help']):
@@ -127,7 +146,7 @@ def _guarded(args: list[str]) -> int:
       return 0
     name, *rest = args
     if name not in COMMANDS:
-      raise unknown('command', name, COMMANDS)
+      raise _unknown_command(name)
     if name == 'completion' and rest[:1] == ['words']:  # a shell calls this at each TAB
       print_text('\n'.join(completion.words(rest[1:] or [''], COMMANDS)))
       return 0

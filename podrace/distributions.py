@@ -217,6 +217,30 @@ class Normal:
     action = jnp.clip(x, low, high)
     return action.reshape((*x.shape[:-1], *self.shape))
 
+  @property
+  def bounded(self) -> tuple[int, ...]:
+    """The numbers of an action that have a choice between two bounds."""
+    ends = zip(self.low, self.high, strict=True)
+    return tuple(i for i, (a, b) in enumerate(ends) if -UNBOUNDED < a < b < UNBOUNDED)
+
+  def saturation(self, action: Array) -> Array:
+    """Return the share of the `bounded` numbers of actions that are at an end of their range.
+
+    At an end is within 1% of the range. `action` is [..., *shape], and the result is [] f32.
+    """
+    chosen = np.asarray(self.bounded, np.int32)
+    flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
+    flat, low, high = (x[..., chosen] for x in (flat, *self.bounds(flat)))
+    margin = 0.01 * high - 0.01 * low  # without overflow
+    return jnp.mean((flat <= low + margin) | (flat >= high - margin), dtype=jnp.float32)
+
+
+def saturation(distribution: Any, action: Array) -> dict[str, Array]:
+  """Return the metric `saturation` of actions; {} if no number of an action has two bounds."""
+  if not getattr(distribution, 'bounded', ()):
+    return {}
+  return {'saturation': distribution.saturation(action)}
+
 
 @dataclasses.dataclass(frozen=True)
 class TanhNormal(Normal):

@@ -368,3 +368,20 @@ REFUSED = {
 def test_for_space_refuses(refused: Any, squash: bool, message: str) -> None:
   with pytest.raises(ValueError, match=message):
     distributions.for_space(refused, squash)
+
+
+@pytest.mark.parametrize('squash', [False, True])
+def test_saturation_is_the_share_at_the_ends_of_a_range(squash: bool) -> None:
+  space = spaces.Box(np.float32([-1, 0, 3]), np.float32([1, 100, 3]))
+  policy = distributions.for_space(space, squash)
+  action = jnp.asarray([[-1.0, 50.0, 3.0], [0.985, 99.5, 3.0], [0.95, 1.5, 3.0]])
+  assert distributions.saturation(policy, action)['saturation'] == 3 / 6  # one number is fixed
+
+
+def test_numbers_without_two_bounds_are_not_saturated() -> None:
+  space = spaces.Box(np.float32([-np.inf, 0, -1]), np.float32([0, np.inf, 1]))
+  policy = distributions.for_space(space)
+  assert distributions.saturation(policy, jnp.asarray([[0.0, 0.0, 1.0]]))['saturation'] == 1
+  assert distributions.saturation(policy, jnp.asarray([[0.0, 0.0, 0.0]]))['saturation'] == 0
+  for unbounded in (spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(3)):
+    assert distributions.saturation(distributions.for_space(unbounded), jnp.zeros((1, 2))) == {}

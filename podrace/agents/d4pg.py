@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace import returns
+from podrace import distributions, returns
 from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
@@ -104,6 +104,7 @@ class D4PG:
     step = value_based.transitions(sample.trajectory, self.discount)
     target = self.target(rest.target, step)
     taken = self.critic.distribution.to_unit(step.action)
+    policy = self.actor.distribution
 
     def loss(learned: D4PGLearned) -> tuple[Array, Any]:
       logits = self.critic.value(learned.critic, step.before.observation, taken)[0]
@@ -113,7 +114,12 @@ class D4PG:
       action = self.policy(learned.actor, step.before)
       value = self.mean(self.critic.value(fixed, step.before.observation, action)[0])
       actor_loss = -jnp.mean(step.mask * value)
-      metrics = dict(loss=critic_loss, actor_loss=actor_loss, value=jnp.mean(value))
+      metrics = dict(
+        loss=critic_loss,
+        actor_loss=actor_loss,
+        value=jnp.mean(value),
+        **distributions.saturation(policy, policy.from_unit(action)),
+      )
       return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
 
     learned = D4PGLearned(train.params, rest.critic)

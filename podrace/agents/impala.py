@@ -20,8 +20,9 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import returns
+from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
+from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic
@@ -129,6 +130,8 @@ class Impala:
       entropy=entropy,
       rho=jnp.mean(step.mask * rho_tm1),
       approx_kl=jnp.mean(step.mask * (rho_tm1 - 1 - log_rho)),
+      **value_moments(estimate.target, v_tm1, step.mask),
+      **distributions.saturation(policy, trajectory.outputs.action),
     )
     return total, metrics
 

@@ -48,6 +48,7 @@ from podrace.agents.model_unroll import (
   unroll_weights,
 )
 from podrace.agents.search import mask_policy
+from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, clip_each, flatten, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
@@ -294,10 +295,12 @@ class Muesli:
     costs = self.policy_cost, self.cmpo_cost, self.model_cost, self.value_cost, self.reward_cost
     total = sum((c * x for c, x in zip(costs, parts.values(), strict=True)), jnp.float32(0))
     entropy = -jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1)
+    value = decode(outputs.value[0], support)
     return total, parts | dict(
       entropy=jnp.mean(mask[0] * entropy),
       rho=jnp.mean(mask[0] * rho),
-      value=jnp.mean(decode(outputs.value[0], support)),
+      value=jnp.mean(value),
+      **value_moments(goals.targets.value[0], value, goals.value_mask[0]),
     )
 
   def policy_gradient(

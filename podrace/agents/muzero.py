@@ -42,6 +42,7 @@ from podrace.agents.model_unroll import (
   unroll_model,
 )
 from podrace.agents.search import MuZeroParams, Plan, plan, predict
+from podrace.agents.value_moments import value_moments
 from podrace.envs.states import rules
 from podrace.fields import check_fields
 from podrace.learner import Learned, clip_norm, flatten, sgd
@@ -269,7 +270,8 @@ class MuZero:
       distance = muzero_losses.consistency_loss(self.network, network, outputs, goals, observed)
       parts['consistency_loss'] = distance
       total += self.consistency * distance
-    return total, value, {name: jnp.mean(x) for name, x in (parts | dict(value=value)).items()}
+    means = {name: jnp.mean(x) for name, x in (parts | dict(value=value)).items()}
+    return total, value, means | value_moments(goals.targets.value[0], value, goals.value_mask[0])
 
   def initial_priority(self, window: Trajectory) -> Array:
     """Return the priority [B] of new windows: the error of the searches' values."""

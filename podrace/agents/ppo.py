@@ -28,8 +28,9 @@ import optax
 import tyro
 from jax import lax
 
-from podrace import returns
+from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
+from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, clip_norm, flatten, sgd
 from podrace.networks import ActorCritic, merge_time
@@ -93,6 +94,8 @@ class PPO:
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
     moments = policy_gradient.new_moments(params, trajectory)
+    measured = value_moments(batch.target, batch.value, batch.mask)
+    measured |= distributions.saturation(self.network.distribution, trajectory.outputs.action)
     shuffle_key, loss_key = jax.random.split(key)
     loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
     core = trajectory.agent_state.core
@@ -107,7 +110,7 @@ class PPO:
         minibatch, state = self.take(batch, core, index)
         own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
         total, metrics = self.loss(params._replace(network=network), state, minibatch, own_key)
-        return total, (metrics, moments)
+        return total, (metrics, (moments, measured))
 
       network, opt_state, (metrics, joined) = sgd(
         loss,
@@ -123,10 +126,10 @@ class PPO:
       (params.network, train.rest),
       (indices, jax.random.split(loss_key, len(indices))),
     )
-    joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
-    params = policy_gradient.merge_moments(params, joined, lax.axis_size(AXIS))
+    moments, measured = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
+    params = policy_gradient.merge_moments(params, moments, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)
-    return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics)
+    return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics) | measured
 
   def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
     """Return advantages and value targets by the parameters before the update."""

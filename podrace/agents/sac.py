@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
+from podrace import distributions
 from podrace.agents import value_based
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
@@ -97,6 +98,7 @@ class SAC:
     target_key, actor_key = jax.random.split(own_key)
     target = self.target(train.params, rest, step, target_key)
     taken = self.critic.distribution.to_unit(step.action)
+    policy = self.actor.distribution
     weight = sample.weight * step.mask
 
     def loss(learned: SACLearned) -> tuple[Array, Any]:
@@ -117,6 +119,7 @@ class SAC:
         value=jnp.mean(value),
         entropy=-jnp.mean(step.mask * log_prob),
         temperature=alpha,
+        **distributions.saturation(policy, policy.from_unit(action)),
       )
       priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
       return total, (metrics, priority)

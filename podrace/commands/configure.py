@@ -18,7 +18,7 @@ from podrace.envs.env_names import suggest_names
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import flag, whole_number
-from podrace.settings import defaults, user_code
+from podrace.settings import defaults, foreign_names, user_code
 from podrace.settings.agents import agent_name, default_agent, unknown_agent
 from podrace.settings.config import Basics, Config
 from podrace.settings.presets import PRESETS
@@ -47,6 +47,10 @@ def unknown_preset(name: str) -> UsageError:
     return UsageError(f'unknown preset {name!r}: write --agent {name.lower()} --env LIB:NAME')
   if not name.islower() and (hint := suggest_names(name)):
     return UsageError(f'unknown preset {name!r}: an environment is --env LIB:NAME{hint}')
+  setting, equals, _ = name.partition('=')
+  if equals:
+    ours = foreign_names.suggest(setting) or f'--{flag(setting)} VALUE'
+    return UsageError(f'unknown preset {name!r}: a setting is an option, here {ours}')
   if ':' in name:
     library = name.partition(':')[0]
     option = '--env' if library in {*LIBRARIES, *HOST_LIBRARIES} else '--agent'
@@ -164,7 +168,7 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
       parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
   except SystemExit:
-    raise mistakes.explain(out.getvalue(), prog) from None
+    raise mistakes.explain(out.getvalue(), prog, args) from None
   return cls(**{n: getattr(parsed, n) for n in names})
 
 

@@ -45,6 +45,16 @@ greedy episodes, the sampled ones are sampled_episode_return_mean, sampled_episo
 sampled_episodes.
 """,
   jax=True,
+  foreign={
+    '--episodes': 'n-eval-episodes num-episodes n-episodes eval-episodes',
+    '--greedy': 'deterministic no-explore',
+    '--sample': 'stochastic explore',
+    '--max-steps': 'timesteps max-episode-steps',
+    '--checkpoint best or --checkpoint newest': 'best load-best latest',
+    'podrace watch RUN': 'render render-mode video capture-video record',
+    'podrace eval DIR, without an option': 'model model-path load load-path run-dir path',
+    'JAX_PLATFORMS=cpu podrace ... for the CPU': 'device cpu cuda gpu no-cuda',
+  },
 )  # fmt: skip
 
 

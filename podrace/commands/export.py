@@ -29,6 +29,10 @@ for JAX, and policy.onnx if the extra onnx is installed and the network is one o
 The last line printed is policy.json.
 """,
   jax=True,
+  foreign={
+    'podrace export RUN DIR, which writes all forms to DIR': 'format onnx to type output out '
+    'output-dir run-dir safetensors',
+  },
 )  # fmt: skip
 
 

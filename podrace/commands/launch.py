@@ -78,6 +78,12 @@ learner's; 1 if another process failed for good; 2 bad usage; 143 and 130 on sig
 """,
   others_pass=True,
   jax=True,
+  foreign={
+    '--actors': 'workers num-workers num-actors n-actors num-env-runners num-rollout-workers',
+    '--learners': 'num-learners n-learners world-size',
+    '--on ENGINE': 'cluster backend engine launcher',
+    '--as ARRANGEMENT': 'arrangement mode run-mode',
+  },
 )  # fmt: skip
 
 

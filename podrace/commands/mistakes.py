@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import re
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from podrace.errors import UsageError, unknown
+from podrace.errors import UsageError
 from podrace.fields import flag
 from podrace.settings import foreign_names
 from podrace.settings.agents import agent_name
 from podrace.settings.validation import check_agent_options
+from podrace.system.options import value_of
 
 COLOUR = re.compile(r'\x1b\[[\d;]*m')
 SIDES = ' │╭╰╮╯|+'  # of tyro's box
 RULE = re.compile(r'[─-]{8,}')
 BAD_VALUE = re.compile(r"Error parsing (--[\w.-]+): .*?(?:'([^']*)'|\[(.*)\])$")
 BAD_CHOICE = re.compile(r"invalid choice '(.*)' for argument '([^']*)'. Expected one of \((.*)\)")
+BAD_FIELD = re.compile(r'Error parsing (agent[\w.-]*): (\w+) (must .*)')
 UNUSED = re.compile(r'Unrecognized options: (.*)')
 NO_VALUE = re.compile(r"Missing value for argument '([^']*)'")
 KINDS = {
@@ -65,6 +68,8 @@ def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
   """Return the error for an unknown option."""
   head = f'unknown option {arg.partition("=")[0]!r}'
   ours = foreign_names.suggest(name)
+  if ours.startswith('none'):
+    return UsageError(f'{head}: there is {ours}')
   settings = re.findall(r'--agent\.[\w.-]+\w', ours)
   if ours and (not settings or names.intersection(settings)):
     return UsageError(f'{head}: use {ours}')
@@ -76,7 +81,11 @@ def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
   if (own := f'--agent.{name[2:]}') in names:
     return UsageError(f'{head}: use {own}, a setting of {agent_name(agent)}')
   check_agent_options(agent, [arg])
-  return unknown('option', name, names)
+  near = difflib.get_close_matches(name, names, cutoff=0.6)
+  hint = (
+    f'did you mean {" or ".join(near)}?' if near else 'podrace train --help-all has all options'
+  )
+  return UsageError(f'{head}: {hint}')
 
 
 def _negated(name: str) -> str:
@@ -85,12 +94,13 @@ def _negated(name: str) -> str:
   return f'{head}{dot}{last.removeprefix("no-")}' if dot else name.replace('--no-', '--', 1)
 
 
-def explain(output: str, prog: str) -> UsageError:
+def explain(output: str, prog: str, args: Sequence[str]) -> UsageError:
   """Return tyro's message about a bad value in podrace's form.
 
   Args:
     output: the text that tyro printed.
     prog: the command, for its help.
+    args: the arguments, as the text is wrapped.
   """
   rows = [COLOUR.sub('', line).strip(SIDES) for line in output.splitlines()]
   rows = [row for row in rows if row][1:]  # without the title
@@ -103,6 +113,8 @@ def explain(output: str, prog: str) -> UsageError:
     listed = re.findall(r"'([^']*)'", choices)
     listed = ['true', 'false'] if listed == ['True', 'False'] else listed
     return UsageError(f'{name} takes {" or ".join(listed)}, not {value!r}')
+  if match := BAD_FIELD.search(text):
+    return UsageError(f'--{match[1]}.{flag(match[2])} {match[3]}')
   if match := UNUSED.search(text):
     return UsageError(f'{match[1]} belongs to no option: {see}')
   if match := NO_VALUE.search(text):
@@ -111,6 +123,7 @@ def explain(output: str, prog: str) -> UsageError:
     name = match[1]
     help_line = re.search(rf'{re.escape(name)} (\S.*)', details)
     kind = KINDS.get(help_line[1].strip(), help_line[1].strip()) if help_line else 'another value'
-    value = match[2] if match[2] is not None else match[3].replace("'", '').replace(',', '')
+    single = value_of(name, args) or match[2]
+    value = single if match[3] is None else ' '.join(re.findall(r"'([^']*)'", match[3]))
     return UsageError(f'{name} takes {kind}, not {value!r}: {see}')
   return UsageError(f'{text}: {see}')

@@ -35,6 +35,12 @@ The band is a 95% bootstrap interval over the curves of a configuration (with --
 by task). Unfinished runs count up to their last line; runs without data are listed. The last line
 printed is JSON.
 """,
+  foreign={
+    '--metric NAME': 'metrics y key value',
+    '--out FILE': 'output save file output-file',
+    '--x': 'xaxis x-axis',
+    '--normalise': 'normalize',
+  },
 )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ SELECTOR is uniform, fifo, lifo, min_heap, max_heap or prioritized:EXPONENT
 
 Exit codes: 1 failed, 2 bad usage or a checkpoint that does not fit, 143 and 130 on signals.
 """,
+  foreign={
+    '--listen tcp://HOST:PORT': 'port host address bind server-address',
+    '--dir': 'checkpoint-dir run-dir',
+    '--table name=NAME,max_size=N': 'capacity max-size buffer-size',
+  },
 )  # fmt: skip
 
 

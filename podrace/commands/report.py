@@ -18,6 +18,7 @@ COMMAND = Command(
   """
 The page needs no network, and lists unreadable runs. The last line printed is JSON.
 """,
+  foreign={'--out FILE': 'output html file output-file'},
 )  # fmt: skip
 
 

@@ -25,6 +25,11 @@ COMMAND = Command(
 config.json, summary.json, end.json, metrics.jsonl or lock cannot be read. `unknown`: an unfinished
 run on a file system without locks. `podrace train --run-dir RUN` resumes an unfinished run.
 """,
+  foreign={
+    '--json': 'format output',
+    '--state': 'status filter',
+    'podrace runs DIR, without an option': 'dir run-dir logdir',
+  },
 )  # fmt: skip
 
 HEAD = ('run', 'agent', 'environment', 'step', 'done', 'return', 'steps/s', 'state', 'age', 'size')

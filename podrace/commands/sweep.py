@@ -41,6 +41,14 @@ JSON.
 """,
   others_pass=True,
   jax=True,
+  foreign={
+    '--trials': 'n-trials num-trials num-samples n-samples max-trials',
+    '--method': 'sampler search-alg strategy scheduler algorithm',
+    '--prune': 'pruner early-stop',
+    '--jobs': 'n-jobs workers parallel max-concurrent-trials',
+    '--vary FIELD=VALUES': 'search-space space param params grid',
+    '--dir DIR': 'study-name storage run-dir output',
+  },
 )  # fmt: skip
 
 

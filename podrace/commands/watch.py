@@ -33,6 +33,14 @@ Environments: ale:, gymnasium: and all in JAX. An environment that cannot draw i
 without rgb_array) is shown as the agent sees it. The last line printed is JSON.
 """,
   jax=True,
+  foreign={
+    '--out DIR': 'output output-dir video-dir video-folder',
+    '--episodes': 'n-episodes num-episodes',
+    '--sample': 'stochastic explore',
+    '--max-steps': 'video-length max-episode-steps',
+    '--live': 'render render-mode human show',
+    'podrace watch RUN, without an option': 'model model-path load run-dir env',
+  },
 )  # fmt: skip
 
 

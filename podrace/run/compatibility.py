@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
 from podrace.errors import UsageError
 from podrace.run.directory import completed_record, read_record
+from podrace.run.metric_sums import with_sums
 from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
@@ -30,12 +32,17 @@ class Fit:
       'replay': self.replay(),
     }
 
-  def shapes(self) -> str:
-    """Return a hash over the shapes of the state."""
-    return shapes_sha256(self._program.shapes)
+  def shapes(self, sums: Collection[str] | None = None) -> str:
+    """Return a hash over the shapes of the state, with `sums` of these metrics."""
+    return shapes_sha256(with_sums(self._program.shapes, sums))
 
-  def check(self, meta: dict[str, Any]) -> None:
-    """Raise UsageError if a checkpoint holds the state of another program."""
+  def check(self, meta: dict[str, Any], sums: Collection[str] | None) -> None:
+    """Raise UsageError if a checkpoint holds the state of another program.
+
+    Args:
+      meta: of the checkpoint.
+      sums: names of the metrics with sums in it, which may differ; None: as in the program.
+    """
     self._check_devices(meta)
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
@@ -50,7 +57,7 @@ class Fit:
         f"the checkpoint at step {meta['step']:,} holds a replay of other settings, which can't "
         'change in a run:\n  ' + '\n  '.join(changed) + '\nstart afresh in another --run-dir'
       )
-    if meta['shapes'] != self.shapes():
+    if meta['shapes'] != self.shapes(sums):
       old = read_record(self._run_dir)
       now = to_json(self._config)
       changed = [str(c) for c in changes(completed_record(old, self._config), now)] if old else []

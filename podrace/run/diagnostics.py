@@ -21,6 +21,7 @@ FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 RECENT = 10  # lines that are kept
 MANY = 20  # lines of a run that is long enough to judge its learning
+FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no target, has changed
 ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
 SCHEMA = {'diagnostics': needed(Member('a list', each=Member('an object', members=ENTRY)))}
 
@@ -30,10 +31,11 @@ class History:
   """The metrics of a run so far, as much as the checks need.
 
   Attributes:
-    agent: the innermost agent, whose settings bound some metrics.
+    agent: the innermost agent. Its settings bound some metrics.
     total_steps: of the run.
     lines: the newest lines, numbers only.
     count: the number of all lines.
+    gradient_steps: the number of all gradient steps.
     first: the first number of each metric.
     lowest: the least number of each metric.
     highest: the largest number of each metric.
@@ -43,6 +45,7 @@ class History:
   total_steps: int
   lines: list[dict[str, float]] = dataclasses.field(default_factory=list)
   count: int = 0
+  gradient_steps: float = 0.0
   first: dict[str, float] = dataclasses.field(default_factory=dict)
   lowest: dict[str, float] = dataclasses.field(default_factory=dict)
   highest: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -52,6 +55,8 @@ class History:
     numbers = {name: float(value) for name, value in line.items() if is_number(value)}
     if line.get('episodes') and line.get('episode_return') is None:
       numbers['returns_not_finite'] = 1.0
+    self.gradient_steps += numbers.get('gradient_steps', 0.0)
+    numbers |= _rates(numbers)
     self.lines = [*self.lines[1 - RECENT :], numbers]
     self.count += 1
     for name, value in numbers.items():
@@ -71,7 +76,7 @@ class History:
 
   @property
   def improves(self) -> bool:
-    """Whether recent returns exceed the first line's.
+    """Whether recent returns exceed the first line's by 2% and its standard error.
 
     A policy that had become good within the first line's steps has a lower mean there.
     """
@@ -79,30 +84,93 @@ class History:
     if not recent or 'episode_return' not in self.first:
       return False
     first = self.first['episode_return']
-    return sum(recent) / len(recent) > first + 0.02 * abs(first)
+    margin = 0.02 * abs(first) + self.first.get('return_error', 0.0)
+    return sum(recent) / len(recent) > first + margin
 
   def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
     """Return whether a metric lay within a range in each of the newest `n` lines."""
     values = self.newest(name, n)
     return bool(values) and all(low <= x <= high for x in values)
 
+  @property
+  def horizon(self) -> float:
+    """Number of steps that the agent's discount counts: 1 / (1 - discount)."""
+    discount = abs(getattr(self.agent, 'discount', 1.0))  # below 0 for two players
+    return 1 / (1 - discount) if discount < 1 else math.inf
 
-def _at_support_end(history: History) -> bool:
-  agent = history.agent
+
+def _rates(line: dict[str, float]) -> dict[str, float]:
+  """Return numbers that follow from a line's.
+
+  They are the standard error of the mean return, the reward of a step in the better episodes, and
+  SAC's reward for entropy.
+  """
+  rates = {}
+  if line.get('episodes') and 'episode_return_std' in line:
+    rates['return_error'] = line['episode_return_std'] / math.sqrt(line['episodes'])
+  if line.get('episode_length') and 'episode_return' in line:
+    size = abs(line['episode_return']) + line.get('episode_return_std', 0.0)
+    rates['reward_rate'] = size / line['episode_length']
+  if 'temperature' in line and 'entropy' in line:
+    rates['entropy_reward'] = abs(line['temperature'] * line['entropy'])
+  return rates
+
+
+def _support(agent: Any) -> tuple[float, float] | None:
+  """Return the ends of the atoms of values; None if values are numbers."""
   owner: Any = agent if hasattr(agent, 'v_min') else getattr(agent, 'network', None)
   if getattr(owner, 'head', 'categorical') != 'categorical' or not hasattr(owner, 'v_min'):
+    return None
+  return owner.v_min, owner.v_max
+
+
+def _at_support_end(history: History) -> bool:
+  ends = _support(history.agent)
+  if ends is None or _diverges(history):
     return False
-  margin = 0.02 * (owner.v_max - owner.v_min)
-  low, high = owner.v_min + margin, owner.v_max - margin
+  margin = 0.02 * (ends[1] - ends[0])
+  low, high = ends[0] + margin, ends[1] - margin
   return history.stays('value', 5, high=low) or history.stays('value', 5, low=high)
 
 
 def _diverges(history: History) -> bool:
-  """Return whether values are far above all returns; discounts cannot make that."""
-  returns = [history.lowest.get('episode_return', 0.0), history.highest.get('episode_return', 0.0)]
-  limit = 100 * (1 + max(map(abs, returns)))
+  """Return whether values exceed the returns that were seen 10 times.
+
+  A mean value is near the reward of a step times the number of steps that count. Before it has
+  learned, a network with atoms may have any value between their ends.
+  """
+  highest = history.highest
+  if 'reward_rate' not in highest:
+    return False
+  # After a time limit, values count rewards that returns do not have.
+  steps = history.horizon if math.isfinite(history.horizon) else highest['episode_length']
+  limit = 10 * (1 + steps * (highest['reward_rate'] + highest.get('entropy_reward', 0.0)))
+  if _support(history.agent):
+    limit = max(limit, 1.5 * abs(history.first.get('value', 0.0)))
   values = history.newest('value', 3)
   return bool(values) and all(abs(x) > limit for x in values)
+
+
+def _is_short_sighted(history: History) -> bool:
+  """Return whether fewer than 5 steps count, and episodes are three times as long."""
+  steps = history.horizon
+  return steps < 5 and history.lowest.get('episode_length', 0.0) > 3 * steps
+
+
+def _has_small_replay(history: History) -> bool:
+  """Return whether replay holds fewer steps than 10 batches have windows."""
+  owner: Any = getattr(history.agent, 'buffer', history.agent)
+  if not hasattr(owner, 'capacity') or not hasattr(owner, 'batch_size'):
+    return False
+  return bool(owner.capacity < 10 * owner.batch_size)
+
+
+def _has_first_target(history: History) -> bool:
+  """Return whether an agent that learns from a target network has never updated it."""
+  agent = history.agent
+  if getattr(agent, 'bootstrap', 'target') != 'target' and not getattr(agent, 'reanalyse', 0):
+    return False  # MuZero does not use its target network
+  return MANY_STEPS <= history.gradient_steps < getattr(agent, 'target_period', 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,13 +232,16 @@ CHECKS = (
   ),
   Check(
     'entropy-constant',
-    'half of the run is over and the policy is still as random as at the start: raise '
+    'half of the run is over, the policy is still as random as at the start, and the return does '
+    'not improve: raise '
     '--agent.learning-rate, or lower --agent.entropy-cost',
     lambda h: (
       h.progress >= 0.5
       and h.count >= MANY
+      and h.gradient_steps >= FEW_STEPS
       and h.lowest.get('entropy', 0) > 0
-      and h.lowest['entropy'] > 0.97 * h.highest['entropy']
+      and h.lowest['entropy'] > 0.9 * h.highest['entropy']  # masked steps make it vary
+      and not h.improves
     ),
   ),
   Check(
@@ -187,7 +258,7 @@ CHECKS = (
   ),
   Check(
     'values-diverge',
-    'values exceed all returns 100 times: lower --agent.learning-rate, or follow the target '
+    'values exceed the returns 10 times: lower --agent.learning-rate, or follow the target '
     'network more slowly',
     _diverges,
   ),
@@ -195,6 +266,41 @@ CHECKS = (
     'values-outside-support',
     'values stay at an end of v-min to v-max: widen the range',
     _at_support_end,
+  ),
+  Check(
+    'values-explain-nothing',
+    'explained_variance is below 0 in 10 lines, so the values are worse than a constant, and the '
+    'return does not improve: lower --agent.learning-rate, or scale the rewards',
+    lambda h: (
+      h.progress >= 0.3
+      and h.count >= MANY
+      and h.gradient_steps >= FEW_STEPS
+      and h.stays('explained_variance', RECENT, high=0.0)
+      and not h.improves
+    ),
+  ),
+  Check(
+    'outputs-saturated',
+    'more than 95% of the actions are at an end of their range, and the return does not improve: '
+    'lower the learning rate of the policy, or scale observations and rewards',
+    lambda h: h.stays('saturation', 5, low=0.95) and not h.improves,
+  ),
+  Check(
+    'short-sighted',
+    'the discount counts few steps of an episode, and the return does not improve: raise '
+    '--agent.discount',
+    lambda h: h.progress >= 0.3 and h.count >= MANY and _is_short_sighted(h) and not h.improves,
+  ),
+  Check(
+    'replay-too-small',
+    'replay holds fewer than 10 batches, and the return does not improve: raise '
+    '--agent.buffer.capacity',
+    lambda h: h.progress >= 0.5 and h.count >= MANY and _has_small_replay(h) and not h.improves,
+  ),
+  Check(
+    'target-never-updated',
+    'half of the run is over, and the target network is as it began: lower --agent.target-period',
+    lambda h: h.progress >= 0.5 and h.count >= MANY and _has_first_target(h),
   ),
   Check(
     'temperature-vanished',

@@ -15,6 +15,7 @@ from podrace.architectures.protocol import Architecture, Part
 from podrace.errors import CheckpointError, RunError, Stopped, UsageError
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.compatibility import Fit
+from podrace.run.metric_sums import match_sums, with_sums
 from podrace.settings.config import Basics
 
 
@@ -54,7 +55,7 @@ class Saves:
     for step in self.checkpoints.steps():
       with contextlib.suppress(CheckpointError):  # `restore` reports it
         meta = self.checkpoints.meta(step)
-        self._fit.check(meta)
+        self._fit.check(meta, self.checkpoints.sums(step))
         self._checked[step] = meta
         return
 
@@ -132,16 +133,17 @@ class Saves:
 
   def restore(self) -> Any | None:
     """Restore the newest undamaged checkpoint and all parts; returns its state or None."""
-    params, rest = _split(self._program.shapes)
     if self.checkpoints.half_written:
       self._warn(f'dropped what was half-written: {", ".join(self.checkpoints.half_written)}')
     damaged: list[int] = []
     for step in self.checkpoints.steps():
+      sums = self.checkpoints.sums(step)
+      params, rest = _split(with_sums(self._program.shapes, sums))
       try:
         meta = self._checked.get(step)
         if meta is None:
           meta = self.checkpoints.meta(step)
-          self._fit.check(meta)
+          self._fit.check(meta, sums)
         restored = self.checkpoints.restore(step, params, rest, meta)
         if self._replay:
           self._replay.restore(self.checkpoints.extra(step), meta.get('extra'))
@@ -161,6 +163,7 @@ class Saves:
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
       state = restored.rest._replace(train=restored.rest.train._replace(params=restored.params))
+      state = match_sums(state, self._program.shapes.log.sums)
       for name, part in self._parts.items():
         if name in meta:  # an older podrace had fewer
           part.restore(meta[name])

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace.agents import value_moments
 from podrace.run import metrics
 from podrace.system import files
 
@@ -46,13 +47,26 @@ def summarize(summary: dict[str, Any]) -> metrics.Line:
       files.number(s / n) if n else None for s, n in zip(sums, episodes, strict=True)
     ]
     line['episodes_by_seed'] = episodes.tolist()
-  line |= {name: files.number(np.mean(x)) for name, x in summary['metrics'].items()}
+  line |= {name: files.number(x) for name, x in _means(summary['metrics']).items()}
   if total:
     infos = summary.get('info_sums', {})
     line |= {
       f'info_{k}': files.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
     }
   return line | summary.get('host', {})
+
+
+def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
+  """Return the means of an agent's metrics over the seeds.
+
+  `explained_variance` takes the place of the moments that it is computed from.
+  """
+  means = {name: np.mean(x) for name, x in by_seed.items() if name not in value_moments.NAMES}
+  if all(name in by_seed for name in value_moments.NAMES):
+    each = value_moments.explained_variance(by_seed)
+    known = each[np.isfinite(each)]
+    means['explained_variance'] = known.mean() if known.size else np.nan
+  return means
 
 
 def final_return(path: Path) -> dict[str, Any]:

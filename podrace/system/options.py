@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,7 @@ class Command:
     notes: the end of the help.
     others_pass: whether unknown options are arguments, which another parser reads.
     jax: whether it computes with JAX, in which case JAX's settings are checked first.
+    foreign: hints with its options -> names that other libraries have for them, as words.
   """
 
   name: str
@@ -61,6 +62,7 @@ class Command:
   notes: str = ''
   others_pass: bool = False
   jax: bool = False
+  foreign: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def help(self, args: list[str]) -> str:
     """Return its help; `args` are the arguments without --help."""
@@ -70,6 +72,12 @@ class Command:
       column = max(len(f'{o.name} {o.value}'.rstrip()) for o in self.options) + 4
       parts.append('\n'.join(row(o.name, o.value, o.text, column) for o in self.options))
     return '\n\n'.join([*parts, *([self.notes.strip()] if self.notes else [])])
+
+  def suggest(self, name: str) -> str:
+    """Return the hint for another library's option, such as --n_trials; '' if there is none."""
+    dashes, word = name[:2], name[2:].lower().replace('_', '-')
+    hints = (ours for ours, theirs in self.foreign.items() if word in theirs.split())
+    return next(hints, '') if dashes == '--' else ''
 
 
 def row(name: str, value: str, help: str, column: int = 46) -> str:
@@ -109,6 +117,8 @@ class Options:
       arg = remaining.pop(0)
       name, equals, value = arg.partition('=')
       if name not in takes:
+        if ours := command.suggest(name):
+          raise UsageError(f'unknown option {name!r}: use {ours}')
         if name.startswith('-') and not command.others_pass:
           raise unknown('option', name, takes) if takes else UsageError(f'no option {name!r} here')
         self.arguments.append(arg)

@@ -103,6 +103,72 @@ OTHER_NAMES = {
   '--env gymnax:CartPole': 'CartPole-v1',
   '--env HalfCheetah-v4': 'HalfCheetah-v4',
 }
+MORE_NAMES = {  # of stable-baselines3, CleanRL, RLlib and Stoix
+  '--policy_kwargs {}': '--agent.network.hidden',
+  '--n_stack 4': 'ale:NAME,stack=4',
+  '--use_sde': 'there is none',
+  '--target_kl 0.01': 'there is none',
+  '--agent ppo --norm_adv': '--agent.normalize-advantages',
+  '--agent ppo --clip_vloss': '--agent.clip-value',
+  '--torch_deterministic': 'equal to the bit',
+  '--framework torch': 'JAX',
+  '--wandb_project_name x': '--sinks wandb',
+  '--agent dqn --train_frequency 4': '--agent.buffer.samples-per-insert',
+  '--agent dqn --end_e 0.05': '--agent.epsilon',
+  '--agent dqn --start_e 1': '--agent.epsilon',
+  '--agent dqn --target_network_frequency 500': '--agent.target-period',
+  '--agent sac --q_lr 1e-3': '--agent.critic-learning-rate',
+  '--agent sac --policy_lr 1e-3': '--agent.actor-learning-rate',
+  '--agent sac --autotune': '--agent.learn-temperature',
+  '--num_rollout_workers 4': '--num-envs',
+  '--num_env_runners 4': '--num-envs',
+  '--num_gpus 1': '--devices',
+  '--train_batch_size 4000': '--unroll-length',
+  '--agent ppo --sgd_minibatch_size 128': '--agent.minibatches',
+  '--agent ppo --num_sgd_iter 10': '--agent.epochs',
+  '--stop_timesteps 100000': '--total-steps',
+  '--num_updates 100': '--total-steps',
+  '--episodes 100': '--total-steps',
+  '--max_episode_steps 200': 'max_episode_steps=N',
+  '--reward_scale 0.1': '--agent.normalize-rewards',
+  '--run_name x': '--run-dir',
+  '--agent dqn --prioritized_replay_alpha 0.6': '--agent.buffer.priority-exponent',
+  '--agent dqn --double_dqn': '--agent.double',
+  '--double_dqn': 'impala has no such setting',
+  '--agent dqn --dueling': '--agent.network.dueling',
+  '--agent dqn --v_min 0': '--agent.network.v-min',
+  '--num_threads 4': '--env-threads',
+  'arch.total_num_envs=64': '--num-envs',
+  'system.gamma=0.99': '--agent.discount',
+  'env=gymnax/cartpole': '--env',
+  '--nothing-near-this 1': '--help-all',
+}
+OTHER_COMMANDS = {
+  'eval x --n_eval_episodes 10': '--episodes',
+  'eval x --deterministic': '--greedy',
+  'eval x --render': 'podrace watch',
+  'eval --model x': 'podrace eval DIR',
+  'eval x --device cpu': 'JAX_PLATFORMS=cpu',
+  'watch x --output x.mp4': '--out',
+  'watch --env CartPole-v1': 'podrace watch RUN',
+  'export x --format onnx': 'podrace export RUN DIR',
+  'export x --onnx': 'podrace export RUN DIR',
+  'sweep cartpole --n_trials 10': '--trials',
+  'sweep cartpole --sampler tpe': '--method',
+  'sweep cartpole --vary gamma=0.9,0.99': '--agent.discount',
+  'launch cartpole --as impala --workers 4': '--actors',
+  'launch cartpole --as ppo': 'impala',
+  'runs --format json': '--json',
+  'report x --html': '--out',
+  'plot x --metrics loss': '--metric',
+  'replay --port 8000': '--listen tcp://HOST:PORT',
+  'replay --listen localhost:8000': 'tcp://HOST:PORT',
+  'test x': 'podrace eval',
+  'tune cartpole': 'podrace sweep',
+  'enjoy x': 'podrace watch',
+  'tensorboard runs': 'podrace report',
+  'version': 'podrace --version',
+}
 BAD_VALUES = {
   '--seed abc': '--seed',
   '--seed 1.5': '--seed',
@@ -136,14 +202,20 @@ BAD_VALUES = {
   'cartpol': 'cartpole',
   '--env podrace:catsch': 'catch',
   '--env nolib:catch': 'podrace',
+  '--total-steps 1,000,000': "not '1,000,000'",
+  '--agent.learning-rate 0': '--agent.learning-rate must be more than 0',
+  '--agent.discount 1.5': '--agent.discount must be within',
+  '--agent.network.hidden [64,64]': "not '[64,64]'",
 }
+TRAIN = OTHER_NAMES | MORE_NAMES | BAD_VALUES
+MISTAKES = {f'train {words}': text for words, text in TRAIN.items()} | OTHER_COMMANDS
 
 
 def test_there_are_120_mistakes() -> None:
-  assert len(OTHER_NAMES) + len(BAD_VALUES) >= 120
+  assert len(MISTAKES) >= 120
 
 
-@pytest.mark.parametrize('arguments', [*OTHER_NAMES, *BAD_VALUES])
+@pytest.mark.parametrize('arguments', MISTAKES)
 def test_a_mistake(
   arguments: str,
   tmp_path: Path,
@@ -152,9 +224,9 @@ def test_a_mistake(
 ) -> None:
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as exit_:
-    cli.main(['train', *arguments.split(' ')])
+    cli.main(arguments.split(' '))
   message = capsys.readouterr().err
   assert exit_.value.code == 2
-  assert (OTHER_NAMES | BAD_VALUES)[arguments] in message
+  assert MISTAKES[arguments] in message
   assert message.startswith('podrace: ') and message.count('\n') <= 3 and len(message) < 600
   assert list(tmp_path.iterdir()) == []

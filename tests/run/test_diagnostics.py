@@ -11,10 +11,14 @@ import pytest
 
 import podrace
 from podrace.agents.d4pg import D4PG
+from podrace.agents.dqn import DQN
+from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.sac import SAC
 from podrace.errors import UnreadableFile
 from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
+from podrace.replay import Buffer
 from podrace.run.diagnostics import CHECKS, Diagnostics, read_diagnostics
 
 LINES = 20
@@ -26,11 +30,13 @@ HEALTHY: dict[str, Curve] = dict(
   episode_return=lambda x: -1 + 2 * x,
   episode_return_std=0.5,
   episode_length=9.0,
-  episodes=10,
-  gradient_steps=8,
+  episodes=100,
+  gradient_steps=200,
   entropy=lambda x: 1.1 * (1 - x),
   approx_kl=0.01,
   clip_fraction=0.1,
+  explained_variance=lambda x: x - 0.3,
+  saturation=0.3,
   value=lambda x: x,
   temperature=0.2,
 )
@@ -50,6 +56,11 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
   'values-diverge': (dict(value=lambda x: 10 ** (8 * x)), PPO()),
   'values-outside-support': (dict(value=149.9), D4PG()),
   'temperature-vanished': (FLAT | dict(temperature=1e-6), PPO()),
+  'values-explain-nothing': (FLAT | dict(explained_variance=-0.5), PPO()),
+  'outputs-saturated': (FLAT | dict(saturation=0.99), PPO()),
+  'short-sighted': (FLAT, PPO(discount=0.5)),
+  'replay-too-small': (FLAT, DQN(buffer=Buffer(capacity=300, batch_size=32, min_size=32))),
+  'target-never-updated': ({}, DQN(target_period=10_000)),
 }
 
 
@@ -88,10 +99,54 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     dict(episodes=lambda x: 0 if x < 0.2 else 3),
     dict(approx_kl=lambda x: 2.0 if x < 0.1 else 0.01),
     dict(value=500.0, episode_return=lambda x: 500 * x),
+    dict(saturation=1.0),  # it improves by extreme actions
+    dict(explained_variance=-0.5),  # likewise, in spite of its values
+    FLAT | dict(entropy=lambda x: 1 - x / 2),  # a return that stays says nothing alone
   ],
 )
 def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
   assert diagnose(curves, PPO()) == []
+
+
+@pytest.mark.parametrize(
+  'agent',
+  [
+    DQN(target_period=1500),  # updated before half of the run
+    MuZero(target_period=10_000),  # its target network is not used
+    DQN(buffer=Buffer(capacity=320, batch_size=32, min_size=32)),
+    PPO(discount=0.8),
+    MuZero(discount=-1.0),  # of two players
+  ],
+)
+def test_settings_that_fit_raise_no_alarm(agent: Any) -> None:
+  assert diagnose(FLAT | dict(entropy=lambda x: 1 - x / 2), agent) == []
+
+
+@pytest.mark.parametrize('sign', [1, -1])
+@pytest.mark.parametrize(
+  'agent, scale, curves',
+  [
+    (DQN(discount=0.99), 100, {}),  # rewards of 1 in each of 100 steps that count
+    (DQN(discount=0.9), 10, {}),
+    (DQN(discount=1.0), 9, {}),  # the length of an episode
+    (SAC(discount=0.9), 40, dict(temperature=1.0, entropy=-3.0)),  # and 3 for entropy
+  ],
+)
+def test_values_diverge_from_10_times_the_returns_on(
+  agent: Any, scale: float, curves: dict[str, Curve], sign: int
+) -> None:
+  of_returns = dict(
+    episode_return=9.0, episode_return_std=1e-6, temperature=None, entropy=lambda x: 1 - x / 2
+  )
+  for factor, expected in ((9.9, []), (10.1, ['values-diverge'])):
+    values = dict(value=lambda x, v=factor * (1 + scale): sign * v)
+    assert diagnose(FLAT | of_returns | curves | values, agent) == expected
+
+
+def test_a_return_improves_beyond_its_noise() -> None:
+  saturated = dict(saturation=0.99, episodes=4, episode_return=lambda x: -1.0 if x < 0.1 else -0.5)
+  assert diagnose(saturated | dict(episode_return_std=1.0), PPO()) == ['outputs-saturated']
+  assert diagnose(saturated | dict(episode_return_std=0.1), PPO()) == []
 
 
 @pytest.mark.parametrize('split', range(1, LINES))

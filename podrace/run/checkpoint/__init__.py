@@ -219,6 +219,10 @@ class Checkpoints:
     """Return the meta of the checkpoint at `step`. Raises as `StoredCheckpoint.meta`."""
     return self._stored(step).meta()
 
+  def sums(self, step: int) -> list[str] | None:
+    """Return the names of the metrics with sums in the checkpoint; None if it cannot be read."""
+    return self._stored(step).sums()
+
   def restore(
     self, step: int, params: Any, rest: Any = None, meta: dict[str, Any] | None = None
   ) -> Restored:

@@ -104,6 +104,9 @@ def described(tree: Any) -> Arrays:
 class StoredArrays:
   """The arrays in one folder of a checkpoint.
 
+  Attributes:
+    names: of all arrays, as `described` makes them.
+
   Raises:
     ValueError, OSError: in each method, if an array cannot be read or is not as expected. The
       message names it.
@@ -111,7 +114,7 @@ class StoredArrays:
 
   def __init__(self, folder: Path) -> None:
     record = json.loads((folder / '_METADATA').read_bytes())
-    self._names = {
+    self.names = {
       '.'.join(str(key['key']) for key in entry['key_metadata'])
       for entry in record['tree_metadata'].values()
       if not entry['value_metadata']['skip_deserialize']  # else it is an empty node
@@ -146,9 +149,9 @@ class StoredArrays:
 
   def _open(self, expected: Arrays) -> list[ts.TensorStore]:
     names = {name for name, _, _ in expected}
-    if differing := sorted(names ^ self._names):
+    if differing := sorted(names ^ self.names):
       raise ValueError(
-        f'_METADATA lists {len(self._names)} arrays, expected {len(names)}; {differing[0]} is '
+        f'_METADATA lists {len(self.names)} arrays, expected {len(names)}; {differing[0]} is '
         'extra or missing'
       )
     spec = {'driver': self._driver}

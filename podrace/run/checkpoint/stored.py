@@ -14,6 +14,7 @@ from podrace.run.checkpoint.library import PlainPath
 from podrace.run.checkpoint.merging import DRAFT, merged
 
 Trees = dict[str, Any]  # by item
+SUMS = '0.log.sums.'  # begins the names of the sums of metrics
 log = logging.getLogger('podrace.run.checkpoint')
 
 
@@ -48,6 +49,14 @@ class StoredCheckpoint:
         'on with it; this one needs another --run-dir'
       )
     return meta
+
+  def sums(self) -> list[str] | None:
+    """Return the names of the metrics with sums in the state; None if they cannot be read."""
+    try:
+      names = StoredArrays(self._plain / str(self._step) / 'rest').names
+    except Exception:  # `read` reports it
+      return None
+    return sorted(name.removeprefix(SUMS) for name in names if name.startswith(SUMS)) or None
 
   def read(self, shapes: Trees, meta: dict[str, Any]) -> Trees:
     """Read trees of the given shapes and shardings, and compare their checksums with the meta.

@@ -1,0 +1,66 @@
+"""Explained variance: equal to NumPy's over all steps, however they are split."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrace.agents.value_moments import explained_variance, value_moments
+from podrace.run.summary import summarize
+
+RNG = np.random.default_rng(0)
+TARGET = RNG.normal(3.0, 2.0, (8, 4)).astype(np.float32)
+VALUE = (0.7 * TARGET + RNG.normal(0.0, 1.0, TARGET.shape)).astype(np.float32)
+MASK = (RNG.random(TARGET.shape) < 0.8).astype(np.float32)
+KEPT = MASK > 0
+EXPECTED = 1 - np.mean(np.square(TARGET - VALUE)[KEPT]) / np.var(TARGET[KEPT])
+
+
+def mean(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+  return {name: sum(p[name] for p in parts) / len(parts) for name in parts[0]}
+
+
+@pytest.mark.parametrize('parts', [1, 2, 4, 8])
+def test_it_is_the_same_over_minibatches(parts: int) -> None:
+  split = [np.split(x, parts) for x in (TARGET, VALUE, MASK)]
+  means = mean([value_moments(*map(jnp.asarray, part)) for part in zip(*split, strict=True)])
+  assert explained_variance(means) == pytest.approx(EXPECTED, abs=1e-5)
+
+
+def test_it_is_1_for_perfect_values_0_for_the_mean_and_less_for_others() -> None:
+  mask, of = jnp.ones_like(TARGET), lambda value: value_moments(TARGET, value, mask)
+  assert explained_variance(of(TARGET)) == 1
+  assert explained_variance(of(np.full_like(TARGET, TARGET.mean()))) == pytest.approx(0, abs=1e-5)
+  assert explained_variance(of(-TARGET)) < -1
+
+
+@pytest.mark.parametrize('offset', [0.0, 1e3])
+def test_equal_targets_have_none(offset: float) -> None:
+  target = np.full((4, 4), offset, np.float32) + np.float32(1e-3) * TARGET[:4] * (offset > 0)
+  assert math.isnan(explained_variance(value_moments(target, 2 * target, jnp.ones((4, 4)))))
+
+
+def test_no_gradient_passes() -> None:
+  def moments(target: jax.Array, value: jax.Array) -> jax.Array:
+    return sum(value_moments(target, value, jnp.asarray(MASK)).values())
+
+  grads = jax.grad(moments, argnums=(0, 1))(jnp.asarray(TARGET), jnp.asarray(VALUE))
+  assert not any(np.any(g) for g in grads)
+
+
+def test_a_line_has_it_in_place_of_the_moments() -> None:
+  one = value_moments(TARGET, VALUE, MASK)
+  no_values = value_moments(0 * TARGET, 0 * VALUE, MASK)
+  seeds = {name: np.stack([one[name], no_values[name]]) for name in one}
+  line = summarize(
+    dict(
+      episodes=np.zeros(2), return_sum=np.zeros(2), return_deviation=np.zeros(2),
+      length_sum=np.zeros(2), gradient_steps=np.ones(2), metrics=dict(loss=np.ones(2), **seeds),
+    )
+  )  # fmt: skip
+  assert line['explained_variance'] == pytest.approx(EXPECTED, abs=1e-5)
+  assert line['loss'] == 1 and not set(one) & set(line)
