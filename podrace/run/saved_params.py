@@ -118,7 +118,7 @@ def write_params(path: Path, params: Any) -> None:
   from safetensors.numpy import save
 
   leaves = [on_host(x) for x in jax.tree.leaves(params)]
-  write_whole(path, save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)}))
+  write_whole(path, save({str(i): np.asarray(x, order='C') for i, x in enumerate(leaves)}))
 
 
 def read_params(path: Path, shapes: Any) -> Any:
