@@ -15,12 +15,13 @@ from typing import Any
 
 import pytest
 
-from podrace.agents import AGENTS
+from podrace.agents import AGENTS, metrics
 from podrace.commands.option_table import CHOSEN_BY_AGENTS
 from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.settings.agents import default_agent
 from podrace.settings.defaults import TABLE
+from podrace.settings.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,7 +102,8 @@ def test_the_paths_through_the_code_name_files_of_the_package() -> None:
 def test_the_page_of_an_agent_has_all_its_settings(site: Path, agent: str) -> None:
   assert f'\n<!-- settings: {agent} -->\n' in (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
   page = (site / 'agents' / f'{agent}.html').read_text()
-  shown = re.findall(r'<td><code>(--[\w.-]+)</code></td>', page)
+  shown = re.findall(r'<td><code>(--[\w.[\]-]+)</code></td>', page)
+  shown = [name.replace('[no-]', '') for name in shown]
   options = set(options_of(default_agent(agent), '--agent.')) - {f'--agent.{b}' for b in BOUND}
   assert {o for o in shown if o.startswith('--agent.')} == options
   assert {'--num-envs', '--unroll-length'} <= set(shown)
@@ -135,6 +137,23 @@ def test_a_default_that_depends_on_the_environment_is_shown_by_kind() -> None:
   for unknown in ('ppo2', '--lagg', '--agent.learning-rate', 'dqn --agent.clip'):
     with pytest.raises(ValueError, match=unknown.split()[-1]):
       tables.expand(unknown)
+
+
+def test_the_page_of_an_agent_has_its_metrics(site: Path) -> None:
+  for agent in AGENTS:
+    page = (site / 'agents' / f'{agent}.html').read_text()
+    listed = set(re.findall(r'<td><code>(\w+)</code></td>', page))
+    assert {row.name for row in metrics.rows_of(agent)} <= listed, agent
+
+
+def test_the_presets_have_a_table_of_all_settings(site: Path) -> None:
+  tables = script('tools/settings_tables.py').presets_table().splitlines()
+  assert len(tables) == 2 + len(PRESETS)
+  (line,) = (x for x in tables if x.startswith('| `cartpole` |'))
+  assert '| ppo | `gymnax:CartPole-v1` | 600,000 | 64 | 32 |' in line
+  assert '`--agent.normalize-rewards`' in line and '`--agent.learning-rate 0.001`' in line
+  page = (site / 'presets.html').read_text()
+  assert all(f'<td><code>{name}</code></td>' in page for name in PRESETS)
 
 
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

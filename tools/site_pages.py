@@ -14,7 +14,7 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ('benchmarks/*.md', 'benchmarks/results/*.json', 'examples/*', 'podrace/settings/*.toml')
+OUTSIDE = ('benchmarks/*.md', 'benchmarks/results/*.json', 'examples/*', 'podrace/settings/*.toml', 'CITATION.cff')
 LINK = re.compile(r'(\]\()([^)#\s]+)((?:#[^)\s]*)?\))')
 
 

@@ -232,7 +232,7 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
   code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', '--out', str(out))
   assert code == 0 and out.exists()
   found = json.loads(printed.splitlines()[-1])
-  assert found['normalised'].startswith('human') and sorted(found['tasks']) == [
+  assert found['normalized'].startswith('human') and sorted(found['tasks']) == [
     'ale:breakout',
     'ale:pong',
   ]
@@ -252,8 +252,8 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
     (('--x', 'frames'), '--x is steps or wall or gradient-steps'),
     (('--center', 'mode'), '--center'),
     (('--metric', 'nothing'), 'there is nothing to plot'),
-    (('--aggregate', '--normalise', 'human'), 'podrace:catch'),
-    (('--aggregate', '--normalise', 'z'), '--normalise'),
+    (('--aggregate', '--normalize', 'human'), 'podrace:catch'),
+    (('--aggregate', '--normalize', 'z'), '--normalize'),
     (('--aggregate',), 'all runs have the same score'),
   ],
 )
