@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
 from podrace.agents import AGENTS, metrics
 from podrace.commands.option_table import CHOSEN_BY_AGENTS
@@ -144,6 +145,20 @@ def test_the_page_of_an_agent_has_its_metrics(site: Path) -> None:
     page = (site / 'agents' / f'{agent}.html').read_text()
     listed = set(re.findall(r'<td><code>(\w+)</code></td>', page))
     assert {row.name for row in metrics.rows_of(agent)} <= listed, agent
+
+
+def test_the_cheat_sheet_is_one_page_of_a4(site: Path, tmp_path: Path) -> None:
+  path = shutil.which('chromium')
+  assert path, 'this test needs a browser: apt-get install chromium'
+  out = tmp_path / 'sheet.pdf'
+  with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
+    page = browser.new_page()
+    page.goto((site / 'cheatsheet.html').as_uri())
+    page.pdf(path=out, prefer_css_page_size=True)
+    browser.close()
+  pages = re.findall(rb'/Type\s*/Page\b', out.read_bytes())
+  assert len(pages) == 1 and re.search(rb'/MediaBox\s*\[0 0 59\d\.\d+ 84\d', out.read_bytes())
 
 
 def test_the_presets_have_a_table_of_all_settings(site: Path) -> None:

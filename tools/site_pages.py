@@ -14,7 +14,14 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = ('benchmarks/*.md', 'benchmarks/results/*.json', 'examples/*', 'podrace/settings/*.toml', 'CITATION.cff')
+OUTSIDE = (
+  'benchmarks/*.md',
+  'benchmarks/results/*.json',
+  'examples/*',
+  'podrace/settings/*.toml',
+  'CITATION.cff',
+)
+OPTION = re.compile(r'(?<!<td>)<code>(--[^<\s]{1,36})</code>')
 LINK = re.compile(r'(\]\()([^)#\s]+)((?:#[^)\s]*)?\))')
 
 
@@ -29,6 +36,11 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
   """Links as the site needs them."""
   return rewritten(markdown, page.file.src_uri)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+  """Options in sentences, which browsers would break after a hyphen."""
+  return OPTION.sub(r'<code class="option">\1</code>', html)
 
 
 def rewritten(markdown: str, page: str) -> str:
