@@ -72,8 +72,8 @@ def test_nothing_is_loaded_from_a_network(site: Path) -> None:
 def test_the_reference_has_docstrings_and_fields(site: Path) -> None:
   agents = (site / 'api' / 'agents.html').read_text()
   assert 'id="podrace.agents.impala.Impala"' in agents
-  assert 'of the importance weights in the targets' in agents  # a comment behind a field
-  assert 'mixes n-step targets' in agents  # and one below it
+  assert 'largest importance weight in the value targets' in agents  # a comment behind a field
+  assert 'mix of n-step targets' in agents  # and one below it
   assert 'needs an n-step of 2 or more' in agents  # in two lines
   assert 'total_updates' not in agents  # which the runner fills in
   returns = (site / 'api' / 'returns.html').read_text()

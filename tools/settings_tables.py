@@ -64,11 +64,13 @@ def metrics_table(agent: str) -> str:
   if agent not in AGENTS:
     raise ValueError(f'<!-- metrics: {agent} -->: no agent of this name')
   rows = [f'| `{row.name}` | {row.meaning} |' for row in metrics.rows_of(agent)]
-  return '\n'.join(['| metric | meaning |', '|---|---|', *rows])
+  return '\n'.join(
+    ['| metric | meaning (a run logs the mean over its gradient steps) |', '|---|---|', *rows]
+  )
 
 
 def presets_table() -> str:
-  """Return the table of the settings of all presets: what differs from the defaults."""
+  """Return the table of the settings of all presets that differ from the defaults."""
   lines = [f'| preset | agent | {" | ".join(COLUMNS.values())} | other settings |']
   lines.append('|---' * (len(COLUMNS) + 3) + '|')
   usual = {f.name: f.default for f in dataclasses.fields(Config)}

@@ -138,9 +138,9 @@ def read_params(path: Path, shapes: Any) -> Any:
     arrays = load(read_bytes(path, FILE_BYTES))
     leaves = [arrays[str(i)] for i in range(len(expected))]
   except Exception as e:  # SafetensorError derives from Exception only
-    raise UsageError(f'{path} holds no parameters: {e}; remove it to go on') from e
+    raise UsageError(f'{path} holds no parameters: {e}; remove the file to resume') from e
   if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in expected]:
-    raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
+    raise UsageError(f'{path} holds parameters of other shapes; remove the file to resume')
   return jax.tree.unflatten(tree, leaves)
 
 
