@@ -315,10 +315,12 @@ if (data.runs.some(run => run.videos.length || run.videos_left_out.length)) {
   const grid = make('div', { class: 'panels' })
   videos.append(grid)
   data.runs.forEach(run => {
-    for (const v of run.videos) {
+    const earlier = make('details', {}, make('summary', {}, 'earlier videos'))
+    run.videos.forEach((v, i) => { // the newest comes first
       const film = v.kind === 'mp4' ? make('video', { controls: '', loop: '', muted: '', src: v.data }) : make('img', { src: v.data, alt: v.name })
-      grid.append(make('figure', { class: 'panel' }, film, make('figcaption', {}, `${run.name}: ${v.name}`)))
-    }
+      const figure = make('figure', { class: 'panel' }, film, make('figcaption', {}, `${run.name}: ${v.name}`))
+      if (i) earlier.append(figure); else { grid.append(figure); figure.append(...(run.videos.length > 1 ? [earlier] : [])) }
+    })
     for (const text of run.videos_left_out) videos.append(make('p', { class: 'note' }, `left out: ${text}`))
   })
 }
