@@ -195,7 +195,14 @@ def words(path: str, value: Any) -> list[str]:
   """Return a setting as words of a command line: ['--seed', '3'], or ['--agent.no-shared']."""
   if isinstance(value, bool):
     return [option(path) if value else negate(option(path))]
-  return [option(path), *map(str, value if isinstance(value, list | tuple) else [value])]
+  return [option(path), *_flat(value)]
+
+
+def _flat(value: Any) -> list[str]:
+  """Return the texts of a value: of all items of a list, also of nested ones."""
+  if isinstance(value, list | tuple):
+    return [text for item in value for text in _flat(item)]
+  return [str(value)]
 
 
 def option(path: str) -> str:
