@@ -4,7 +4,7 @@ Both sides have a separate actor and critic of 2 x 64 tanh with Flax's default i
 batch sizes, epochs, minibatches and hyper-parameters, Adam with its usual epsilon and a constant
 rate, and clipped values. They differ where the code has no setting for it:
 - rejax limits each gradient element to `max_grad_norm`, podrace the global norm;
-- rejax normalises advantages over each minibatch, podrace over the batch;
+- rejax normalizes advantages over each minibatch, podrace over the batch;
 - rejax shuffles the whole batch, podrace each environment's steps (see podrace/agents/ppo.py);
 - rejax keeps an optimiser for each network, podrace one;
 - rejax treats time limits as terminations, podrace bootstraps at them.

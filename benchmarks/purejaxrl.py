@@ -6,7 +6,7 @@
 Its code is as it stands in its checkout. Both sides have a separate actor and critic of 2 x 64 tanh, orthogonal
 initialisation, its own hyper-parameters with a constant rate, and gradients clipped by the global norm. They differ
 where the code has no setting for it:
-- purejaxrl normalises advantages over each minibatch, podrace over the batch;
+- purejaxrl normalizes advantages over each minibatch, podrace over the batch;
 - purejaxrl shuffles the whole batch, podrace each environment's steps (see podrace/agents/ppo.py);
 - purejaxrl treats time limits as terminations, podrace bootstraps at them;
 - purejaxrl returns each step's episode statistics, podrace their sums.

@@ -71,7 +71,7 @@ class Session:
     self.send(kind, msgpack.packb(fields))
 
   def receive(self, size):
-    """So many bytes. While none come it says that it is alive; too long a silence is a TimeoutError."""
+    """Receives `size` bytes. Sends PING while none arrive; a long silence is a TimeoutError."""
     data, quiet = b'', 0
     while len(data) < size:
       self.stream.settimeout((self.silence or 10.0) / 4)

@@ -1,8 +1,8 @@
 """Networks of one's own: IMPALA learns Catch with one from Equinox, then with one from Flax NNX.
 
 An agent asks of a network the functions and the two descriptions in `podrace.networks.Network`,
-over a plain pytree of arrays. A library's module is split once into such arrays and what is
-static, here in the constructor; nothing of the library is left inside the loop but its layers.
+over a plain pytree of arrays. A library's module is split once into arrays and static
+parts, here in the constructor; nothing of the library is left inside the loop but its layers.
 
     python examples/own_network.py
 """
@@ -27,7 +27,7 @@ from podrace.types import Array, Environment, TimeStep
 
 
 class FeedForward:
-  """What both networks have in common: no state, and what they were made for."""
+  """Common to both networks: no state, and the spaces of an environment."""
 
   def __init__(self, env: Environment):
     self.distribution = distributions.for_space(env.action_space)

@@ -25,7 +25,7 @@ LENGTH = ('--total-steps', '10000', '--checkpoint-every', '2000')
 
 
 def program(run_dir: str) -> Program:
-  """Each node is a command. What is in braces is known once the program runs."""
+  """Each node is a command. Names in braces are addresses that are known once the program runs."""
   replay, at = ('--connect-replay', '{replay}'), literal(run_dir)
   learner = (
     'podrace', 'train', *TASK, *LENGTH, '--replay', 'service', '--lag', 'async', *replay, '--run-dir', at,

@@ -31,13 +31,13 @@ NUM_ENVS, UNROLL_LENGTH, UPDATES = 64, 18, 400
 
 def main(updates: int = UPDATES) -> float:
   """Trains; returns the mean return of the episodes in the last tenth of the updates."""
-  # What there is: an environment, an agent for its spaces, and devices that act or learn.
+  # An environment, an agent for its spaces, and devices that act or learn.
   spec = host.make('podrace:catch')
   agent = bind(Impala(learning_rate=3e-3), spec, updates, NUM_ENVS)
-  topology = split_devices(num_devices=1)  # of many, a quarter acts and the others learn
+  topology = split_devices(num_devices=1)  # of many, a quarter acts and the rest learns
   mesh = topology.learners
 
-  # The acting half knows no learner: only where its unrolls go.
+  # The acting half knows no learner, only the destination of its unrolls.
   acting = ActingProgram(
     agent=agent,
     spec=spec,
@@ -49,7 +49,7 @@ def main(updates: int = UPDATES) -> float:
     lag='1',  # unroll k acts with the parameters of update k - 1, while update k - 1 is learned
   )
 
-  # The learning half knows no environment: only what a batch looks like.
+  # The learning half knows no environment, only the shapes of a batch.
   learning = LearningProgram(
     agent=agent,
     mesh=mesh,
@@ -82,7 +82,7 @@ def main(updates: int = UPDATES) -> float:
 
 
 def learn(learning: LearningProgram, source: ActorSource, state: State, until: int) -> State:
-  """The learner's loop, until so many updates are made; `SebulbaDriver.advance` is this."""
+  """The learner's loop, up to update `until`; `SebulbaDriver.advance` is this."""
   for update in range(int(state.update), until):
     before = state.train.params
     batch = source.take(update, give_up=lambda: False)

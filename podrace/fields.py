@@ -225,6 +225,12 @@ def flag(field: str) -> str:
   return field.rstrip('_').replace('_', '-')
 
 
+def negate(option: str) -> str:
+  """Return the option that switches a boolean off: --no-x for --x, --agent.no-x for --agent.x."""
+  head, dot, last = option.rpartition('.')
+  return f'{head}.no-{last}' if dot else f'--no-{option[2:]}'
+
+
 # --- paths --------------------------------------------------------------------------------------
 
 

@@ -106,7 +106,7 @@ def test_tanh_normal_is_finite_far_out(x: float) -> None:
   assert np.all(np.isfinite(grad))
 
 
-def test_tanh_normals_density_is_normalised() -> None:
+def test_tanh_normals_density_is_normalized() -> None:
   """On (-1, 1), by quadrature: an oracle that needs no other library."""
   ours, params = TanhNormal(*box(1)), jnp.array([0.3, -0.5])
   y = (np.arange(20_000) + 0.5) / 10_000 - 1

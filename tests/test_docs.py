@@ -187,9 +187,8 @@ def test_a_command_that_is_wrong_is_found(tmp_path: Path, monkeypatch: Patch) ->
       read(wrong.split())
 
 
-EVERY_FLAG = set(
-  re.findall(r'--[\w.-]+', train_help(TRAIN.options, Options([], TRAIN, lenient=True), None, True))
-)
+EVERY_HELP = train_help(TRAIN.options, Options([], TRAIN, lenient=True), None, True)
+EVERY_FLAG = set(re.findall(r'--[\w.-]+', EVERY_HELP.replace('[no-]', '')))
 
 
 def flags_of(command: str) -> set[str]:
@@ -222,10 +221,26 @@ def test_names_in_the_text(page: Path) -> None:
 
 
 @pytest.mark.parametrize('agent', AGENTS)
+def test_implementation_details_name_functions_of_the_code(agent: str) -> None:
+  text = (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
+  details = text.partition('## Implementation details')[2].partition('\n## ')[0]
+  named = re.findall(r'`([A-Za-z_]\w*)\.([A-Za-z_]\w*)`', details)
+  assert named
+  module = importlib.import_module(AGENTS[agent][0])
+  for place, name in named:
+    owner = getattr(module, place, None)
+    if owner is None:
+      package = 'podrace' if place in ('returns', 'distributions') else 'podrace.agents'
+      owner = importlib.import_module(f'{package}.{place}')
+    assert hasattr(owner, name), f'{place}.{name}'
+
+
+@pytest.mark.parametrize('agent', AGENTS)
 def test_the_page_of_an_agent(agent: str) -> None:
   """Its flags are that agent's, and its scores are the recorded ones."""
   text = (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
   known = train_help(TRAIN.options, Options(['--agent', agent], TRAIN, lenient=True), None)
+  known = known.replace('[no-]', '')
   flags = {f.replace('.no-', '.') for f in re.findall(r'`(--agent\.[\w.-]+)', text)}
   assert {f for f in flags if f'{f} ' not in known} == set()
   recorded: dict[str, Any] = {}

@@ -138,14 +138,14 @@ def network(**settings: Any) -> ActorCritic:
 NORMALIZE = dict(normalize_observations=True, normalize_rewards=True)
 AGENTS = {
   'ppo': PPO(network(shared=False), total_updates=100),
-  'ppo, normalised': PPO(network(shared=False), total_updates=100, **NORMALIZE),
+  'ppo, normalized': PPO(network(shared=False), total_updates=100, **NORMALIZE),
   'ppo, advantages as they are': PPO(
     network(shared=False), total_updates=100, normalize_advantages=False
   ),
   'ppo, in chunks': PPO(network(shared=False), total_updates=100),
   'ppo, recurrent': PPO(network(core='gru'), total_updates=100, minibatches=1),
   'impala': Impala(network(initializer='lecun')),
-  'impala, normalised': Impala(network(initializer='lecun'), **NORMALIZE),
+  'impala, normalized': Impala(network(initializer='lecun'), **NORMALIZE),
   'impala, recurrent': Impala(network(core='lstm')),
   'impala, rmsprop': Impala(
     network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9
@@ -197,7 +197,7 @@ def learn(name: str, devices: int) -> Any:
 
 FAST = {
   'ppo',
-  'impala, normalised',
+  'impala, normalized',
   'impala, self-tuning',
 }  # of the others, `make test-all` says as much
 
@@ -300,7 +300,7 @@ def check_collectives(
 ) -> None:
   """One all-reduce for each gradient, and of PPO one more for the advantages.
 
-  That one is 4 numbers. What normalising adds to it is loop-invariant: XLA takes it out of the
+  That one is 4 numbers. What normalizing adds to it is loop-invariant: XLA takes it out of the
   minibatches' loop.
   """
   is_ppo = isinstance(agent, PPO)
@@ -312,11 +312,11 @@ def check_collectives(
   assert {c.kind for c in found} == {'all-reduce'}
   gradients = [c for c in found if c.size >= seeds * network_size]
   assert [c.depth for c in gradients] == [loops + is_ppo]
-  normalised = 60 * agent.normalize_observations  # moments of up to 60 numbers go along
-  assert gradients[0].size <= seeds * (network_size + normalised + 6)  # and 6 metrics
+  normalized = 60 * agent.normalize_observations  # moments of up to 60 numbers go along
+  assert gradients[0].size <= seeds * (network_size + normalized + 6)  # and 6 metrics
   rest = [c for c in found if c not in gradients]
   assert [c.depth for c in rest] == [loops] * (is_ppo and agent.normalize_advantages)
-  assert all(4 * seeds <= c.size <= seeds * (4 + normalised) for c in rest)
+  assert all(4 * seeds <= c.size <= seeds * (4 + normalized) for c in rest)
 
 
 def check_collectives_of_self_tuning(
@@ -354,13 +354,13 @@ def test_collectives_of_the_learner_step(name: str) -> None:
 
 RUNS = {
   'ppo': (AGENTS['ppo'], 1),
-  'impala, normalised': (AGENTS['impala, normalised'], 1),
+  'impala, normalized': (AGENTS['impala, normalized'], 1),
   'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
 }
 SLOW_RUNS = {
   'impala, self-tuning, 3 seeds': (AGENTS['impala, self-tuning'], 3),
-  'ppo, normalised, 3 seeds': (AGENTS['ppo, normalised'], 3),
-  'ppo, normalised': (AGENTS['ppo, normalised'], 1),
+  'ppo, normalized, 3 seeds': (AGENTS['ppo, normalized'], 3),
+  'ppo, normalized': (AGENTS['ppo, normalized'], 1),
   'ppo, recurrent, 3 seeds': (AGENTS['ppo, recurrent'], 3),
   'impala, recurrent': (AGENTS['impala, recurrent'], 1),
 }

@@ -14,13 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from playwright.sync_api import sync_playwright
 
-from podrace.agents import AGENTS
+from podrace.agents import AGENTS, metrics
 from podrace.commands.option_table import CHOSEN_BY_AGENTS
 from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.settings.agents import default_agent
 from podrace.settings.defaults import TABLE
+from podrace.settings.presets import PRESETS
 
 ROOT = Path(__file__).parents[1]
 
@@ -70,8 +72,8 @@ def test_nothing_is_loaded_from_a_network(site: Path) -> None:
 def test_the_reference_has_docstrings_and_fields(site: Path) -> None:
   agents = (site / 'api' / 'agents.html').read_text()
   assert 'id="podrace.agents.impala.Impala"' in agents
-  assert 'of the importance weights in the targets' in agents  # a comment behind a field
-  assert 'mixes n-step targets' in agents  # and one below it
+  assert 'largest importance weight in the value targets' in agents  # a comment behind a field
+  assert 'mix of n-step targets' in agents  # and one below it
   assert 'needs an n-step of 2 or more' in agents  # in two lines
   assert 'total_updates' not in agents  # which the runner fills in
   returns = (site / 'api' / 'returns.html').read_text()
@@ -101,7 +103,8 @@ def test_the_paths_through_the_code_name_files_of_the_package() -> None:
 def test_the_page_of_an_agent_has_all_its_settings(site: Path, agent: str) -> None:
   assert f'\n<!-- settings: {agent} -->\n' in (ROOT / 'docs' / 'agents' / f'{agent}.md').read_text()
   page = (site / 'agents' / f'{agent}.html').read_text()
-  shown = re.findall(r'<td><code>(--[\w.-]+)</code></td>', page)
+  shown = re.findall(r'<td><code>(--[\w.[\]-]+)</code></td>', page)
+  shown = [name.replace('[no-]', '') for name in shown]
   options = set(options_of(default_agent(agent), '--agent.')) - {f'--agent.{b}' for b in BOUND}
   assert {o for o in shown if o.startswith('--agent.')} == options
   assert {'--num-envs', '--unroll-length'} <= set(shown)
@@ -135,6 +138,37 @@ def test_a_default_that_depends_on_the_environment_is_shown_by_kind() -> None:
   for unknown in ('ppo2', '--lagg', '--agent.learning-rate', 'dqn --agent.clip'):
     with pytest.raises(ValueError, match=unknown.split()[-1]):
       tables.expand(unknown)
+
+
+def test_the_page_of_an_agent_has_its_metrics(site: Path) -> None:
+  for agent in AGENTS:
+    page = (site / 'agents' / f'{agent}.html').read_text()
+    listed = set(re.findall(r'<td><code>(\w+)</code></td>', page))
+    assert {row.name for row in metrics.rows_of(agent)} <= listed, agent
+
+
+def test_the_cheat_sheet_is_one_page_of_a4(site: Path, tmp_path: Path) -> None:
+  path = shutil.which('chromium')
+  assert path, 'this test needs a browser: apt-get install chromium'
+  out = tmp_path / 'sheet.pdf'
+  with sync_playwright() as p:
+    browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
+    page = browser.new_page()
+    page.goto((site / 'cheatsheet.html').as_uri())
+    page.pdf(path=out, prefer_css_page_size=True)
+    browser.close()
+  pages = re.findall(rb'/Type\s*/Page\b', out.read_bytes())
+  assert len(pages) == 1 and re.search(rb'/MediaBox\s*\[0 0 59\d\.\d+ 84\d', out.read_bytes())
+
+
+def test_the_presets_have_a_table_of_all_settings(site: Path) -> None:
+  tables = script('tools/settings_tables.py').presets_table().splitlines()
+  assert len(tables) == 2 + len(PRESETS)
+  (line,) = (x for x in tables if x.startswith('| `cartpole` |'))
+  assert '| ppo | `gymnax:CartPole-v1` | 600,000 | 64 | 32 |' in line
+  assert '`--agent.normalize-rewards`' in line and '`--agent.learning-rate 0.001`' in line
+  page = (site / 'presets.html').read_text()
+  assert all(f'<td><code>{name}</code></td>' in page for name in PRESETS)
 
 
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

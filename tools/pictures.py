@@ -13,7 +13,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parents[1] / 'docs' / 'pictures'
 GROUND, LINE, TEXT = '#f7f7f5', '#5f6b76', '#1d252c'
-COLORS = {  # what a box does -> its colour
+COLORS = {  # function of a box -> its colour
   'environments': '#cfe8d5',
   'acting': '#cfdff5',
   'learning': '#f6ddc2',
@@ -35,7 +35,7 @@ class Box:
 
 @dataclasses.dataclass(frozen=True)
 class Arrow:
-  """What goes from one place to another."""
+  """An arrow from one place to another."""
 
   start: tuple[float, float]
   end: tuple[float, float]

@@ -3,7 +3,7 @@
 arXiv 1804.08617. A deterministic policy, explored with normal noise; a critic of the distribution
 of returns over fixed atoms; n-step targets from target networks.
 
-Against the paper: layers have 256 units each and nothing is normalised in between, where the
+Against the paper: layers have 256 units each and nothing is normalized in between, where the
 paper's are of unequal sizes; all windows are drawn alike unless `buffer.priority_exponent` is more
 than 0, and then importance weights have the exponent of the buffer, not 1; windows end early where
 episodes do. The default replay has 100,000 steps, not a million.
@@ -51,15 +51,16 @@ class D4PG:
   actor: Actor = Actor(deterministic=True)
   critic: Critic = Critic(atoms=51)
   buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
-  v_min: float = -150.0  # the least return that the critic knows of
-  v_max: float = 150.0
-  actor_learning_rate: float = 1e-4
-  critic_learning_rate: float = 1e-4
-  discount: float = 0.99
-  n_step: int = 5
+  v_min: float = -150.0  # smallest discounted return that the critic can represent
+  v_max: float = 150.0  # largest discounted return that the critic can represent
+  actor_learning_rate: float = 1e-4  # learning rate of the policy
+  critic_learning_rate: float = 1e-4  # learning rate of the critic
+  discount: float = 0.99  # discount of each step
+  n_step: int = 5  # rewards before a value is bootstrapped from
   noise: float = 0.3  # standard deviation of the noise on actions, which are within [-1, 1]
-  target_period: int = 100  # gradient steps between copies to the target networks
-  target_rate: float = 1.0  # how far they move then; with a period of 1, Polyak's average
+  target_period: int = 100  # gradient steps between updates of the target networks
+  target_rate: float = 1.0
+  # ^ share of the online networks in an update of the target networks; 1: a copy
   greedy: bool = False  # act without noise, for evaluation
 
   def __post_init__(self) -> None:

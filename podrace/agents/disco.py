@@ -89,27 +89,27 @@ class DiscoEstimates(NamedTuple):
 class Disco:
   """Hyper-parameters, and the functions of an `Agent`."""
 
-  rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
-  lifetime: int = 128  # numbers that the rule remembers of an agent's life: as many as the file has
+  rule: FilePath = ''  # file of the rule, PATH.npz; see docs/discovery.md
+  rule_sha256: PlainText = ''  # sha256 of the rule's file; '': any, and it is recorded
+  lifetime: int = 128  # size of the rule's memory of a lifetime: as many numbers as the file has
   network: Predictor = Predictor()
   capacity: int = 100_000  # environment steps that replay keeps, of all environments
-  batch_size: int = 64  # windows in one gradient, over all devices; each is an unroll
+  batch_size: int = 64  # windows of each gradient, over all devices; a window is an unroll
   min_size: int = 1_000  # environment steps before learning begins
-  replay_ratio: float = 8.0  # how often a window is learned from
-  learning_rate: float = 3e-4
-  adam_epsilon: float = 1e-8
-  max_update: float = 1.0  # of each parameter's step, before the learning rate; 0: no limit
-  discount: float = 0.997
-  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
-  target_rate: float = 0.1  # of the target network's moving average
-  moments_decay: float = 0.99  # of the moving averages that advantages are scaled by
-  policy_cost: float = 1.0
-  y_cost: float = 1.0
-  z_cost: float = 1.0
-  next_policy_cost: float = 1.0  # of the policy one step later
-  value_cost: float = 0.2
-  greedy: bool = False  # act by the mode, for evaluation
+  replay_ratio: float = 8.0  # number of times that a window is learned from
+  learning_rate: float = 3e-4  # learning rate of the optimiser
+  adam_epsilon: float = 1e-8  # epsilon of Adam, added to the size of gradients
+  max_update: float = 1.0  # largest step of a parameter, before the learning rate; 0: no limit
+  discount: float = 0.997  # discount of each step
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # lambda of Retrace's targets
+  target_rate: float = 0.1  # share of the online network in each update of the target network
+  moments_decay: float = 0.99  # decay of the moving averages that scale advantages
+  policy_cost: float = 1.0  # weight of the policy's loss
+  y_cost: float = 1.0  # weight of the divergence of y from the rule's target
+  z_cost: float = 1.0  # weight of the divergence of z from the rule's target
+  next_policy_cost: float = 1.0  # weight of the prediction of the policy one step later
+  value_cost: float = 0.2  # weight of the value's loss
+  greedy: bool = False  # act by the mode of the policy, for evaluation
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -61,24 +61,27 @@ class DQN:
 
   network: QNetwork = QNetwork()
   buffer: Buffer = Buffer()
-  learning_rate: float = 2.5e-4
-  adam_epsilon: float = 1.5e-4
-  max_grad_norm: float = 10.0  # 0: no limit
-  discount: float = 0.99
+  learning_rate: float = 2.5e-4  # learning rate of the optimiser
+  adam_epsilon: float = 1.5e-4  # epsilon of Adam, added to the size of gradients
+  max_grad_norm: float = 10.0  # largest norm of the gradient; 0: no limit
+  discount: float = 0.99  # discount of each step
   n_step: int = 1  # rewards before a value is bootstrapped from
-  double: bool = True  # the online network says which action, the target network its value
-  huber: float = 1.0  # where the loss goes from square to linear; 0: it is the square, of values
-  target_period: int = 250  # gradient steps between copies to the target network
-  target_rate: float = 1.0  # how far it moves then; with a period of 1, Polyak's average
-  epsilon: float = 0.05  # how often an action is random in the end, also where there is noise
-  epsilon_steps: int = 10_000  # gradient steps until then, linearly from 1
-  epsilon_ladder: bool = False  # each environment has an epsilon of its own, as in Ape-X
-  epsilon_base: float = 0.4  # the first one's
-  epsilon_power: float = 7.0  # the last one's is base^(1 + power)
+  double: bool = True  # the online network selects the next action, the target network values it
+  huber: float = 1.0
+  # ^ error at which the loss turns from square to linear; 0: always square (of the head value)
+  target_period: int = 250  # gradient steps between updates of the target network
+  target_rate: float = 1.0
+  # ^ share of the online network in an update of the target network; 1: a copy
+  epsilon: float = 0.05  # final share of random actions, also with noisy networks
+  epsilon_steps: int = 10_000  # gradient steps in which epsilon falls linearly from 1
+  epsilon_ladder: bool = False  # give each environment its own epsilon, as Ape-X does
+  epsilon_base: float = 0.4
+  # ^ epsilon of environment i of n is base^(1 + power i / (n - 1)): the base
+  epsilon_power: float = 7.0
+  # ^ epsilon of environment i of n is base^(1 + power i / (n - 1)): the power
   actor_priorities: bool = False
-  # ^ a window's first priority is by the values that acting saw (Ape-X); needs an n-step of 2 or
-  #   more
-  greedy: bool = False  # for evaluation: no random actions, no noise
+  # ^ compute first priorities from the values of acting (Ape-X); needs an n-step of 2 or more
+  greedy: bool = False  # act without random actions and noise, for evaluation
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:

@@ -36,28 +36,30 @@ class Impala:
   """Hyper-parameters, and the four functions of an `Agent`."""
 
   network: ActorCritic = ActorCritic(initializer='lecun', activation='relu')
-  learning_rate: float = 6e-4
-  anneal_learning_rate: bool = False  # linearly to 0 over the run
-  optimizer: Literal['adam', 'rmsprop'] = 'adam'
-  epsilon: float = 1e-5  # the optimiser's
-  rmsprop_decay: float = 0.99  # used by rmsprop
-  max_grad_norm: float = 40.0  # 0: no limit
-  discount: float = 0.99
+  learning_rate: float = 6e-4  # learning rate of the optimiser
+  anneal_learning_rate: bool = False  # lower the learning rate linearly to 0 over the run
+  optimizer: Literal['adam', 'rmsprop'] = 'adam'  # the optimiser
+  epsilon: float = 1e-5  # epsilon of the optimiser, which divides by it and the size of gradients
+  rmsprop_decay: float = 0.99  # decay of the mean square gradient of rmsprop
+  max_grad_norm: float = 40.0  # largest norm of the gradient; 0: no limit
+  discount: float = 0.99  # discount of each step
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 1.0
-  # ^ mixes n-step targets, as in TD(lambda)
-  clip_rho: float = 1.0  # of the importance weights in the targets; 0: not clipped
-  clip_pg_rho: float = 1.0  # of the weights in the policy gradient; 0: not clipped
-  clip_mix: float = 1.0  # share of the clipped weight in each weight; less than 1: leaky V-trace
-  policy_cost: float = 1.0
-  value_cost: float = 0.5
-  entropy_cost: float = 0.01
+  # ^ mix of n-step targets, as in TD(lambda)
+  clip_rho: float = 1.0  # largest importance weight in the value targets; 0: not clipped
+  clip_pg_rho: float = 1.0  # largest importance weight in the policy gradient; 0: not clipped
+  clip_mix: float = 1.0
+  # ^ share of the clipped weight in each importance weight; less than 1: leaky V-trace
+  policy_cost: float = 1.0  # weight of the policy's loss
+  value_cost: float = 0.5  # weight of the value's loss
+  entropy_cost: float = 0.01  # weight of the policy's entropy; higher explores more
   normalize_observations: bool = False
-  normalize_rewards: bool = False
-  self_tuning: bool = False  # learn the settings of tuning.fields as well
+  # ^ subtract the running mean of observations, divide by their deviation
+  normalize_rewards: bool = False  # divide rewards by the running deviation of returns
+  self_tuning: bool = False  # learn the settings of tuning.fields during the run
   tuning: metagradient.Tuning = metagradient.Tuning(
     fields=('discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost')
   )
-  greedy: bool = False  # act by the mode, for evaluation
+  greedy: bool = False  # act by the mode of the policy, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:

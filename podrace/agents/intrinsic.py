@@ -74,22 +74,24 @@ class Intrinsic:
   policy: Policy = Policy()
   reward: LifetimeNetwork = LifetimeNetwork()
   value: LifetimeNetwork = LifetimeNetwork()
-  episodes: int = 0  # of a lifetime; 0: as many as the environment has
-  period: int = 8  # steps between a policy's updates
-  policy_learning_rate: float = 10.0  # of the policies, by gradient ascent
-  policy_discount: float = 0.9  # of intrinsic rewards
-  policy_entropy_cost: float = 0.05
-  policy_mean_rate: float = 0.02  # of the moving average that intrinsic rewards are less
-  learning_rate: float = 1e-3  # of the reward
-  value_learning_rate: float = 1e-3
-  adam_epsilon: float = 1e-8
-  max_grad_norm: float = 1.0  # of the reward, and of the value; 0: no limit
-  reward_cost: float = 1e-3  # of squared rewards before the tanh: they got stuck at its ends
-  discount: float = 0.99  # of rewards, over the lifetime
+  episodes: int = 0  # episodes of a lifetime; 0: as many as the environment has
+  period: int = 8  # steps between updates of a policy
+  policy_learning_rate: float = 10.0  # learning rate of the policies, by gradient ascent
+  policy_discount: float = 0.9  # discount of intrinsic rewards
+  policy_entropy_cost: float = 0.05  # weight of the policies' entropy
+  policy_mean_rate: float = 0.02
+  # ^ rate of the moving average that is subtracted from intrinsic rewards
+  learning_rate: float = 1e-3  # learning rate of the reward
+  value_learning_rate: float = 1e-3  # learning rate of the value of lifetimes
+  adam_epsilon: float = 1e-8  # epsilon of Adam, added to the size of gradients
+  max_grad_norm: float = 1.0  # largest norm of the gradients of reward and value, each; 0: no limit
+  reward_cost: float = 1e-3
+  # ^ weight of squared rewards before the tanh, which keeps them off its flat ends
+  discount: float = 0.99  # discount of rewards over the lifetime
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
-  # ^ mixes n-step returns of a lifetime, as in TD(lambda)
+  # ^ mix of n-step returns of a lifetime, as in TD(lambda)
   objective: Literal['lifetime', 'episode'] = 'lifetime'
-  # ^ episode: returns end with the episode, to measure the use of lifetimes
+  # ^ lifetime, or episode: returns then end with the episode, for comparison
   environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
 
   def __post_init__(self) -> None:

@@ -34,16 +34,16 @@ from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainSt
 class LPG:
   """Hyper-parameters, and the functions of an `Agent`."""
 
-  rule: FilePath = ''  # the file of a rule, PATH.npz; see docs/discovery.md
-  rule_sha256: PlainText = ''  # of that file; '': any, and it is recorded
+  rule: FilePath = ''  # file of the rule, PATH.npz; see docs/discovery.md
+  rule_sha256: PlainText = ''  # sha256 of the rule's file; '': any, and it is recorded
   network: PolicyPredictor = PolicyPredictor()
-  optimizer: Literal['adam', 'sgd'] = 'adam'
-  learning_rate: float = 1e-3
-  adam_epsilon: float = 1e-8  # used by adam
-  max_grad_norm: float = 0.5  # 0: no limit
-  discount: float = 0.99  # of which the rule is informed
-  y_cost: float = 0.5  # of the divergence from y to its target
-  greedy: bool = False  # act by the mode, for evaluation
+  optimizer: Literal['adam', 'sgd'] = 'adam'  # the optimiser
+  learning_rate: float = 1e-3  # learning rate of the optimiser
+  adam_epsilon: float = 1e-8  # epsilon of Adam, with that optimiser
+  max_grad_norm: float = 0.5  # largest norm of the gradient; 0: no limit
+  discount: float = 0.99  # discount of each step, an input of the rule
+  y_cost: float = 0.5  # weight of the divergence of y from the rule's target
+  greedy: bool = False  # act by the mode of the policy, for evaluation
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -57,9 +57,11 @@ OUTER = 2**31 - 1  # folded into the key, so that the outer loss has noise of it
 class Tuning:
   """Settings of self-tuning."""
 
-  fields: tuple[Name, ...] = ()  # discount, lambda, clip_mix, policy_cost, value_cost, entropy_cost
-  learning_rate: float = 1e-3  # Adam's; 0: they stay as they are
-  kl_cost: float = 1.0  # in the outer loss, of the divergence from the policy that acted
+  fields: tuple[Name, ...] = ()
+  # ^ settings that are learned: discount, lambda, clip_mix, policy_cost, value_cost or
+  #   entropy_cost
+  learning_rate: float = 1e-3  # learning rate of the tuned settings; 0: they stay as they are
+  kl_cost: float = 1.0  # weight, in the outer loss, of the divergence from the acting policy
 
   def __post_init__(self) -> None:
     check_fields(self)

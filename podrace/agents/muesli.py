@@ -87,28 +87,31 @@ class Muesli:
 
   network: LearnedModel = LearnedModel()
   capacity: int = 100_000  # environment steps that replay keeps, of all environments
-  batch_size: int = 32  # windows in one gradient, over all devices; each is as long as an unroll
+  batch_size: int = 32  # windows of each gradient, over all devices; a window is an unroll
   min_size: int = 1_000  # environment steps before learning begins
-  replay_share: float = 0.75  # of a batch: a window is learned from 1 / (1 - replay_share) times
+  replay_share: float = 0.75
+  # ^ share of replay in each batch: a window is learned from 1 / (1 - replay_share) times
   unroll: int = 5  # actions that the model is unrolled for
-  learning_rate: float = 3e-4
-  anneal_learning_rate: bool = False  # linearly to 0 over the run
-  adam_epsilon: float = 1e-8
-  weight_decay: float = 0.0
-  max_update: float = 1.0  # of each parameter's step, before the learning rate; 0: no limit
-  discount: float = 0.995
-  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # Retrace's
-  target_rate: float = 0.1  # of the target network's moving average
-  clip_advantage: float = 1.0  # CMPO's; 0: not clipped
-  sampled_actions: int = 0  # of the prior, to estimate CMPO's policy from; 0: all actions
-  advantage_decay: float = 0.99  # of the moving average that advantages are divided by
-  advantage_epsilon: float = 1e-12  # added to their variance
-  policy_cost: float = 3.0  # of the policy gradient
-  cmpo_cost: float = 1.0
-  reward_cost: float = 1.0
-  value_cost: float = 0.25
-  model_cost: float = 1.0  # of the policies that the model is to foresee
-  greedy: bool = False  # act by the mode, for evaluation
+  learning_rate: float = 3e-4  # learning rate of the optimiser
+  anneal_learning_rate: bool = False  # lower the learning rate linearly to 0 over the run
+  adam_epsilon: float = 1e-8  # epsilon of Adam, added to the size of gradients
+  weight_decay: float = 0.0  # weight decay of the optimiser
+  max_update: float = 1.0  # largest step of a parameter, before the learning rate; 0: no limit
+  discount: float = 0.995  # discount of each step
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # lambda of Retrace's targets
+  target_rate: float = 0.1  # share of the online network in each update of the target network
+  clip_advantage: float = 1.0  # largest advantage in CMPO; 0: not clipped
+  sampled_actions: int = 0
+  # ^ actions drawn from the prior, to estimate CMPO's policy; 0: all actions
+  advantage_decay: float = 0.99  # decay of the moving average of squared advantages
+  advantage_epsilon: float = 1e-12
+  # ^ number added to the variance of advantages before they are divided by it
+  policy_cost: float = 3.0  # weight of the policy gradient
+  cmpo_cost: float = 1.0  # weight of the divergence from CMPO's policy
+  reward_cost: float = 1.0  # weight of the reward's loss
+  value_cost: float = 0.25  # weight of the value's loss
+  model_cost: float = 1.0  # weight of the model's loss of foreseen policies
+  greedy: bool = False  # act by the mode of the policy, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
   total_envs: Annotated[int, tyro.conf.Suppress] = 0
 
@@ -340,7 +343,7 @@ def cmpo(prior: Array, advantage: Array, limit: float) -> Array:
 def sampled_cmpo(advantage: Array, limit: float) -> Array:
   """Return weights [C] of C actions drawn from the prior, for one state.
 
-  In expectation they are CMPO's policy. The normaliser of each action's weight has a 1 in place of
+  In expectation they are CMPO's policy. The normalizer of each action's weight has a 1 in place of
   that action, so as not to depend on it (section 4.2).
   """
   size = jnp.exp(jnp.clip(advantage, -limit, limit))

@@ -86,41 +86,47 @@ class MuZero:
   # ^ model of the search: the network's, or the environment itself (AlphaZero); needs --env
   #   LIB:NAME,state=true
   search: Literal['gumbel', 'puct'] = 'gumbel'
-  simulations: int = 16  # of each search; 0: it acts by the policy's prior
-  max_depth: int = 0  # of the tree; 0: no limit
+  # ^ kind of search: Gumbel MuZero, or the PUCT of MuZero
+  simulations: int = 16  # simulations of each search; 0: act by the policy's prior
+  max_depth: int = 0  # largest depth of the search tree; 0: no limit
   acts: Literal['search', 'prior'] = 'search'
   # ^ source of the actions: the search, or the policy's prior; learning uses the search
   epsilon: float = 0.0  # share of random actions, drawn from the allowed ones
-  target_depth: int = 0  # of a second tree, to learn from instead; 0: the one that acts
-  considered_actions: int = 16  # gumbel: at the root, the most
-  value_scale: float = 0.1  # gumbel: of values against the prior; 1 for board games
-  rescale_values: bool = True  # gumbel: first to 0 to 1 among the actions of a state, however alike
-  dirichlet_alpha: float = 0.3  # puct: noise at the root
-  dirichlet_fraction: float = 0.25
-  temperature: float = 1.0  # puct: of the visits that an action is drawn by
+  target_depth: int = 0
+  # ^ largest depth of a second search, whose plans are learned; 0: the search that acts
+  considered_actions: int = 16  # gumbel: largest number of actions considered at the root
+  value_scale: float = 0.1  # gumbel: weight of values against the prior; 1 for board games
+  rescale_values: bool = True
+  # ^ gumbel: rescale the values of a state to 0 to 1 before they are weighted
+  dirichlet_alpha: float = 0.3  # puct: concentration of the Dirichlet noise at the root
+  dirichlet_fraction: float = 0.25  # puct: share of the Dirichlet noise at the root
+  temperature: float = 1.0  # puct: temperature of the visits that an action is drawn from
   sampled_actions: int = 0
-  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 where they can't be
-  #   counted
-  sampled_temperature: float = 1.0  # of the policy that they are drawn from
+  # ^ candidates drawn from the policy in each state; 0: all actions, or 16 if there are
+  #   infinitely many
+  sampled_temperature: float = 1.0  # temperature of the policy that candidates are drawn from
   unroll: int = 5  # actions that the model is unrolled for
-  n_step: int = 10  # rewards before a search's value is bootstrapped from; 0: the target is it
+  n_step: int = 10
+  # ^ rewards before a search's value is bootstrapped from; 0: that value is the target
   bootstrap: Literal['search', 'target'] = 'search'
-  # ^ value to bootstrap from: that of the search of acting, or the target network's, which is newer
-  sequence: int = 1  # states of a window that are unrolled from; with a core at least unroll_length
-  burn_in: int = 0  # steps before them, with a core
-  reanalyse: float = 0.0  # share of each batch with new searches, by the target network
-  reanalyse_simulations: int = 0  # 0: as many as acting has
-  target_period: int = 200  # gradient steps between copies to the target network
-  learning_rate: float = 1e-3
-  adam_epsilon: float = 1e-5
-  weight_decay: float = 1e-4
-  max_grad_norm: float = 5.0  # 0: no limit
-  discount: float = 0.997  # below 0: two players take turns, and one's gain is the other's loss
-  value_cost: float = 1.0  # the paper of Reanalyse has 0.25
-  reward_cost: float = 1.0
-  entropy_cost: float = 0.0
-  consistency: float = 0.0  # weight of that loss; needs network.projection
-  greedy: bool = False  # for evaluation: no noise
+  # ^ value to bootstrap from: that of the acting search, or the target network's, which is newer
+  sequence: int = 1
+  # ^ states of a window that the model is unrolled from; with a core at least unroll_length
+  burn_in: int = 0  # first steps of a window, which only bring the state of a core up to date
+  reanalyse: float = 0.0  # share of each batch that gets new searches, by the target network
+  reanalyse_simulations: int = 0  # simulations of new searches; 0: as many as acting has
+  target_period: int = 200  # gradient steps between updates of the target network
+  learning_rate: float = 1e-3  # learning rate of the optimiser
+  adam_epsilon: float = 1e-5  # epsilon of Adam, added to the size of gradients
+  weight_decay: float = 1e-4  # weight decay of the optimiser
+  max_grad_norm: float = 5.0  # largest norm of the gradient; 0: no limit
+  discount: float = 0.997
+  # ^ discount of each step; below 0: two players take turns, and one's gain is the other's loss
+  value_cost: float = 1.0  # weight of the value's loss; 0.25 in the paper of Reanalyse
+  reward_cost: float = 1.0  # weight of the reward's loss
+  entropy_cost: float = 0.0  # weight of the policy's entropy; higher explores more
+  consistency: float = 0.0  # weight of the consistency loss; needs network.projection
+  greedy: bool = False  # act without noise, for evaluation
   environment: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
 
   check_vma = False  # mctx does not trace under it

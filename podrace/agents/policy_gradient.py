@@ -18,7 +18,7 @@ class PolicyParams(NamedTuple):
   """Everything that acting needs."""
 
   network: Any
-  observation: Any = ()  # normalize.Statistics; () if observations are not normalised
+  observation: Any = ()  # normalize.Statistics; () if observations are not normalized
   reward: Any = ()  # likewise, of discounted returns
 
 
@@ -26,7 +26,7 @@ class PolicyState(NamedTuple):
   """State of acting, [B, ...]."""
 
   core: Any  # the network's recurrent state
-  discounted_return: Any = ()  # [B] f32, kept where rewards are normalised
+  discounted_return: Any = ()  # [B] f32, kept where rewards are normalized
 
 
 class PolicyExtras(NamedTuple):
@@ -45,7 +45,7 @@ class _PolicyAgent(Protocol):
   @property
   def greedy(self) -> bool: ...  # take the mode of the policy instead of a sample
   @property
-  def discount(self) -> float: ...  # also of the returns that rewards are normalised by
+  def discount(self) -> float: ...  # also of the returns that rewards are normalized by
   @property
   def normalize_observations(self) -> bool: ...
   @property
@@ -63,7 +63,7 @@ class PolicyTransitions(NamedTuple):
 
 
 def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
-  """Return the timestep with its observation normalised, as the network takes it."""
+  """Return the timestep with its observation normalized, as the network takes it."""
   if not params.observation:
     return timestep
   observation = timestep.observation
@@ -72,7 +72,7 @@ def observe(params: PolicyParams, timestep: TimeStep) -> TimeStep:
 
 
 def floats(observation: Any) -> list[Array]:
-  """Return the leaves of an observation that are normalised.
+  """Return the leaves of an observation that are normalized.
 
   They are the floats, except in an `action_mask` or a state. Pixels and indices are not floats.
   """
@@ -94,7 +94,7 @@ def init(agent: _PolicyAgent, key: Array) -> TrainState:
   """Return the first state of training: `Agent.init`.
 
   Raises:
-    ValueError: if observations are to be normalised, and have no floats.
+    ValueError: if observations are to be normalized, and have no floats.
   """
   network, observation = agent.network, agent.network.example().observation
   one = [x[0] for x in floats(observation)]

@@ -3,7 +3,7 @@
 Against the usual code:
 
 - Values of the whole trajectory are computed once when learning, not while acting.
-- Advantages are normalised over the whole batch of all devices, once per update.
+- Advantages are normalized over the whole batch of all devices, once per update.
 - Each minibatch takes its own random steps of *every* environment (see `minibatch_indices`). That
   needs no sort, and an update is the same on any number of devices, except for random numbers that
   the loss draws.
@@ -12,7 +12,7 @@ Against the paper:
 
 - 4 epochs of 4 minibatches (there 3 on Atari, 10 on MuJoCo).
 - The clip of 0.2 is the paper's for MuJoCo and is not annealed (on Atari 0.1, annealed to 0).
-- The gradient's norm is clipped, advantages are normalised, and the value's cost is 0.5, as in
+- The gradient's norm is clipped, advantages are normalized, and the value's cost is 0.5, as in
   OpenAI's code.
 """
 
@@ -44,7 +44,7 @@ class PPOBatch(NamedTuple):
   timesteps: TimeStep  # [T, B, ...] without the last
   extras: policy_gradient.PolicyExtras
   value: Array  # before this update
-  advantage: Array  # normalised
+  advantage: Array  # normalized
   target: Array
   mask: Array
 
@@ -55,26 +55,28 @@ class PPO:
   """Hyper-parameters, and the four functions of an `Agent`."""
 
   network: ActorCritic = ActorCritic(shared=False)
-  learning_rate: float = 2.5e-4
-  anneal_learning_rate: bool = True  # linearly to 0 over the run
-  adam_epsilon: float = 1e-5
-  max_grad_norm: float = 0.5  # 0: no limit
-  epochs: int = 4
-  minibatches: int = 4
-  discount: float = 0.99
-  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95  # of GAE
-  clip: float = 0.2  # of the ratio to the acting policy; 0: not clipped
-  clip_value: float = 0.0  # of the value's change; 0: not clipped
-  value_cost: float = 0.5
-  entropy_cost: float = 0.01
-  normalize_advantages: bool = True
+  learning_rate: float = 2.5e-4  # learning rate of the optimiser
+  anneal_learning_rate: bool = True  # lower the learning rate linearly to 0 over the run
+  adam_epsilon: float = 1e-5  # epsilon of Adam, added to the size of gradients
+  max_grad_norm: float = 0.5  # largest norm of the gradient; 0: no limit
+  epochs: int = 4  # passes over each trajectory
+  minibatches: int = 4  # gradient steps of each epoch
+  discount: float = 0.99  # discount of each step
+  lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.95
+  # ^ lambda of the generalised advantage estimates (GAE)
+  clip: float = 0.2  # largest change of the probability ratio to the acting policy; 0: not clipped
+  clip_value: float = 0.0  # largest change of a value in an update; 0: not clipped
+  value_cost: float = 0.5  # weight of the value's loss
+  entropy_cost: float = 0.01  # weight of the policy's entropy; higher explores more
+  normalize_advantages: bool = True  # standardise advantages over the batch of all devices
   normalize_observations: bool = False
-  normalize_rewards: bool = False
-  self_tuning: bool = False  # learn the settings of tuning.fields as well
+  # ^ subtract the running mean of observations, divide by their deviation
+  normalize_rewards: bool = False  # divide rewards by the running deviation of returns
+  self_tuning: bool = False  # learn the settings of tuning.fields during the run
   tuning: metagradient.Tuning = metagradient.Tuning(
     fields=('discount', 'lambda', 'value_cost', 'entropy_cost')
   )
-  greedy: bool = False  # act by the mode, for evaluation
+  greedy: bool = False  # act by the mode of the policy, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:

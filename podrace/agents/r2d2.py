@@ -54,18 +54,21 @@ class R2D2:
   network: QNetwork = QNetwork(core='lstm', dueling=True)
   buffer: Buffer = Buffer(batch_size=64, priority_exponent=0.9, samples_per_insert=0.015)
   sequence: int = 100  # steps of a sequence that are learned from, after the burn-in
-  burn_in: int = 40  # steps before them
-  learning_rate: float = 1e-4
-  adam_epsilon: float = 1e-3
-  max_grad_norm: float = 40.0  # 0: no limit
-  discount: float = 0.997
-  n_step: int = 5
-  target_period: int = 2_500  # gradient steps between copies to the target network
-  rescale_epsilon: float = 1e-3  # of the value rescaling
-  max_share: float = 0.9  # of the largest error in a sequence's priority; the rest is the mean's
-  epsilon_base: float = 0.4  # environment i of n explores with base^(1 + power i / (n - 1))
+  burn_in: int = 40  # first steps of a sequence, which only bring the recurrent state up to date
+  learning_rate: float = 1e-4  # learning rate of the optimiser
+  adam_epsilon: float = 1e-3  # epsilon of Adam, added to the size of gradients
+  max_grad_norm: float = 40.0  # largest norm of the gradient; 0: no limit
+  discount: float = 0.997  # discount of each step
+  n_step: int = 5  # rewards before a value is bootstrapped from
+  target_period: int = 2_500  # gradient steps between updates of the target network
+  rescale_epsilon: float = 1e-3  # epsilon of the value rescaling
+  max_share: float = 0.9
+  # ^ share of the largest error in a sequence's priority; the rest is the mean error
+  epsilon_base: float = 0.4
+  # ^ epsilon of environment i of n is base^(1 + power i / (n - 1)): the base
   epsilon_power: float = 7.0
-  greedy: bool = False  # for evaluation
+  # ^ epsilon of environment i of n is base^(1 + power i / (n - 1)): the power
+  greedy: bool = False  # act without random actions, for evaluation
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
 
   def __post_init__(self) -> None:

@@ -52,16 +52,18 @@ class SAC:
   actor: Actor = Actor()
   critic: Critic = Critic(critics=2)
   buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
-  actor_learning_rate: float = 3e-4
-  critic_learning_rate: float = 3e-4
-  temperature_learning_rate: float = 3e-4
-  initial_temperature: float = 1.0
+  actor_learning_rate: float = 3e-4  # learning rate of the policy
+  critic_learning_rate: float = 3e-4  # learning rate of the critics
+  temperature_learning_rate: float = 3e-4  # learning rate of the temperature
+  initial_temperature: float = 1.0  # first temperature, the weight of the entropy
   learn_temperature: bool = True
-  target_entropy: float | None = None  # None: -1 for each number of an action that is not fixed
-  discount: float = 0.99
-  n_step: int = 1
-  target_rate: float = 0.005  # how far the target critics move in a step
-  greedy: bool = False  # act by the mode, for evaluation
+  # ^ move the temperature so that the entropy approaches target_entropy
+  target_entropy: float | None = None
+  # ^ entropy that the temperature aims at; None: -1 for each free number of an action
+  discount: float = 0.99  # discount of each step
+  n_step: int = 1  # rewards before a value is bootstrapped from
+  target_rate: float = 0.005  # share of the critics in each update of the target critics
+  greedy: bool = False  # act by the mode of the policy, for evaluation
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -135,5 +135,6 @@ def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
     return {}
   fields: dict[str, tuple[str, ...]] = {}
   for r in rows:  # of all agents, an option may have several rows
-    fields[r.name] = tuple(dict.fromkeys((*fields.get(r.name, ()), *r.choices)))
+    for option in r.names:
+      fields[option] = tuple(dict.fromkeys((*fields.get(option, ()), *r.choices)))
   return fields

@@ -13,7 +13,7 @@ from podrace.errors import UnreadableFile, UsageError
 from podrace.run.directory import load_config, load_config_file
 from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
-from podrace.settings.record import option, to_json
+from podrace.settings.record import option, to_json, words
 from podrace.settings.user_code import CLASS
 from podrace.system.files import write_json, write_whole
 from podrace.system.files.reading import read_bytes
@@ -56,8 +56,7 @@ def read_options(path: Path) -> list[str]:
     settings = {'agent.name': agent['name'], **settings}
   arguments = [] if preset is None else [str(preset)]
   for name, value in _leaves(settings):
-    flag = '--agent' if name == 'agent.name' else option(name)
-    arguments += [flag, *map(str, value if isinstance(value, list) else [value])]
+    arguments += ['--agent', str(value)] if name == 'agent.name' else words(name, value)
   return arguments
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import itertools
 import os
 import typing
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,7 @@ from podrace.commands.shared_options import AGENT
 from podrace.envs.env_names import suggest_names
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
-from podrace.fields import flag, whole_number
+from podrace.fields import flag, negate, whole_number
 from podrace.settings import defaults, foreign_names, user_code
 from podrace.settings.agents import agent_name, default_agent, unknown_agent
 from podrace.settings.config import Basics, Config
@@ -161,7 +162,7 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
   booleans = {name for name, value in mistakes.options_of(config) if isinstance(value, bool)}
-  plain = [_whole(a) for a in normalize_booleans(args, booleans)]
+  plain = [_whole(a) for a in switch_booleans(args, booleans)]
   mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
@@ -172,32 +173,34 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   return cls(**{n: getattr(parsed, n) for n in names})
 
 
-BOOLEANS = dict.fromkeys(('true', 'yes', 'on', '1'), 'True')
-BOOLEANS |= dict.fromkeys(('false', 'no', 'off', '0'), 'False')
+def switch_booleans(args: list[str], names: set[str]) -> list[str]:
+  """Return `args` with `--x True` for --x and `--x False` for --no-x, as tyro takes them.
 
+  Args:
+    args: the arguments.
+    names: the options that are booleans.
 
-def normalize_booleans(args: list[str], names: set[str]) -> list[str]:
-  """Return `args` with `--x True` or `--x False` in place of --x, --no-x, --x=yes and so on."""
-  negated = {f'{head}.no-{last}': n for n in names for head, _, last in [n.rpartition('.')]}
-  negated |= {f'--no-{n[2:]}': n for n in names}
-  normal: list[str] = []
-  rest = list(args)
-  while rest:
-    arg = rest.pop(0)
+  Raises:
+    UsageError: for a boolean with a value.
+  """
+  values = {name: (name, 'True') for name in names}
+  values |= {negate(name): (name, 'False') for name in names}
+  switched: list[str] = []
+  for arg, following in itertools.zip_longest(args, args[1:], fillvalue='--'):
     name, equals, value = arg.partition('=')
     name = name.replace('_', '-')
-    if name in negated and not equals:
-      normal += [negated[name], 'False']
-    elif name not in names:
-      normal.append(arg)
-    elif equals:
-      normal += [name, BOOLEANS.get(value.lower(), value)]
-    elif rest and not rest[0].startswith('--'):
-      value = rest.pop(0)
-      normal += [name, BOOLEANS.get(value.lower(), value)]
-    else:
-      normal += [name, 'True']
-  return normal
+    if name not in values:
+      switched.append(arg)
+      continue
+    value = value if equals else following
+    if equals or value.lower() in BOOLEANS:
+      on, off = values[name][0], negate(values[name][0])
+      raise UsageError(f'{name} takes no value, not {value!r}: write {on} or {off}')
+    switched += values[name]
+  return switched
+
+
+BOOLEANS = ('true', 'false', 'yes', 'no', 'on', 'off', '1', '0')
 
 
 def _whole(arg: str) -> str:

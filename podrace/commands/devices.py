@@ -10,9 +10,9 @@ COMMAND = Command(
   '[OPTIONS]',
   'list the devices of JAX, and which of them act and learn under Sebulba',
   (
-    Option('--actor-devices', 'NUMBERS', 'as for train, such as 0,1'),
-    Option('--learner-devices', 'NUMBERS', 'as for train, such as 2,3'),
-    Option('--devices', 'N', 'as for train'),
+    Option('--actor-devices', 'NUMBERS', 'devices that act, such as 0,1'),
+    Option('--learner-devices', 'NUMBERS', 'devices that learn, such as 2,3'),
+    Option('--devices', 'N', 'number of devices to use'),
   ),
   jax=True,
 )

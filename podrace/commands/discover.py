@@ -37,7 +37,8 @@ COMMAND = Discover(
   (  # the fields of Discovery are further options
     Option('--run-dir', 'DIR', 'the run directory, which also gets rule.npz; started again with '
       'the same one, the run resumes'),
-    Option('--agent', 'NAME', 'disco or lpg, which also selects the kind of rule (default: that of '
+    Option('--agent', 'NAME', 'agent: disco or lpg, which also selects the kind of rule '
+      '(default: that of '
       'the preset)'),
     shared.NO_COMPILE_CACHE,
     shared.ALLOW_CODE,

@@ -24,8 +24,8 @@ COMMAND = Command(
   'action, and sampled, as in training',
   (
     Option('--episodes', 'N', 'number of episodes, for each seed and way of acting', 100),
-    Option('--env', 'LIB:NAME', 'another environment than in training, such as another opponent or '
-      'other levels'),
+    Option('--env', 'LIB:NAME', 'environment, if not that of training: another opponent or other '
+      'levels'),
     Option('--seed', 'S', 'seed of the evaluation', 0),
     Option('--greedy', '', 'only greedy episodes'),
     Option('--sample', '', 'only sampled episodes; if each environment has its own exploration '

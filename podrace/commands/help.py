@@ -13,12 +13,13 @@ from podrace.agents import AGENTS
 from podrace.commands import configure
 from podrace.commands.option_table import Row, rows_of, show, table
 from podrace.errors import UsageError
+from podrace.fields import negate
 from podrace.settings import defaults, user_code
 from podrace.settings.agents import agent_name, default_agent, unknown_agent
 from podrace.settings.config import Config
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
-from podrace.settings.record import option, to_json
+from podrace.settings.record import option, to_json, words
 from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Option, Options, row
 
@@ -240,7 +241,7 @@ def train_help(
 def _line(r: Row, values: Values) -> str:
   """Return a line of help, with the default of the run."""
   default = (values[r.name] or 'none') if r.name in values else r.default
-  return row(r.name, r.kind, f'{r.help} (default {default})'.strip() if default else r.help)
+  return row(r.head, r.value, f'{r.help} (default {default})'.strip() if default else r.help)
 
 
 def _most_used_first(rows: Mapping[str, str]) -> list[str]:
@@ -328,7 +329,7 @@ def _default_lines() -> list[str]:
     *(f'  {kind}: {text}' for kind, text in defaults.KINDS.items()),
   ]
   for (agent, kind), entry in defaults.TABLE.items():
-    text = ' '.join(f'{n} {x}' for n, x in _as_options(entry.paths).items())
+    text = ' '.join(w for path, x in entry.paths.items() for w in words(path, x))
     lines += [f'  {agent}, {kind}:', _filled(text, 6)]
   return lines
 
@@ -342,5 +343,7 @@ def _filled(text: str, indent: int) -> str:
 
 def _preset_lines(preset: str, values: Values) -> list[str]:
   """Return the settings of a preset, as options."""
-  text = ' '.join(f'{n} {x}'.strip() for n, x in values.items())
+  booleans = {r.name for r in table().rows if r.kind == 'bool'}
+  switches = {n: n if x == 'on' else negate(n) for n, x in values.items() if n in booleans}
+  text = ' '.join(switches.get(n) or f'{n} {x}'.strip() for n, x in values.items())
   return ['', f'preset {preset}, which is:', _filled(text, 2)]

@@ -53,7 +53,8 @@ COMMAND = Command(
   '[PRESET] --as ARRANGEMENT [OPTIONS]',
   'start all processes of a distributed run, restart failed ones, and end them with the learner',
   (
-    Option('--as', 'ARRANGEMENT', 'seed: a learner and environment processes; impala: a queue and '
+    Option('--as', 'ARRANGEMENT', 'processes to start; seed: a learner and environment '
+      'processes; impala: a queue and '
       'acting processes; apex: a replay service and acting processes; reanalyse: as apex, with '
       'processes that search again; learners: processes that learn as one',
       choices=tuple(ARRANGEMENTS)),
@@ -61,7 +62,8 @@ COMMAND = Command(
     Option('--shards', 'N', 'processes of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
     Option('--learners', 'N', 'processes that learn as one; 2 with --as learners', 1),
-    Option('--on', 'ENGINE', 'local: processes on this machine; slurm: a job; ray: a cluster of '
+    Option('--on', 'ENGINE', 'place of the processes; local: on this machine; slurm: a job; ray: '
+      'a cluster of '
       'Ray; kubernetes: a JobSet; skypilot: machines of a cloud', 'local',
       choices=tuple(OF_ENGINES)),
     Option('--run-dir', 'DIR', 'the run directory, with logs/ of all processes; started again with '

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from podrace.errors import UsageError
-from podrace.fields import flag
+from podrace.fields import flag, negate
 from podrace.settings import foreign_names
 from podrace.settings.agents import agent_name
 from podrace.settings.validation import check_agent_options
@@ -57,9 +57,10 @@ def check_names(config: Any, args: Sequence[str]) -> None:
     UsageError: for an unknown option, with podrace's name for it if another library has the option.
   """
   names = {name for name, _ in options_of(config)}
+  negated = {negate(name) for name, value in options_of(config) if isinstance(value, bool)}
   for arg in args:
     name = arg.partition('=')[0].replace('_', '-')
-    if not name.startswith('--') or name in names or _negated(name) in names:
+    if not name.startswith('--') or name in names or name in negated:
       continue
     raise _unknown(config.agent, arg, name, names)
 
@@ -88,12 +89,6 @@ def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
   return UsageError(f'{head}: {hint}')
 
 
-def _negated(name: str) -> str:
-  """Return --agent.x for --agent.no-x."""
-  head, dot, last = name.rpartition('.')
-  return f'{head}{dot}{last.removeprefix("no-")}' if dot else name.replace('--no-', '--', 1)
-
-
 def explain(output: str, prog: str, args: Sequence[str]) -> UsageError:
   """Return tyro's message about a bad value in podrace's form.
 
@@ -111,7 +106,6 @@ def explain(output: str, prog: str, args: Sequence[str]) -> UsageError:
   if match := BAD_CHOICE.search(text):
     value, name, choices = match.groups()
     listed = re.findall(r"'([^']*)'", choices)
-    listed = ['true', 'false'] if listed == ['True', 'False'] else listed
     return UsageError(f'{name} takes {" or ".join(listed)}, not {value!r}')
   if match := BAD_FIELD.search(text):
     return UsageError(f'--{match[1]}.{flag(match[2])} {match[3]}')

@@ -21,7 +21,7 @@ from typing import Any
 
 from podrace import hooks
 from podrace.agents import AGENTS
-from podrace.fields import TEXTS, flag
+from podrace.fields import TEXTS, flag, negate
 from podrace.system.files import UTF8, write_whole
 
 PATH = Path(__file__).with_name('options.json')
@@ -45,10 +45,26 @@ class Row:
   # ^ by agent, where an agent has another default than the class of its part
 
   @property
+  def names(self) -> tuple[str, ...]:
+    """The options: of a boolean --x and --no-x."""
+    return (self.name, negate(self.name)) if self.kind == 'bool' else (self.name,)
+
+  @property
+  def head(self) -> str:
+    """The options in one text: --agent.[no-]shared."""
+    if self.kind != 'bool':
+      return self.name
+    last = self.name.rpartition('.')[2].removeprefix('--')
+    return f'{self.name.removesuffix(last)}[no-]{last}'
+
+  @property
+  def value(self) -> str:
+    """The type of the value, or its choices; '' for a boolean, which takes none."""
+    return '' if self.kind == 'bool' else self.kind
+
+  @property
   def choices(self) -> tuple[str, ...]:
     """All values, if they have names."""
-    if self.kind == 'bool':
-      return ('True', 'False')
     return tuple(self.kind.split('|')) if re.fullmatch(r'[\w-]+(\|[\w-]+)+', self.kind) else ()
 
 
@@ -83,7 +99,9 @@ def table() -> Table:
 
 
 def show(value: Any) -> str:
-  """Return a value as an option takes it."""
+  """Return a value as help shows it."""
+  if isinstance(value, bool):
+    return 'on' if value else 'off'
   return ' '.join(map(str, value)) if isinstance(value, tuple | list) else str(value)
 
 

@@ -18,7 +18,8 @@ COMMAND = Command(
   'estimate the speed, the cost and the bottleneck of a distributed run, by number of machines; '
   'RATES is the output of `podrace bench sebulba` on the machine of the learner',
   (
-    Option('--as', 'ARRANGEMENT', 'seed: the acting machines only step environments; impala, apex: '
+    Option('--as', 'ARRANGEMENT', 'arrangement of the run; seed: the acting machines only step '
+      'environments; impala, apex: '
       'they also act', choices=tuple(ESTIMATES)),
     Option('--acting', 'RATES', "output of `podrace bench sebulba` on an acting machine (default: "
       "the learner's)"),

@@ -18,14 +18,15 @@ COMMAND = Command(
   'draw learning curves of runs, or of all runs under directories: a panel for each environment, a '
   'line for each configuration over all its seeds',
   (
-    Option('--out', 'FILE', 'a .png, .svg or .pdf', 'curves.png'),
-    Option('--metric', 'NAME', 'any key of metrics.jsonl', 'episode_return'),
-    Option('--x', 'NAME', 'steps, wall or gradient-steps', 'steps', X),
-    Option('--center', 'NAME', 'mean, median or iqm, the interquartile mean', 'mean', CENTERS),
+    Option('--out', 'FILE', 'picture to write: a .png, .svg or .pdf', 'curves.png'),
+    Option('--metric', 'NAME', 'metric to draw: any key of metrics.jsonl', 'episode_return'),
+    Option('--x', 'NAME', 'horizontal axis: steps, wall (time) or gradient-steps', 'steps', X),
+    Option('--center', 'NAME', 'line over the seeds: mean, median or iqm, the interquartile '
+      'mean', 'mean', CENTERS),
     Option('--aggregate', '', 'draw scores over all tasks instead: interquartile mean, median, '
       'performance profile and probability of improvement; for the games of Atari-5 also the '
       'predicted median of 57 games. A score is the mean over the last tenth of a run'),
-    Option('--normalise', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
+    Option('--normalize', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
       'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
       'minmax',
       choices=('human', 'minmax')),
@@ -70,7 +71,7 @@ def run(args: list[str]) -> int:
   if '--aggregate' in options:
     from podrace.experiments import scores
 
-    result |= scores.aggregate(groups, options.text('--normalise'), out)
+    result |= scores.aggregate(groups, options.text('--normalize'), out)
   else:
     plot.draw(groups, options.text('--metric'), x, center, out)  # type: ignore[arg-type]
     result['groups'] = [

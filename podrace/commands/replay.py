@@ -19,7 +19,7 @@ COMMAND = Command(
   'serve replay tables that many processes write to and sample from; needs no JAX. Clients create '
   'the tables that they need, see docs/tables.md',
   (
-    Option('--listen', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH'),
+    Option('--listen', 'ADDRESS', 'address of the service: tcp://HOST:PORT or unix:PATH'),
     Option('--dir', 'DIR', 'directory of checkpoints: the service restores the newest, and writes '
       'on SIGTERM and Ctrl-C, at the request of a client, and by --checkpoint-every'),
     Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
   from podrace.distributed.learner_client import Patience
   from podrace.distributed.run_identity import Addresses
 
-AGENT = Option('--agent', 'NAME', f'{", ".join(AGENTS)} or module:Class')
+AGENT = Option('--agent', 'NAME', f'agent: {", ".join(AGENTS)} or module:Class')
 NO_COMPILE_CACHE = Option(
   '--no-compile-cache', '', 'do not read or write the cache of compiled programs'
 )
 ALLOW_CODE = Option('--allow-code', 'MODULE', 'a module that the run may import; may be repeated')
-CHECKPOINT = Option('--checkpoint', 'WHICH', 'newest, best (by --eval-every) or a step', 'newest')
+CHECKPOINT = Option(
+  '--checkpoint', 'WHICH', 'checkpoint to read: newest, best (by --eval-every) or a step', 'newest'
+)
 OVERRIDE = Option('--override', '', 'resume although the configuration has changed')
 SINKS = Option('--sinks', 'NAMES', 'write metrics to tensorboard, wandb or both as well',
   choices=('tensorboard', 'wandb'))  # fmt: skip

@@ -22,7 +22,8 @@ COMMAND = Command(
     Option('--vary', 'FIELD=VALUES', 'an option of `podrace train` and its values: '
       'agent.learning-rate=1e-4,1e-3 (a list), =1e-4..1e-2 (a range), =log:1e-4..1e-2 (a '
       'logarithmic range); may be repeated'),
-    Option('--method', 'NAME', 'grid (all combinations), random, tpe (proposals of Optuna), or pbt '
+    Option('--method', 'NAME', 'choice of settings: grid (all combinations), random, tpe '
+      '(proposals of Optuna), or pbt '
       '(population-based training: the worst members copy the best)', 'grid', METHODS),
     Option('--trials', 'N', 'number of settings; a grid has all', 16),
     Option('--prune', '', 'for tpe: end bad trials early (Optuna, successive halving)'),

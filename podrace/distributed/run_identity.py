@@ -23,7 +23,7 @@ from podrace.errors import UsageError
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
-from podrace.settings.record import argument, changes, option, to_json
+from podrace.settings.record import argument, changes, option, to_json, words
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_json
 from podrace.topology import on_host
@@ -133,7 +133,7 @@ def act_command(config: Config, addresses: Addresses) -> str:
     near = {('--agent', name): dataclasses.replace(bases['catch',], agent=agent)}
   different = {words: list(changes(record(base), wanted)) for words, base in near.items()}
   nearest = min(different, key=lambda words: len(different[words]))
-  options = [f'{option(path)} {quote(value)}' for path, _, value in different[nearest]]
+  options = [quote(words(path, value)) for path, _, value in different[nearest]]
   a = addresses
   where = f'--connect-replay {",".join(a.replay)} --params {a.parameters}'
   keys = ['--keys DIR'] if a.keys else ['--insecure'] if a.insecure else []

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -28,7 +30,12 @@ NOT_OF_GROUP = (
   'seed', 'seeds', 'keep', 'log_every', 'checkpoint_every', 'eval_every', 'eval_episodes',
   'eval_env', 'eval_video', 'version',
 )  # fmt: skip
+# metrics that are equal to the bit if two runs are the same
+RESULTS = (
+  'step', 'episodes', 'episode_return', 'episode_return_by_seed', 'episode_length', 'loss',
+)  # fmt: skip
 RESAMPLES = 2000
+DRAWN = 2**22  # most numbers that a bootstrap holds at once
 GRID = 200  # number of points of a group's curve
 
 
@@ -54,6 +61,38 @@ class CurveGroup:
     return str(self.config.get('env', ''))
 
 
+@dataclasses.dataclass(frozen=True)
+class LoggedRun:
+  """The configuration and the metrics of a run."""
+
+  path: Path
+  config: dict[str, Any]  # as a CurveGroup has it
+  seed: Any
+  lines: list[metrics.Line]
+  params_sha256: str  # hash of the last parameters of a finished run, otherwise ''
+
+  @property
+  def group(self) -> str:
+    """Key of the run's group."""
+    return json.dumps(self.config, sort_keys=True)
+
+  @property
+  def identity(self) -> str:
+    """Key that only copies and exact repetitions of the run share."""
+    if self.params_sha256:
+      return self.params_sha256
+    results = [[line.get(name) for name in RESULTS] for line in self.lines]
+    return hashlib.sha256(json.dumps([self.seed, results]).encode()).hexdigest()
+
+
+class LoggedRuns(NamedTuple):
+  """The runs that were read, and a message about each path that is left out."""
+
+  runs: list[LoggedRun]
+  wrong: dict[Path, str]
+  copies: set[Path]  # paths left out because they repeat another run to the bit
+
+
 # --- reading ------------------------------------------------------------------------------------
 
 
@@ -66,29 +105,43 @@ def read(paths: Sequence[Path], metric: str, x: X) -> tuple[list[CurveGroup], li
     x: quantity of the x axis.
 
   Returns:
-    The groups, and messages about runs without a curve. A run that ended with the same parameters
-    as another of its group is the same run, and counts once.
+    The groups, and messages about runs without a curve. A run that repeats another one to the bit
+    is the same run, and counts once.
   """
+  logged = read_runs(paths)
   groups: dict[str, CurveGroup] = {}
-  wrong: list[str] = []
-  counted: dict[tuple[str, str], Path] = {}  # by configuration and hash of the last parameters
+  for run in logged.runs:
+    try:
+      curves = extract_curves(run, metric, x)
+    except UsageError as e:
+      logged.wrong[run.path] = str(e)
+      continue
+    groups.setdefault(run.group, CurveGroup(run.config, [])).curves.extend(curves)
+  return list(groups.values()), [logged.wrong[path] for path in paths if path in logged.wrong]
+
+
+def read_runs(paths: Sequence[Path]) -> LoggedRuns:
+  """Read runs, each once."""
+  logged = LoggedRuns([], {}, set())
+  counted: dict[tuple[str, str], Path] = {}  # by group and identity
   for path in paths:
     try:
-      config, curves = _read(path, metric, x)
+      run = _read_run(path)
     except UsageError as e:
-      wrong.append(str(e))
+      logged.wrong[path] = str(e)
       continue
-    key = json.dumps(config, sort_keys=True)
-    if sha256 := _params_sha256(path):
-      first = counted.setdefault((key, sha256), path)
-      if first != path:
-        wrong.append(f'{path}: counted once, as it has the settings and the parameters of {first}')
-        continue
-    groups.setdefault(key, CurveGroup(config, [])).curves.extend(curves)
-  return list(groups.values()), wrong
+    first = counted.setdefault((run.group, run.identity), path)
+    if first is path:
+      logged.runs.append(run)
+    else:
+      logged.copies.add(path)
+      logged.wrong[path] = (
+        f'{path}: counted once, as it has the settings and the results of {first}'
+      )
+  return logged
 
 
-def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]]:
+def _read_run(path: Path) -> LoggedRun:
   try:
     record = read_record(path)
   except UnreadableFile as e:
@@ -102,6 +155,16 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
+  return LoggedRun(path, config, record.get('seed'), lines, _params_sha256(path))
+
+
+def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
+  """Return the curves of a metric, one for each seed that the run logs apart.
+
+  Raises:
+    UsageError: if no line has the metric, or the position on the x axis is missing.
+  """
+  path, lines = run.path, run.lines
   by_seed = f'{metric}_by_seed'
   seeds = max(
     (len(line[by_seed]) for line in lines if isinstance(line.get(by_seed), list)), default=0
@@ -126,7 +189,7 @@ def _read(path: Path, metric: str, x: X) -> tuple[dict[str, Any], list[RunCurve]
   if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
-  return config, read_curves
+  return read_curves
 
 
 def _params_sha256(path: Path) -> str:
@@ -207,19 +270,37 @@ def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0
     return Band(only.x, only.y, none, none, np.ones(len(only.x)))
   at = np.stack([np.interp(grid, c.x, c.y, left=np.nan, right=np.nan) for c in curves])  # [N, P]
   known = ~np.isnan(at)
-  rng = np.random.default_rng(0)
   rows = np.full((4, len(grid)), np.nan)
-  for i, column in enumerate(at.T):
-    values = column[known[:, i]]
-    n = len(values)
-    rows[3, i] = n
-    if n:
-      rows[0, i] = CENTERS[center](values)
-    if n > 1:
-      drawn = CENTERS[center](values[rng.integers(n, size=(RESAMPLES, n))], axis=1)
-      rows[1:3, i] = np.quantile(drawn, [(1 - level) / 2, (1 + level) / 2])
+  rows[3] = known.sum(axis=0)
+  edges = np.flatnonzero(np.any(known[:, 1:] != known[:, :-1], axis=0)) + 1
+  for part in np.split(np.arange(len(grid)), edges):  # the same curves are known in all of a part
+    values = at[known[:, part[0]]][:, part]
+    if len(values):
+      rows[0, part] = CENTERS[center](values, axis=0)
+    if len(values) > 1:
+      rows[1:3, part] = _bootstrap_columns(values, CENTERS[center], level)
   kept = rows[3] > 0
   return Band(grid[kept], *(row[kept] for row in rows))
+
+
+def _bootstrap_columns(values: Floats, center: Callable[..., Floats], level: float) -> Floats:
+  """Return the interval [2, P] of `center` in each column of `values` [N, P].
+
+  Few curves have few resamples, which are then all of them.
+  """
+  n = len(values)
+  if n**n <= RESAMPLES:
+    drawn = np.array(list(itertools.product(range(n), repeat=n)))
+  else:
+    drawn = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
+  width = max(1, DRAWN // drawn.size)
+  blocks = [values[:, i : i + width] for i in range(0, values.shape[1], width)]
+  limits = [(1 - level) / 2, (1 + level) / 2]
+  each = [
+    np.quantile(center(block[drawn], axis=1), limits, axis=0, method='inverted_cdf')
+    for block in blocks
+  ]
+  return np.concatenate(each, axis=1)
 
 
 def final_mean(curve: RunCurve, part: float = 0.1) -> float:

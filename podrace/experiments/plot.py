@@ -193,7 +193,7 @@ def draw_aggregate(
     axis.set_yticks(range(len(order)), ticks, fontsize=8)
     axis.set_ylim(len(order) - 0.3, -0.7)  # the first algorithm is at the top
     axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
-    axis.set_xlabel('normalised score', fontsize=9)
+    axis.set_xlabel('normalized score', fontsize=9)
     _clean_axis(axis)
   all_scores = np.concatenate([x for tasks in scores.values() for x in tasks])
   thresholds = np.linspace(all_scores.min(), all_scores.max(), 200)
@@ -202,7 +202,7 @@ def draw_aggregate(
       thresholds, curves.performance_profile(tasks, thresholds), linewidth=1.6, **line_style(i)
     )
   axes[2].set_title('performance profile', fontsize=10)
-  axes[2].set_xlabel('normalised score', fontsize=9)
+  axes[2].set_xlabel('normalized score', fontsize=9)
   axes[2].set_ylabel('share of runs above', fontsize=9)
   if outside:
     _legend_below(axes[2], axes[2].lines, list(map(_escape, order)))

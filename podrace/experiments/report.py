@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError
-from podrace.experiments import runs
+from podrace.experiments import curves, runs
 from podrace.experiments.plot import COLOURS
-from podrace.experiments.scores import ATARI, atari_game, normalize_human
+from podrace.experiments.report_groups import collect_groups, index_runs
 from podrace.run import directory, metrics, run_end, sinks
 from podrace.run.diagnostics import read_diagnostics
 from podrace.run.setting_changes import read_changes
 from podrace.settings.record import Change
 from podrace.system.files import UTF8, write_whole
 from podrace.system.files.reading import read_bytes, read_object
-from podrace.system.files.schema import SUMMARY, is_number
+from podrace.system.files.schema import SUMMARY
 from podrace.version import __version__
 
 PAGE = Path(__file__).parent / 'page'
-POINTS = 1000  # most points of a curve; longer ones are thinned
 VIDEO_BYTES = 8 * 2**20  # most bytes of all videos of a run
 
 
@@ -36,10 +35,14 @@ def write_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
     UsageError: if there is nothing to show, or the file cannot be written.
   """
   reports, left_out = [], []
+  logged = curves.read_runs(paths)
   for path in paths:
     run = runs.inspect_run(path)
     if run.state == run_end.BROKEN:
       left_out.append(f'{path}: {run.why}')
+      continue
+    if path in logged.copies:
+      left_out.append(logged.wrong[path])
       continue
     try:
       reports.append(collect_run(run))
@@ -48,9 +51,13 @@ def write_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
   if not reports:
     raise UsageError(f'there is nothing to report: {"; ".join(left_out) or "no runs are there"}')
   _name_runs(reports)
+  groups = collect_groups(logged.runs)
+  for report, group in zip(reports, index_runs(groups, reports), strict=True):
+    report['group'] = group
   created = datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')
   data = {
     'runs': reports,
+    'groups': groups,
     'left_out': left_out,
     'colours': COLOURS,
     'version': __version__,
@@ -93,10 +100,7 @@ def collect_run(run: runs.Run) -> dict[str, Any]:
   """
   path = run.path
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
-  evaluations = metrics.read(path / 'eval.jsonl', shown=True)
   summary = read_object(path / 'summary.json', SUMMARY) or {}
-  score = run.episode_return
-  name = atari_game(run.env)
   videos, left_out = _read_videos(path / 'videos')
   try:
     settings = sinks.flatten_config(directory.read_record(path) or {})
@@ -107,14 +111,6 @@ def collect_run(run: runs.Run) -> dict[str, Any]:
     'wall_s': lines[-1].get('wall_s') if lines else None,
     'compile_s': summary.get('compile_s'),
     'machine': _describe_machine(summary.get('machine')),
-    'score': score,
-    'normalised': None if name is None or score is None else normalize_human(name, score),
-    'anchors': '' if name is None else 'random play {:g}, human {:g}'.format(*ATARI[name]),
-    'metrics': _collect_columns(lines),
-    'evaluations': {
-      'step': [line['step'] for line in evaluations],
-      'mean': [_to_finite(line.get('episode_return_mean')) for line in evaluations],
-    },
     'faults': {
       'env_restarts': int(sum(line.get('env_restarts') or 0 for line in lines)),
       'dropped_steps': int(sum(line.get('dropped_steps') or 0 for line in lines)),
@@ -143,23 +139,6 @@ def _describe_machine(machine: Any) -> str:
     return ''
   device, devices, cores, jax = (machine.get(k) for k in ('device', 'devices', 'cores', 'jax'))
   return f'{device} x {devices}, {cores} cores, JAX {jax}'
-
-
-def _to_finite(x: Any) -> float | None:
-  return float(x) if is_number(x) else None
-
-
-def _collect_columns(lines: list[metrics.Line]) -> dict[str, list[Any]]:
-  """Return each metric's values, null where missing, and the gradient steps so far."""
-  stride = -(-len(lines) // POINTS)
-  total, sums = 0, []
-  for line in lines:
-    total += line.get('gradient_steps') or 0
-    sums.append(total)
-  kept = [i for i in range(len(lines)) if i % max(stride, 1) == 0 or i == len(lines) - 1]
-  names = {k: None for i in kept for k, v in lines[i].items() if isinstance(v, int | float)}
-  columns: dict[str, list[Any]] = {n: [_to_finite(lines[i].get(n)) for i in kept] for n in names}
-  return columns | {'gradient_steps_total': [sums[i] for i in kept]}
 
 
 def _read_videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:

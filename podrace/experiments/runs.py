@@ -58,7 +58,10 @@ def find(*roots: Path | str) -> list[Path]:
   for root in roots:
     if not os.path.isdir(root):  # Path.is_dir fails for a long name
       raise UsageError(f'{root} is no directory')
-  return list(dict.fromkeys(path for root in roots for path in sorted(_walk(str(root)))))
+  paths: dict[str, Path] = {}  # by where they lead: a link and its target are one directory
+  for path in (path for root in roots for path in sorted(_walk(str(root)))):
+    paths.setdefault(os.path.realpath(path), path)
+  return list(paths.values())
 
 
 def _walk(root: str) -> Iterator[Path]:

@@ -54,7 +54,7 @@ ATARI5 = {
 
 
 def atari5(scores: dict[str, float]) -> float:
-  """Predict the median over 57 games from the scores of five. Both are human-normalised."""
+  """Predict the median over 57 games from the scores of five. Both are human-normalized."""
   logs = [w * np.log10(1 + 100 * max(scores[name], 0.0)) for name, w in ATARI5.items()]
   return float(10 ** sum(logs) - 1) / 100
 
@@ -72,12 +72,12 @@ def normalize_human(name: str, score: Any) -> Any:
   return (score - low) / (high - low)
 
 
-def aggregate(groups: Sequence[CurveGroup], normalise: str, out: Path) -> dict[str, Any]:
+def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[str, Any]:
   """Draw the aggregates of configurations over tasks, and return the numbers.
 
   Args:
     groups: groups of curves.
-    normalise: 'human', 'minmax', or '' for human if all tasks are Atari games, else minmax.
+    normalize: 'human', 'minmax', or '' for human if all tasks are Atari games, else minmax.
     out: path of the picture.
 
   Raises:
@@ -98,7 +98,7 @@ def aggregate(groups: Sequence[CurveGroup], normalise: str, out: Path) -> dict[s
       raise UsageError(
         f'--aggregate: {name} has no run in {", ".join(lacks)}; all need the same tasks'
       )
-  unit, scaled = _normalize(scores_by_name, envs, normalise)
+  unit, scaled = _normalize(scores_by_name, envs, normalize)
   numbers = plot.draw_aggregate(scaled, unit, out)
   pairs = [
     {'better': a, 'than': b, 'probability': curves.probability_of_improvement(scaled[a], scaled[b])}
@@ -111,27 +111,27 @@ def aggregate(groups: Sequence[CurveGroup], normalise: str, out: Path) -> dict[s
         g: normalize_human(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
       }
       numbers[name]['atari5'] = atari5(means)
-  return {'normalised': unit, 'tasks': envs, 'groups': numbers, 'probability_of_improvement': pairs}
+  return {'normalized': unit, 'tasks': envs, 'groups': numbers, 'probability_of_improvement': pairs}
 
 
 def _normalize(
-  scores_by_name: dict[str, dict[str, np.ndarray]], envs: list[str], normalise: str
+  scores_by_name: dict[str, dict[str, np.ndarray]], envs: list[str], normalize: str
 ) -> tuple[str, dict[str, list[np.ndarray]]]:
-  """Return the unit, and the normalised scores [runs] of each task by configuration."""
-  if normalise not in ('', 'human', 'minmax'):
-    raise UsageError(f'--normalise is human or minmax, not {normalise!r}')
+  """Return the unit, and the normalized scores [runs] of each task by configuration."""
+  if normalize not in ('', 'human', 'minmax'):
+    raise UsageError(f'--normalize is human or minmax, not {normalize!r}')
   other_envs = [e for e in envs if atari_game(e) is None]
-  if normalise == 'human' and other_envs:
-    raise UsageError(f'--normalise human: no human score is known of {", ".join(other_envs)}')
-  if normalise == 'human' or (not normalise and not other_envs):
+  if normalize == 'human' and other_envs:
+    raise UsageError(f'--normalize human: no human score is known of {", ".join(other_envs)}')
+  if normalize == 'human' or (not normalize and not other_envs):
     scales = {e: ATARI[str(atari_game(e))] for e in envs}
-    unit = 'human-normalised: random play is 0, a human 1'
+    unit = 'human-normalized: random play is 0, a human 1'
   else:
     all_scores = {e: np.concatenate([tasks[e] for tasks in scores_by_name.values()]) for e in envs}
     scales = {e: (float(x.min()), float(x.max())) for e, x in all_scores.items()}
     unit = 'the lowest run of each task is 0, the highest 1'
     if flat := [e for e, (low, high) in scales.items() if low == high]:
-      raise UsageError(f'--normalise minmax: all runs have the same score in {json.dumps(flat)}')
+      raise UsageError(f'--normalize minmax: all runs have the same score in {json.dumps(flat)}')
   return unit, {
     name: [(tasks[e] - scales[e][0]) / (scales[e][1] - scales[e][0]) for e in envs]
     for name, tasks in scores_by_name.items()

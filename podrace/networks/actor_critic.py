@@ -62,8 +62,9 @@ class ActorCritic(Body):
 
   MODULE = _ActorCritic
 
-  shared: bool = True  # policy and value share the torso (always so for images and recurrent)
-  squash: bool = False  # continuous actions: tanh-Normal, standard deviation from the network
+  shared: bool = True  # policy and value share the torso (always so for images and with a core)
+  squash: bool = False
+  # ^ continuous actions: tanh-Normal, with a standard deviation from the network
   initial_log_std: float = 0.0
   # ^ continuous actions without squash: first log standard deviation, in half ranges of the box
 

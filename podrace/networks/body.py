@@ -46,19 +46,19 @@ class Body:
   DISCRETE: ClassVar[bool] = False  # its agents support Discrete action spaces only
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
-  # ^ for images, transformer for all; auto: nature from 36 pixels a side, mlp up to 2048 numbers,
-  #   grid in between
-  hidden: tuple[int, ...] = (64, 64)  # the MLP behind it
-  activation: Literal['tanh', 'relu'] = 'tanh'
-  initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'
-  core: Literal['none', 'gru', 'lstm'] = 'none'
-  core_size: int = 128
+  # ^ first layers: nature, impala or impala-deep for images, grid for small images, mlp for
+  #   vectors, transformer for all; auto: by the size of the observation
+  hidden: tuple[int, ...] = (64, 64)  # layer widths of the MLP behind the torso
+  activation: Literal['tanh', 'relu'] = 'tanh'  # activation of the layers
+  initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'  # initialiser of the kernels
+  core: Literal['none', 'gru', 'lstm'] = 'none'  # recurrent core, for tasks that need memory
+  core_size: int = 128  # units of the recurrent core
   transformer: Transformer = Transformer()  # used by that torso
   scaling: Literal['space', 'plain'] = 'space'
-  # ^ units of numbers; space: of the environment's spaces; plain: 1, as runs before this setting
-  #   had it
+  # ^ units of numbers in observations; space: of the environment's spaces; plain: 1, as before
+  #   this setting
   sharding: tuple[tuple[PlainText, int], ...] = ()
-  # ^ of --model-devices: patterns of arrays' names, each with the axis to split; none:
+  # ^ patterns of arrays' names, each with the axis that --model-devices splits; none:
   #   docs/model_axis.md
   observation_space: Annotated[Any, tyro.conf.Suppress] = None  # bound by the runner
   action_space: Annotated[Any, tyro.conf.Suppress] = None

@@ -40,7 +40,7 @@ class Policy(Body):
 
   MODULE, DISCRETE = _Policy, True
 
-  hidden: tuple[int, ...] = ()
+  hidden: tuple[int, ...] = ()  # layer widths of the MLP behind the torso
 
   def __post_init__(self) -> None:
     super().__post_init__()
@@ -84,10 +84,10 @@ class LifetimeNetwork(Body):
 
   MODULE = _LifetimeNetwork
 
-  hidden: tuple[int, ...] = (32,)
-  activation: Literal['tanh', 'relu'] = 'relu'
-  core: Literal['none', 'gru', 'lstm'] = 'lstm'
-  core_size: int = 32
+  hidden: tuple[int, ...] = (32,)  # layer widths of the MLP behind the torso
+  activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
+  core: Literal['none', 'gru', 'lstm'] = 'lstm'  # recurrent core, for tasks that need memory
+  core_size: int = 32  # units of the recurrent core
 
   def recall(
     self, params: Any, state: Any, timesteps: TimeStep, action: Array, begins: Array

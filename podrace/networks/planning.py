@@ -210,18 +210,19 @@ class LearnedModel(Body):
 
   MODULE = _LearnedModel
 
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
-  latent: int = 64  # numbers of the hidden state, where it is a vector
-  dynamics_hidden: tuple[int, ...] = (64,)  # layers of the dynamics
-  head_hidden: tuple[int, ...] = (32,)  # layers before policy, value and reward, each its own
-  blocks: int = 0  # residual blocks of the tower; 0: the hidden state is a vector. The paper has 16
-  channels: int = 64  # of the tower. The paper has 256
-  normalize: bool = True  # the tower's layers, as in the paper; a small tower learns faster without
-  bins: int = 51  # atoms of value and reward; 1: they are numbers, learned by their squares
-  v_min: float = -300.0  # the least return that the atoms can hold
-  v_max: float = 300.0
-  projection: int = 0  # numbers of the consistency loss's projection; 0: there is none
+  activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'  # initialiser of the kernels
+  latent: int = 64  # numbers of the hidden state, if it is a vector
+  dynamics_hidden: tuple[int, ...] = (64,)  # layer widths of the dynamics
+  head_hidden: tuple[int, ...] = (32,)  # layer widths before policy, value and reward, each its own
+  blocks: int = 0  # residual blocks of the tower; 0: the hidden state is a vector; 16 in the paper
+  channels: int = 64  # channels of the tower; 256 in the paper
+  normalize: bool = True
+  # ^ normalize the tower's layers, as in the paper; a small tower learns faster without
+  bins: int = 51  # atoms of value and reward; 1: they are numbers, learned by their squared error
+  v_min: float = -300.0  # smallest return that the atoms can represent
+  v_max: float = 300.0  # largest return that the atoms can represent
+  projection: int = 0  # numbers of the consistency loss's projection; 0: no projection
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -51,7 +51,8 @@ class PolicyPredictor(Body):
 
   MODULE, DISCRETE = _PolicyPredictor, True
 
-  hidden: tuple[int, ...] = (64, 64)  # none: predictions are a table over one-hot observations
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  hidden: tuple[int, ...] = (64, 64)
+  # ^ layer widths of the MLP behind the torso; none: a table over one-hot observations
+  activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'  # initialiser of the kernels
   predictions: int = 30  # numbers of y: as many as the rule's

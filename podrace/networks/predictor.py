@@ -92,14 +92,16 @@ class Predictor(Body):
 
   MODULE, DISCRETE = _Predictor, True
 
-  hidden: tuple[int, ...] = (512, 512)
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  hidden: tuple[int, ...] = (512, 512)  # layer widths of the MLP behind the torso
+  activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'  # initialiser of the kernels
   predictions: int = 600  # numbers of y, and of z for each action: as many as the rule's
-  model_size: int = 128  # of the model's LSTM
-  head_hidden: tuple[int, ...] = (128,)  # layers before each output of an action, separate ones
+  model_size: int = 128  # units of the model's LSTM
+  head_hidden: tuple[int, ...] = (128,)
+  # ^ layer widths before each output of an action, each its own
   bins: int = 601  # atoms of a value, evenly spaced in its rescaled form
-  max_value: float = 300.0  # the largest of them, in that form; the least is -max_value
+  max_value: float = 300.0
+  # ^ largest atom of a value in its rescaled form; the smallest is -max_value
 
   @property
   def support(self) -> Array:

@@ -68,15 +68,16 @@ class QNetwork(Body):
 
   MODULE = _QNetwork
 
-  activation: Literal['tanh', 'relu'] = 'relu'
-  initializer: Literal['orthogonal', 'lecun'] = 'lecun'
+  activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
+  initializer: Literal['orthogonal', 'lecun'] = 'lecun'  # initialiser of the kernels
   head: Literal['value', 'categorical', 'quantile'] = 'value'
-  num_atoms: int = 51  # of the distributional heads
-  v_min: float = -10.0  # the least return of the categorical head
-  v_max: float = 10.0
-  head_size: int = 0  # units of a hidden layer in each stream; 0: none
-  dueling: bool = False
-  noisy: bool = False  # noise in the heads, which explores, each environment by a sample of its own
+  # ^ form of the values: a number, atoms (C51) or quantiles
+  num_atoms: int = 51  # atoms or quantiles of the distributional heads
+  v_min: float = -10.0  # smallest return that the categorical head can represent
+  v_max: float = 10.0  # largest return that the categorical head can represent
+  head_size: int = 0  # units of a hidden layer in each stream; 0: no such layer
+  dueling: bool = False  # separate streams for the value and the advantages
+  noisy: bool = False  # noise in the heads, which explores; each environment has its own sample
 
   def __post_init__(self) -> None:
     super().__post_init__()

@@ -1,6 +1,6 @@
 """Residual towers, as MuZero's (Schrittwieser et al. 2020, arXiv 1911.08265, appendix F).
 
-Against the paper: layers are normalised over the channels of each place, not over the batch, so
+Against the paper: layers are normalized over the channels of each place, not over the batch, so
 that there are no statistics to keep.
 """
 
@@ -18,7 +18,7 @@ from podrace.types import Array
 
 
 class Convolution(nn.Module):
-  """A 3 x 3 convolution, normalised over the channels of each place or not."""
+  """A 3 x 3 convolution, normalized over the channels of each place or not."""
 
   channels: int
   stride: int = 1

@@ -28,10 +28,10 @@ SHARDING = (
 class Transformer:
   """Sizes of a transformer torso: it has about 12 * layers * width^2 parameters."""
 
-  layers: int = 2  # used by that torso: blocks of attention and two layers
-  width: int = 64  # likewise, of a token
-  heads: int = 4  # likewise; --model-devices divides them
-  patch: int = 2  # likewise, the side of the squares of an image, each of which is a token
+  layers: int = 2  # transformer: blocks of attention and two layers
+  width: int = 64  # transformer: numbers of a token
+  heads: int = 4  # transformer: heads of attention; --model-devices divides them
+  patch: int = 2  # transformer: side of the squares of an image, each of which is a token
 
   def __post_init__(self) -> None:
     check_fields(self)
@@ -44,7 +44,7 @@ class Transformer:
 class TransformerTorso(nn.Module):
   """Features [B, width] of observations [B, ...]: the mean over the outputs of all tokens.
 
-  Layers are normalised before each block (Xiong et al. 2020, arXiv 2002.04745).
+  Layers are normalized before each block (Xiong et al. 2020, arXiv 2002.04745).
   """
 
   sizes: Transformer

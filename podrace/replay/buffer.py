@@ -16,13 +16,15 @@ from podrace.types import Array
 class Buffer:
   """Settings of `windows`: the steps that replay keeps, and how often it samples them."""
 
-  capacity: int = 100_000  # environment steps, summed over all environments
-  batch_size: int = 32  # windows per gradient, over all devices
+  capacity: int = 100_000  # environment steps that replay keeps, summed over all environments
+  batch_size: int = 32  # windows of each gradient, over all devices
   min_size: int = 1_000  # environment steps before learning begins
-  samples_per_insert: float = 8.0  # windows learned from per stored step, kept exactly
-  priority_exponent: float = 0.0  # 0: uniform sampling; 1: in proportion to priority
-  importance_exponent: float = 0.6  # of the correction for priorities; 1: full
-  importance_steps: int = 0  # steps of the linear rise of the exponent to 1; 0: no rise
+  samples_per_insert: float = 8.0  # windows learned from for each stored step, kept exactly
+  priority_exponent: float = 0.0
+  # ^ exponent of priorities; 0: uniform sampling; 1: in proportion to priority
+  importance_exponent: float = 0.6  # exponent of the correction for priorities; 1: full correction
+  importance_steps: int = 0
+  # ^ environment steps in which importance_exponent rises linearly to 1; 0: it is constant
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -98,7 +98,7 @@ def read(path: Path, shown: bool = False) -> list[Line]:
     log.warning('%s, line %d, %s: it and what follows is left out', path, end + 1, parsed[end])
   for number, line in enumerate(parsed[:end], start=1):
     if isinstance(line, str):
-      raise UsageError(f'{path}, line {number}, {line}: mend or remove it')
+      raise UsageError(f'{path}, line {number}, {line}: fix or remove the line')
   return cast(list[Line], parsed[:end])
 
 

@@ -118,7 +118,7 @@ def write_params(path: Path, params: Any) -> None:
   from safetensors.numpy import save
 
   leaves = [on_host(x) for x in jax.tree.leaves(params)]
-  write_whole(path, save({str(i): np.ascontiguousarray(x) for i, x in enumerate(leaves)}))
+  write_whole(path, save({str(i): np.asarray(x, order='C') for i, x in enumerate(leaves)}))
 
 
 def read_params(path: Path, shapes: Any) -> Any:
@@ -138,9 +138,9 @@ def read_params(path: Path, shapes: Any) -> Any:
     arrays = load(read_bytes(path, FILE_BYTES))
     leaves = [arrays[str(i)] for i in range(len(expected))]
   except Exception as e:  # SafetensorError derives from Exception only
-    raise UsageError(f'{path} holds no parameters: {e}; remove it to go on') from e
+    raise UsageError(f'{path} holds no parameters: {e}; remove the file to resume') from e
   if [(x.shape, x.dtype) for x in leaves] != [(x.shape, x.dtype) for x in expected]:
-    raise UsageError(f'{path} holds parameters of other shapes; remove it to go on')
+    raise UsageError(f'{path} holds parameters of other shapes; remove the file to resume')
   return jax.tree.unflatten(tree, leaves)
 
 

@@ -15,13 +15,13 @@ class Basics:
   agent: Any  # a frozen dataclass; its fields are --agent.FIELD
   env: EnvName = 'podrace:catch'
   # ^ LIB:NAME, with options after commas, for example podrace:memory,length=20
-  num_envs: int = 64  # environments per seed, over all devices
+  num_envs: int = 64  # environments per seed, on all devices
   unroll_length: int = 16  # environment steps between updates
   total_steps: int = 1_000_000  # environment steps of each seed
   seed: int = 0  # first seed of the run
   devices: int | None = None
-  # ^ number of devices, of all processes together; under sebulba of each process; None: all
-  log_every: int = 0  # steps between lines of metrics; 0: 1% of run
+  # ^ number of devices: of all processes together, under Sebulba of each process; None: all
+  log_every: int = 0  # steps between metrics; 0: 1% of the run
   checkpoint_every: int = 0  # steps between checkpoints; 0: a minute
   keep: int = 3  # number of checkpoints to keep
 
@@ -47,16 +47,15 @@ class Common(Basics):
   architecture: Literal['anakin', 'sebulba'] = 'anakin'
   # ^ anakin: one compiled program; sebulba: actor threads and a learner
   seeds: int = 1  # agents in one program: seed, seed + 1, ...
-  eval_every: int = 0
-  # ^ steps between evaluations; 0: none
+  eval_every: int = 0  # steps between evaluations; 0: none
   eval_episodes: int = 32  # episodes of each evaluation and seed
   eval_env: EnvName = ''
-  # ^ environment of evaluations, such as another opponent or unseen levels; '': that of training
+  # ^ environment of evaluations, such as another opponent or unseen levels; none: that of
+  #   training
   eval_video: bool = False  # film one episode of each evaluation, into videos/
-  init_from: FilePath = ''
-  # ^ a run directory: start with its parameters
+  init_from: FilePath = ''  # start with the parameters of this run directory
   init_checkpoint: PlainText = 'newest'  # checkpoint of --init-from: newest, best or a step
-  init_member: int | None = None  # seed of --init-from, from 0; None: all its seeds
+  init_member: int | None = None  # seed of --init-from, counted from 0; None: all its seeds
   agree: Literal['all-reduce', 'gossip'] = 'all-reduce'
   # ^ gossip (anakin): average parameters with a neighbour instead of gradients with all devices
   gossip_graph: Literal['exponential', 'ring'] = 'exponential'

@@ -40,11 +40,11 @@ class Discovery(Basics):
   agents: int = 2  # agents of each group, over all devices
   widths: tuple[int, ...] = ()
   # ^ layer widths of agents' networks, each for a group; none: --agent.network.hidden
-  agent_updates: int = 2  # K: updates of an agent that a meta-gradient passes through
+  agent_updates: int = 2  # updates of an agent that a meta-gradient passes through (K)
   lifetime: int = 1_000  # updates of an agent before it starts anew
   replayed: int = 0  # replayed windows in each batch, besides the num_envs newest
   capacity: int = 10_000  # environment steps in an agent's replay, if it has one
-  meta_learning_rate: float = 1e-3
+  meta_learning_rate: float = 1e-3  # learning rate of the rule
   meta_optimizer: Literal['each', 'mean'] = 'each'
   # ^ each: mean of Adam steps, one for each agent; mean: one Adam step of the mean meta-gradient
   max_meta_update: float = 1.0

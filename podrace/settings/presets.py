@@ -88,7 +88,7 @@ PRESETS: Mapping[str, Preset] = {
       'total_steps': 3_000_000},
   ),
   'brax-inverted-pendulum': Preset(
-    "PPO with normalised observations on Brax's inverted pendulum: the lightest Brax task.",
+    "PPO with normalized observations on Brax's inverted pendulum: the lightest Brax task.",
     'ppo',
     {'learning_rate': 3e-4, 'anneal_learning_rate': False, 'normalize_observations': True,
       'normalize_rewards': True, 'entropy_cost': 0.0},

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from podrace import hooks
 from podrace.errors import UsageError, unknown
-from podrace.fields import flag, mismatch
+from podrace.fields import flag, mismatch, negate
 from podrace.settings import user_code
 from podrace.settings.agents import agent_class, agent_name
 from podrace.settings.config import Basics
@@ -116,7 +116,7 @@ def with_unrecorded(settings: Any, record: dict[str, Any]) -> Any:
 def unrecorded_options(config: Basics, record: dict[str, Any]) -> list[str]:
   """Return the options by which a command without the record gets `with_unrecorded` of a config."""
   was, now = (to_json(c, whole=True) for c in (config, with_unrecorded(config, record)))
-  return [x for path, _, value in changes(was, now) for x in (option(path), argument(value))]
+  return [word for path, _, value in changes(was, now) for word in words(path, value)]
 
 
 def _make(cls: Any, record: dict[str, Any]) -> Any:
@@ -189,6 +189,20 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> Itera
       yield from changes(a, b, f'{prefix}{name}.')
     elif a != b:
       yield Change(f'{prefix}{name}', a, b)
+
+
+def words(path: str, value: Any) -> list[str]:
+  """Return a setting as words of a command line: ['--seed', '3'], or ['--agent.no-shared']."""
+  if isinstance(value, bool):
+    return [option(path) if value else negate(option(path))]
+  return [option(path), *_flat(value)]
+
+
+def _flat(value: Any) -> list[str]:
+  """Return the texts of a value: of all items of a list, also of nested ones."""
+  if isinstance(value, list | tuple):
+    return [text for item in value for text in _flat(item)]
+  return [str(value)]
 
 
 def option(path: str) -> str:

@@ -85,9 +85,17 @@ def row(name: str, value: str, help: str, column: int = 46) -> str:
   head, indent = f'  {name} {value}'.rstrip(), ' ' * column
   begin = indent if len(head) > column - 2 else head.ljust(column)
   text = textwrap.fill(
-    help, WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False
+    sentence(help), WIDTH, initial_indent=begin, subsequent_indent=indent, break_on_hyphens=False
   )
   return f'{head}\n{text}' if begin == indent else text or head
+
+
+def sentence(text: str) -> str:
+  """Return a help text as a sentence: with a capital, unless it begins with code, and a period."""
+  if not text:
+    return ''
+  begin = text[0] if '://' in text.partition(' ')[0] else text[0].upper()
+  return begin + text[1:] + ('' if text.endswith(('.', ':')) else '.')
 
 
 class Options:

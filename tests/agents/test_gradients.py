@@ -449,8 +449,8 @@ OF_TRANSITIONS = {
 
 PPO_MUTATIONS = {
   **OF_TRANSITIONS,
-  'advantage not normalised': (ppo, 'standardize', lambda advantage, mask: advantage),
-  'normalised with masked steps': (
+  'advantage not normalized': (ppo, 'standardize', lambda advantage, mask: advantage),
+  'normalized with masked steps': (
     ppo,
     'standardize',
     lambda a, mask: (a - jnp.mean(a)) / (jnp.std(a) + 1e-8),
@@ -468,7 +468,7 @@ IMPALA_MUTATIONS = {
 
 @pytest.mark.parametrize(
   ('where', 'name', 'mutant'),
-  some_fast(PPO_MUTATIONS, 'truncation as termination', 'advantage not normalised'),
+  some_fast(PPO_MUTATIONS, 'truncation as termination', 'advantage not normalized'),
 )
 def test_a_mutation_of_ppo_is_noticed(
   where: Any, name: str, mutant: Any, monkeypatch: pytest.MonkeyPatch

@@ -163,7 +163,7 @@ def test_an_action_mask_of_floats_is_left_as_it_is() -> None:
     dict(x=spaces.Discrete(3), action_mask=spaces.Box(0, 1, (2,), np.float32)),
   ],
 )
-def test_where_there_is_nothing_to_normalise(parts: Any) -> None:
+def test_where_there_is_nothing_to_normalize(parts: Any) -> None:
   with pytest.raises(ValueError, match='normalize_observations'):
     jax.eval_shape(agent_of(**parts).init, jax.random.key(0))
 

@@ -59,6 +59,7 @@ from podrace.commands import (
 )
 from podrace.commands.shared_options import PEER_TIMEOUT
 from podrace.distributed.net.session_messages import SILENCE
+from podrace.errors import UsageError
 from podrace.experiments import runs as directories
 from podrace.experiments.bench import sample_allowed
 from podrace.fields import flag
@@ -277,7 +278,7 @@ def test_flags_reach_every_kind_of_field() -> None:
   config = config_of(
     'catch', '--env', 'podrace:memory,length=20', '--total-steps', '1e7', '--seed', '1_000',
     '--devices', '2', '--checkpoint-every=500', '--agent.learning-rate', '1e-4',
-    '--agent.lambda', '0.5', '--agent.optimizer', 'rmsprop', '--agent.normalize-rewards', 'True',
+    '--agent.lambda', '0.5', '--agent.optimizer', 'rmsprop', '--agent.normalize-rewards',
     '--agent.network.hidden', '32', '16', '--agent.network.core', 'lstm',
   )  # fmt: skip
   agent = config.agent
@@ -322,19 +323,33 @@ def test_an_environment_of_the_host_needs_no_word_of_the_architecture(tmp_path: 
   [
     (['--agent.normalize-rewards'], True),
     (['--agent.normalize_rewards', '--num-envs', '8'], True),
-    (['--agent.normalize-rewards', 'true'], True),
-    (['--agent.normalize-rewards=yes'], True),
-    (['--agent.normalize-rewards', 'True'], True),
-    (['--agent.normalize-rewards', '--agent.normalize-rewards', 'false'], False),
     (['--agent.normalize-rewards', '--agent.no-normalize-rewards'], False),
-    (['--agent.normalize-rewards', '--no-agent.normalize-rewards'], False),
-    (['--agent.normalize-rewards=0'], False),
+    (['--agent.no-normalize-rewards', '--agent.normalize-rewards'], True),
   ],
 )
-def test_what_is_true_or_false_can_be_said_in_many_ways(args: list[str], value: bool) -> None:
+def test_booleans_are_switches(args: list[str], value: bool) -> None:
   assert configure.parse(Config(Impala()), args).agent.normalize_rewards is value
+  assert configure.parse(Config(Impala()), ['--no-eval-video']).eval_video is False
   base = Config(Impala(network=ActorCritic(shared=True)))
   assert configure.parse(base, ['--agent.network.no-shared']).agent.network.shared is False
+
+
+@pytest.mark.parametrize(
+  'args',
+  [
+    ['--agent.normalize-rewards', 'True'],
+    ['--agent.normalize-rewards', 'false'],
+    ['--agent.normalize-rewards=yes'],
+    ['--agent.no-normalize-rewards=1'],
+    ['--agent.no-normalize-rewards', 'off'],
+  ],
+  ids=' '.join,
+)
+def test_a_boolean_takes_no_value(args: list[str]) -> None:
+  with pytest.raises(UsageError) as refused:
+    configure.parse(Config(Impala()), args)
+  for name in ('--agent.normalize-rewards', '--agent.no-normalize-rewards'):
+    assert name in str(refused.value)
 
 
 def test_the_agent_option_takes_the_agents_defaults() -> None:
@@ -613,7 +628,7 @@ BAD = [
    'lpg cannot act in gymnax:Pendulum-v1'),
   (['train', '--agent', 'r2d2', '--env', 'gymnasium:Pendulum-v1', '--architecture', 'sebulba'],
    'r2d2 cannot act in gymnasium:Pendulum-v1'),
-  (['train', '--agent.network.squash', 'True'], 'needs a continuous action space'),
+  (['train', '--agent.network.squash'], 'needs a continuous action space'),
   (['train', '--run-dir'], '--run-dir needs a value'),
   (['train', 'catch', 'cartpole'], "one preset, and then options: not 'cartpole' after catch"),
   (['train', '--coordinator', '127.0.0.1:1'], 'go together'),
@@ -643,12 +658,12 @@ BAD = [
   (['train', '--agent', 'podrace.replay:Buffer'],
    'podrace.replay.buffer:Buffer is no agent: it has no init and no initial_state and no act'),
   (['train', '--agent.discount', '99'], 'discount must be within [0, 1], not 99'),
-  (['train', '--agent.self-tuning', 'True', '--agent.discount', '1'], 'discount is 1 and to be tuned, so it needs to be less'),
-  (['train', '--agent.self-tuning', 'True', '--agent.tuning.fields', 'clip_rho'], "--agent.tuning.fields takes discount or lambda"),
+  (['train', '--agent.self-tuning', '--agent.discount', '1'], 'discount is 1 and to be tuned, so it needs to be less'),
+  (['train', '--agent.self-tuning', '--agent.tuning.fields', 'clip_rho'], "--agent.tuning.fields takes discount or lambda"),
   (['train', '--agent.tuning.learning-rate', '-1'], 'learning_rate must be at least 0, not -1'),
-  (['train', '--agent', 'dqn', '--agent.self-tuning', 'True'], "unknown option of dqn '--agent.self-tuning': it is a setting of impala"),
+  (['train', '--agent', 'dqn', '--agent.self-tuning'], "unknown option of dqn '--agent.self-tuning': it is a setting of impala"),
   (['train', '--agent', 'dqn', '--agent.learning-rat', '1'], "unknown option of dqn '--agent.learning-rat': did you mean --agent.learning-rate"),
-  (['train', '--agent.normalize-observations', 'True', '--env', 'jumanji:Game2048-v1'],
+  (['train', '--agent.normalize-observations', '--env', 'jumanji:Game2048-v1'],
    'normalize_observations is for observations with floats'),
   (['train', '--run-dir', '--quiet'], '--run-dir needs a value, DIR, not the option --quiet'),
   (['train', '--listen', 'unix:/x', '--keys', '--insecure'], '--keys needs a value, DIR'),

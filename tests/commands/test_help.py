@@ -31,8 +31,8 @@ BOUND_BY_AGENTS = {  # settings of networks that an agent chooses, and that are 
   '--agent.actor.core-size', '--agent.critic.core', '--agent.critic.core-size', '--agent.critic.torso',
 }  # fmt: skip
 OF_SEBULBA = {'--actor-threads', '--lag', '--max-lag', '--env-threads', '--replay', '--envs'}
-ROW = re.compile(r'^  (--[a-z][\w.-]*)(.*?)(?=^  --|^\S|^$|\Z)', re.MULTILINE | re.DOTALL)
-DEFAULT = re.compile(r'\(default ([^()]*(?:\([^()]*\)[^()]*)*)\)$')
+ROW = re.compile(r'^  (--[a-z\[][][\w.-]*)(.*?)(?=^  --|^\S|^$|\Z)', re.MULTILINE | re.DOTALL)
+DEFAULT = re.compile(r'\(default ([^()]*(?:\([^()]*\)[^()]*)*)\)\.$')
 
 
 def shown_defaults(text: str) -> dict[str, str]:
@@ -40,7 +40,7 @@ def shown_defaults(text: str) -> dict[str, str]:
   found = {}
   for name, rest in ROW.findall(text.partition('\noptions')[2]):
     default = DEFAULT.search(' '.join(rest.split()))
-    found[name] = default[1] if default else ''
+    found[name.replace('[no-]', '')] = default[1] if default else ''
   return found
 
 
@@ -51,7 +51,12 @@ def flat(record: dict[str, Any], prefix: str = '--') -> Iterator[tuple[str, str]
     elif isinstance(value, list):
       yield prefix + flag(name), ' '.join(map(str, value))
     else:
-      yield prefix + flag(name), str(value)
+      yield (
+        prefix + flag(name),
+        {True: 'on', False: 'off'}.get(value, str(value))
+        if isinstance(value, bool)
+        else str(value),
+      )
 
 
 def compare(text: str, record: dict[str, Any], *given: str) -> None:
@@ -238,8 +243,6 @@ def cell(agent: str, options: list[str]) -> str | None:
 
 def written(value: str) -> str:
   """A default as pages write it: 1e-3, 100,000, off."""
-  if value in ('True', 'False'):
-    return {'True': 'on', 'False': 'off'}[value]
   try:
     number = float(value)
   except ValueError:

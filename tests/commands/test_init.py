@@ -99,7 +99,7 @@ def test_values_that_complete() -> None:
     'wall'
   ]
   assert words(['plot', '--center', 'm']) == ['mean', 'median']
-  assert words(['plot', '--normalise', '']) == ['human', 'minmax']
+  assert words(['plot', '--normalize', '']) == ['human', 'minmax']
   assert words(['runs', '--state', 'f']) == ['finished', 'failed']
   assert words(['train', 'cartpole', '--agent', 's']) == ['sac']
   assert words(['train', '--env', 'gymnax:Cart']) == ['gymnax:CartPole-v1']
@@ -110,7 +110,7 @@ def test_values_that_complete() -> None:
   assert words(['train', '--agent', 'impala', '--agent.optimizer', '']) == ['adam', 'rmsprop']
   assert words(['train', 'catch', '--agent.network.core', 'g']) == ['gru']
   assert words(['train', 'r2d2-memory', '--agent.network.core', 'l']) == ['lstm']
-  assert words(['train', 'catch', '--eval-video', '']) == ['True', 'False']
+  assert words(['train', 'catch', '--eval-v']) == ['--eval-video']
   assert words(['train', '--total-steps', '']) == [] and words(['train', '--lag', 'a']) == ['async']
   assert words(['eval', 'run', '--episodes', '']) == [] == words(['plot', '--out', 'x'])
 

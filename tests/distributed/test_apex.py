@@ -67,9 +67,9 @@ from podrace.types import ActorOutput, TimeStep, Trajectory
 
 CATCH = [
   '--agent', 'dqn', '--num-envs', '32', '--unroll-length', '4', '--actor-threads', '1',
-  '--agent.network.hidden', '32', '--agent.network.dueling', 'True', '--agent.n-step', '2',
-  '--agent.learning-rate', '2e-3', '--agent.target-period', '50', '--agent.epsilon-ladder', 'True',
-  '--agent.actor-priorities', 'True', '--agent.buffer.capacity', '8192',
+  '--agent.network.hidden', '32', '--agent.network.dueling', '--agent.n-step', '2',
+  '--agent.learning-rate', '2e-3', '--agent.target-period', '50', '--agent.epsilon-ladder',
+  '--agent.actor-priorities', '--agent.buffer.capacity', '8192',
   '--agent.buffer.batch-size', '64', '--agent.buffer.min-size', '512',
   '--agent.buffer.samples-per-insert', '8', '--agent.buffer.priority-exponent', '0.4',
 ]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -61,13 +62,26 @@ def test_runs_are_grouped_whatever_their_seeds(tmp_path: Path) -> None:
 
 def test_the_same_run_twice_counts_once(tmp_path: Path) -> None:
   names = dict(a='1', b='1', c='2', d='', e='')  # the hash of the last parameters; '': none yet
-  paths = [make(tmp_path / name, [(10, 1.0)], seed=3, finished=False) for name in names]
+  returns = dict(e=2.0)
+  paths = [
+    make(tmp_path / name, [(10, returns.get(name, 1.0))], seed=3, finished=False) for name in names
+  ]
   for path, sha256 in zip(paths, names.values(), strict=True):
     if sha256:
       (path / 'summary.json').write_text(json.dumps({'params_sha256': sha256}))
   ((group,), (message,)) = curves.read(paths, 'episode_return', 'steps')
   assert [c.run.name for c in group.curves] == ['a', 'c', 'd', 'e']
   assert str(paths[0]) in message and str(paths[1]) in message
+
+
+def test_an_unfinished_run_and_its_copy_count_once(tmp_path: Path) -> None:
+  paths = [make(tmp_path / 'a', [(10, 1.0)], seed=3, finished=False)]
+  paths += [make(tmp_path / 'b', [(10, 1.0)], seed=4, finished=False)]
+  shutil.copytree(paths[0], tmp_path / 'copy')
+  lines = (tmp_path / 'copy/metrics.jsonl').read_text()
+  (tmp_path / 'copy/metrics.jsonl').write_text(lines.replace('"wall_s": 1.0', '"wall_s": 2.0'))
+  ((group,), (message,)) = curves.read([*paths, tmp_path / 'copy'], 'episode_return', 'steps')
+  assert [c.run.name for c in group.curves] == ['a', 'b'] and 'copy' in message
 
 
 def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
@@ -218,7 +232,7 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
   code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', '--out', str(out))
   assert code == 0 and out.exists()
   found = json.loads(printed.splitlines()[-1])
-  assert found['normalised'].startswith('human') and sorted(found['tasks']) == [
+  assert found['normalized'].startswith('human') and sorted(found['tasks']) == [
     'ale:breakout',
     'ale:pong',
   ]
@@ -238,8 +252,8 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
     (('--x', 'frames'), '--x is steps or wall or gradient-steps'),
     (('--center', 'mode'), '--center'),
     (('--metric', 'nothing'), 'there is nothing to plot'),
-    (('--aggregate', '--normalise', 'human'), 'podrace:catch'),
-    (('--aggregate', '--normalise', 'z'), '--normalise'),
+    (('--aggregate', '--normalize', 'human'), 'podrace:catch'),
+    (('--aggregate', '--normalize', 'z'), '--normalize'),
     (('--aggregate',), 'all runs have the same score'),
   ],
 )

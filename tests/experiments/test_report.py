@@ -21,7 +21,11 @@ import podrace
 from podrace import cli
 from podrace.errors import UsageError
 from podrace.experiments import report
+from podrace.experiments.curves import read_runs
 from podrace.experiments.plot import COLOURS
+from podrace.experiments.report_groups import POINTS, collect_groups
+from podrace.experiments.runs import find
+from podrace.system.files import write_json
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>'
 
@@ -76,8 +80,8 @@ def page(runs: Path) -> Iterator[Any]:
 
 
 def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
-  """Catch and two others: nobody can compare their returns. Colours are a run's in all panels."""
-  envs = {'catch': 'podrace:catch', 'pong': 'ale:pong', 'own': 'python:m.f,x=<b>'}
+  """Returns of two environments cannot be compared. A group has one colour in all panels."""
+  envs = {'catch': 'podrace:catch', 'own': 'python:m.f,x=<b>'}
   for name, env in envs.items():
     shutil.copytree(runs / 'a', tmp_path / name)
     record = json.loads((tmp_path / name / 'config.json').read_text())
@@ -92,37 +96,128 @@ def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
       'Return: podrace:catch', 'Return: python:m.f,x=<b>', 'Evaluations, greedy: podrace:catch',
       'Any metric: podrace:catch', 'Any metric: python:m.f,x=<b>',
     ]  # fmt: skip
-    assert [panels.nth(i).locator('path').count() for i in range(5)] == [2, 1, 1, 2, 1]
+    assert [panels.nth(i).locator('.line').count() for i in range(5)] == [2, 1, 1, 2, 1]
     legends = [panels.nth(i).locator('.legend .entry').all_text_contents() for i in range(3)]
-    assert legends == [['catch', 'b'], ['own'], ['b']]
-    colours = [panels.nth(1).locator('path').get_attribute('stroke')]
-    colours += [p.get_attribute('stroke') for p in panels.nth(0).locator('path').all()]
+    assert legends == [
+      ['architecture anakin (n=1)', 'architecture sebulba (n=1)'], ['impala (n=1)'],
+      ['architecture sebulba (n=1)'],
+    ]  # fmt: skip
+    colours = [panels.nth(1).locator('.line').get_attribute('stroke')]
+    colours += [p.get_attribute('stroke') for p in panels.nth(0).locator('.line').all()]
     assert len(set(colours)) == 3
-    page.get_by_label('metric', exact=True).select_option('entropy')
-    assert all('entropy' in panels.nth(i).locator('svg').inner_html() for i in (3, 4))
+    page.get_by_label('metric', exact=True).select_option('loss')
+    assert all('loss' in panels.nth(i).locator('svg').inner_html() for i in (3, 4))
     page.locator('.controls button').nth(2).click()
     assert panels.nth(1).locator('.readout').inner_text() == 'its runs are hidden'
-    assert panels.nth(1).locator('path').count() == 0 and panels.nth(0).locator('path').count() == 2
+    assert (
+      panels.nth(1).locator('.line').count() == 0 and panels.nth(0).locator('.line').count() == 2
+    )
     page.locator('.controls button').nth(2).click()
     assert panels.nth(1).locator('.readout').inner_text() == ''
     head = page.locator('#scores th[scope=col]').all_text_contents()
-    assert head == ['run', 'return, last tenth', 'last evaluation']
+    assert head == ['line', 'seeds', 'return, last tenth', 'last evaluation']
     page.set_viewport_size({'width': 360, 'height': 700})
     assert page.evaluate('document.documentElement.scrollWidth <= innerWidth')
-  report.write_report([tmp_path / 'catch', tmp_path / 'pong'], tmp_path / 'r.html')
+
+
+def write_run(path: Path, returns: list[float], seed: int, agent: str = 'ppo', **more: Any) -> Path:
+  """A finished run with a return, an entropy and an evaluation at each 10 steps."""
+  path.mkdir(parents=True)
+  config = {
+    'version': 1, 'agent': {'name': agent}, 'env': more.get('env', 'podrace:catch'),
+    'architecture': 'anakin', 'total_steps': 10 * len(returns), 'seed': seed, 'seeds': 1,
+  }  # fmt: skip
+  write_json(path / 'config.json', config)
+  write_json(path / 'summary.json', {
+    'step': 10 * len(returns), 'episode_return': returns[-1], 'steps_per_s': 100.0,
+    'params_sha256': more.get('sha256', f'{agent}{seed}'),
+  })  # fmt: skip
+  lines = [
+    {'step': 10 * (i + 1), 'wall_s': i + 0.5 * seed, 'gradient_steps': 2, 'steps_per_s': 90.0}
+    | {'episode_return': y, 'loss': -y, more.get('metric', 'entropy'): 0.5 * y}
+    for i, y in enumerate(returns)
+  ]
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  evaluation = {'step': 10 * len(returns), 'wall_s': 1.0, 'episode_return_mean': returns[-1] + 1}
+  (path / 'eval.jsonl').write_text(json.dumps(evaluation) + '\n')
+  return path
+
+
+def test_the_seeds_of_a_setting_are_one_line_with_an_interval(tmp_path: Path) -> None:
+  for seed in range(3):
+    write_run(tmp_path / f'ppo{seed}', [0.0, 1.0 + seed, 4.0 + 2 * seed], seed)
+  write_run(tmp_path / 'again', [0.0, 1.0, 4.0], 0)  # seed 0 to the bit
+  write_run(tmp_path / 'dqn', [0.0, 0.5, 1.0], 0, agent='dqn', metric='value')
+  result = report.write_report(find(tmp_path), tmp_path / 'r.html')
+  assert result['runs'] == 4 and 'counted once' in ' '.join(result['left_out'])
   with opened(tmp_path / 'r.html') as page:
-    cells = page.locator('#scores tr').nth(2).locator('td').all_text_contents()
-    assert cells[-2] == 'random play -20.7, human 14.6' and float(cells[-1]) > 0.5
-    assert page.locator('#scores tr').nth(1).locator('td').nth(2).inner_text() == 'none known'
+    first = page.locator('.panel').first
+    legend = first.locator('.legend .entry').all_text_contents()
+    assert sorted(legend) == ['dqn (n=1)', 'ppo (n=3)']
+    assert first.locator('.line').count() == 2 and first.locator('.band').count() == 1
+    first.locator('svg').focus()
+    page.keyboard.press('End')
+    assert 'ppo (n=3) 6 (4 to 8)' in first.locator('.readout').inner_text()
+    rows = page.locator('#scores tbody tr')
+    cells = {r.locator('th').inner_text(): r.locator('td').all_text_contents() for r in rows.all()}
+    assert cells['ppo'] == ['3', '6 (4 to 8)', '7 (5 to 9)'] and cells['dqn'] == ['1', '1', '2']
+    assert page.locator('#runs tbody tr').count() == 4
+    head = page.locator('#configuration thead th').all_text_contents()
+    assert sorted(head[1:]) == ['dqn (n=1)', 'ppo (n=3)']
+    seeds = page.locator('#configuration tr').filter(has_text='seed').first
+    assert '0, 1, 2' in seeds.inner_text()
+
+
+def titles(page: Any, start: str) -> list[str]:
+  """The titles of visible panels that begin so."""
+  shown = page.locator('.panel h3:visible').all_text_contents()
+  return [title for title in shown if title.startswith(start)]
+
+
+def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
+  """Of two environments only one has the metric that is chosen."""
+  write_run(tmp_path / 'ppo', [0.0, 1.0], 0)
+  write_run(tmp_path / 'dqn', [0.0, 1.0], 0, agent='dqn', metric='value', env='podrace:maze')
+  report.write_report(find(tmp_path), tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    assert page.get_by_label('metric', exact=True).input_value() == 'loss'  # both have it
+    assert titles(page, 'Any') == [
+      'Any metric: podrace:maze', 'Any metric: podrace:catch'
+    ]  # fmt: skip
+    page.get_by_label('metric', exact=True).select_option('value')
+    assert titles(page, 'Any') == ['Any metric: podrace:maze']
+    assert 'Mean predicted value' in page.locator('.meaning').inner_text()
+    assert titles(page, 'Lag') == titles(page, 'Actor threads') == []
+
+
+@pytest.mark.parametrize('agent, metric', [('ppo', 'entropy'), ('dqn', 'value'), ('mine', 'loss')])
+def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path: Path) -> None:
+  write_run(tmp_path / 'run', [0.0, 1.0], 0, agent=agent, metric=metric)
+  report.write_report([tmp_path / 'run'], tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    assert page.get_by_label('metric', exact=True).input_value() == metric
+
+
+def test_scores_of_atari(tmp_path: Path) -> None:
+  run = write_run(tmp_path / 'pong', [14.6] * 20, 0, env='ale:pong')
+  other = write_run(tmp_path / 'catch', [1.0], 0)
+  (group,) = collect_groups(read_runs([run]).runs)
+  assert group['anchors'] == 'random play -20.7, human 14.6'
+  assert group['normalized'] == pytest.approx(1.0)
+  report.write_report([other, run], tmp_path / 'r.html')
+  with opened(tmp_path / 'r.html') as page:
+    cells = [r.locator('td').all_text_contents() for r in page.locator('#scores tbody tr').all()]
+    assert cells[0][-2:] == ['none known', '–']
+    assert cells[1][-2:] == ['random play -20.7, human 14.6', '1']
 
 
 def test_actor_threads_have_a_legend_in_colours_of_their_own(page: Any) -> None:
-  panel = page.locator('.panel').filter(has_text='Actor threads: b')
+  panel = page.locator('.panel').filter(has_text='Actor threads: ')
   assert panel.locator('.legend .entry').all_text_contents() == [
     'env', 'inference', 'transfer', 'waiting',
   ]  # fmt: skip
   assert panel.locator('.legend').is_visible()
-  strokes = [p.get_attribute('stroke') for p in panel.locator('path').all()]
+  strokes = [p.get_attribute('stroke') for p in panel.locator('.line').all()]
   assert len({x.lower() for x in strokes} - {x.lower() for x in COLOURS}) == 4
 
 
@@ -143,9 +238,9 @@ def test_the_page_has_its_charts_and_no_error(page: Any) -> None:
   assert page.locator('section').count() == 7
   titles = page.locator('.panel h3').all_text_contents()
   assert titles[:3] == ['Return', 'Evaluations, greedy', 'Any metric'] and 'Speed' in titles
-  assert [t for t in titles if t.startswith('Actor threads')] == ['Actor threads: b']
-  assert page.locator('.panel').first.locator('path').count() == 3
-  d = page.locator('.panel').first.locator('path').first.get_attribute('d')
+  assert len([t for t in titles if t.startswith('Actor threads')]) == 1
+  assert page.locator('.panel').first.locator('.line').count() == 3
+  d = page.locator('.panel').first.locator('.line').first.get_attribute('d')
   assert d.count('L') == 9 and 'NaN' not in d
   assert page.locator('video').count() == 2
 
@@ -161,7 +256,7 @@ def test_the_pointer_shows_values(page: Any, runs: Path) -> None:
   text = panel.locator('.readout').inner_text()
   last = json.loads((runs / 'a/metrics.jsonl').read_text().splitlines()[-1])
   assert 'environment steps 20,480' in text
-  assert 'a ' + f'{float(format(last["episode_return"], ".4g")):g}' in text
+  assert f'(n=1) {float(format(last["episode_return"], ".4g")):g}' in text
   page.mouse.move(5, 5)
   assert panel.locator('.readout').inner_text() == ''
 
@@ -188,9 +283,9 @@ def test_other_axes_metrics_and_runs(page: Any) -> None:
   assert 'entropy' in page.locator('.panel').nth(2).locator('svg').inner_html()
   button = page.locator('.controls button').first
   button.click()
-  assert panel.locator('path').count() == 2 and button.get_attribute('aria-pressed') == 'false'
+  assert panel.locator('.line').count() == 2 and button.get_attribute('aria-pressed') == 'false'
   button.click()
-  assert panel.locator('path').count() == 3
+  assert panel.locator('.line').count() == 3
 
 
 def test_hostile_names_are_text(page: Any) -> None:
@@ -229,23 +324,12 @@ def test_the_data_of_a_run(runs: Path) -> None:
     'dropped_steps': 0,
     'damaged': 0,
   }
-  assert found['metrics']['step'] == list(range(2_048, 20_481, 2_048))
-  assert found['metrics']['gradient_steps_total'][-1] == 20
-  assert found['evaluations']['step'] == [10_240, 20_480]
   assert [v['kind'] for v in found['videos']] == ['mp4', 'mp4']
-
-
-def test_scores_of_atari(tmp_path: Path, runs: Path) -> None:
-  from podrace.experiments.runs import inspect_run
-
-  shutil.copytree(runs / 'a', tmp_path / 'pong')
-  record = json.loads((tmp_path / 'pong/config.json').read_text())
-  (tmp_path / 'pong/config.json').write_text(json.dumps({**record, 'env': 'ale:pong'}))
-  summary = json.loads((tmp_path / 'pong/summary.json').read_text())
-  (tmp_path / 'pong/summary.json').write_text(json.dumps({**summary, 'episode_return': 14.6}))
-  found = report.collect_run(inspect_run(tmp_path / 'pong'))
-  assert found['anchors'] == 'random play -20.7, human 14.6'
-  assert found['normalised'] == pytest.approx(1.0)
+  (group,) = collect_groups(read_runs([runs / 'b']).runs)
+  x, _, low, high = group['bands']['episode_return']['step']
+  assert x == list(range(2_048, 20_481, 2_048)) and low == high == [None] * 10
+  assert group['bands']['loss']['gradient_steps_total'][0][-1] == 20
+  assert group['evaluations'][0] == [10_240, 20_480]
 
 
 def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None:
@@ -269,14 +353,14 @@ def test_large_videos_and_links_are_left_out(runs: Path, tmp_path: Path) -> None
 
 
 def test_long_curves_are_thinned_and_keep_their_end(runs: Path, tmp_path: Path) -> None:
-  from podrace.experiments.runs import inspect_run
-
   run = shutil.copytree(runs / 'a', tmp_path / 'run')
   lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
   (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-  found = report.collect_run(inspect_run(run))['metrics']
-  assert len(found['step']) <= report.POINTS + 1 and found['step'][-1] == 2_501
-  assert found['gradient_steps_total'][-1] == 5_002
+  (group,) = collect_groups(read_runs([run]).runs)
+  by_axis = group['bands']['loss']
+  assert by_axis.keys() == {'step', 'gradient_steps_total'}  # no line has wall_s
+  assert len(by_axis['step'][0]) <= POINTS + 1 and by_axis['step'][0][-1] == 2_501
+  assert by_axis['gradient_steps_total'][0][-1] == 5_002
 
 
 def test_the_command(runs: Path, tmp_path: Path, capsys: Capture) -> None:

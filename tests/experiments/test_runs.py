@@ -110,6 +110,11 @@ def test_runs_are_found_at_any_depth_and_not_within_runs(tmp_path: Path) -> None
     make(tmp_path / name)
   assert runs.find(tmp_path) == [tmp_path / 'a', tmp_path / 'deep/er/b']
   assert runs.find(tmp_path / 'a') == [tmp_path / 'a']
+  (tmp_path / 'link').symlink_to('a')
+  assert runs.find(tmp_path / 'a', tmp_path / 'link', tmp_path) == [
+    tmp_path / 'a',
+    tmp_path / 'deep/er/b',
+  ]
   with pytest.raises(UsageError, match='directory'):
     runs.find(tmp_path / 'nowhere')
 

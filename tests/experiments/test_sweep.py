@@ -92,6 +92,15 @@ def test_a_grid_has_all_combinations() -> None:
     settings.make_grid({'a': RangeSpace(0, 1)})
 
 
+def test_booleans_are_switches_of_train() -> None:
+  spaces = settings.parse(['agent.self-tuning=true,false', 'eval-video=True,False'])
+  assert settings.make_grid(spaces)[1] == {'agent.self-tuning': True, 'eval-video': False}
+  words = [processes.make_arguments(['ppo'], setting)[2:] for setting in settings.make_grid(spaces)]
+  assert words[0] == ['--agent.self-tuning', '--eval-video']
+  assert words[3] == ['--agent.no-self-tuning', '--no-eval-video']
+  assert sorted(settings.sample_options(spaces)) == sorted([words[0], words[3]])
+
+
 def test_random_settings_fill_their_ranges() -> None:
   spaces = {
     'a': RangeSpace(1e-4, 1.0, log=True),

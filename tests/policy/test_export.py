@@ -62,13 +62,13 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'impala': (Impala(), VECTOR, THREE),
   'impala, deep': (Impala(network=ActorCritic(torso='impala-deep')), PIXELS, THREE),
   'impala, lstm': (Impala(network=ActorCritic(core='lstm', core_size=8)), VECTOR, THREE),
-  'ppo, gru, normalised': (
+  'ppo, gru, normalized': (
     PPO(network=ActorCritic(core='gru', core_size=8, activation='relu'), normalize_observations=True), MIXED, THREE,
   ),
   'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
   'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
   'ppo, masked': (PPO(), MASKED, THREE),
-  'ppo, normalised, with a state': (
+  'ppo, normalized, with a state': (
     PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
   ),
   'dqn, image, with a state': (
@@ -90,10 +90,10 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'sac': (SAC(), VECTOR, BOX),
   'd4pg': (D4PG(), VECTOR, BOX),
 }  # fmt: skip
-# A core and what is normalised, a mask, a convolution, values, a continuous action.
+# A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {
-  'ppo, gru, normalised',
-  'ppo, normalised, with a state',
+  'ppo, gru, normalized',
+  'ppo, normalized, with a state',
   'dqn, image, with a state',
   'ppo, empty part',
   'ppo, odd spaces',
@@ -195,7 +195,7 @@ def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
 
 
 def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
-  made('ppo, gru, normalised', tmp_path / 'policy')
+  made('ppo, gru, normalized', tmp_path / 'policy')
   code = (
     'import sys, podrace, numpy as np\n'
     f'policy = podrace.load_policy({str(tmp_path / "policy")!r})\n'
@@ -241,7 +241,7 @@ def test_a_file_without_a_hash_is_not_used(runtime: str, name: str, tmp_path: Pa
 def test_the_onnx_graph_describes_itself(tmp_path: Path) -> None:
   import onnx
 
-  made('ppo, gru, normalised', tmp_path / 'policy')
+  made('ppo, gru, normalized', tmp_path / 'policy')
   model = onnx.load(tmp_path / 'policy' / 'policy.onnx')
   ends = {}
   for x in [*model.graph.input, *model.graph.output]:

@@ -164,7 +164,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
 
 @pytest.fixture(scope='module')
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-  """On eight devices with two seeds, normalised and recurrent: evaluation needs one device."""
+  """On eight devices with two seeds, normalized and recurrent: evaluation needs one device."""
   network = ActorCritic(hidden=(16,), core='gru', core_size=8)
   agent = Impala(network, learning_rate=3e-3, normalize_observations=True, normalize_rewards=True)
   config = Config(agent=agent, num_envs=16, unroll_length=8, total_steps=2560, seeds=2,

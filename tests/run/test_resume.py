@@ -44,7 +44,7 @@ from podrace.system.signals import Stop
 TINY = ['--num-envs', '4', '--unroll-length', '8', '--agent.network.hidden', '16',
         '--total-steps', '32000', '--log-every', '320', '--checkpoint-every', '1600']  # fmt: skip
 PPO = ['--agent', 'ppo', '--agent.epochs', '2', '--agent.minibatches', '2',
-       '--agent.normalize-observations', 'True', '--agent.normalize-rewards', 'True']  # fmt: skip
+       '--agent.normalize-observations', '--agent.normalize-rewards']  # fmt: skip
 HALF = [*TINY[:6], '--total-steps', '16000', '--log-every', '320', '--checkpoint-every', '1600']
 SHORT = [*TINY[:6], '--total-steps', '8000', '--log-every', '160', '--checkpoint-every', '800']
 REPLAY = ['--agent.buffer.capacity', '2048', '--agent.buffer.priority-exponent', '0.6',
@@ -64,11 +64,11 @@ DISCOVER = ['discover', 'lpg-catch', '--agents', '2', '--devices', '2', '--num-e
             '--rule.predictions', '3', '--rule.trajectory', '4', '--value.network.hidden', '8',
             '--total-steps', '96000', '--log-every', '1920', '--checkpoint-every', '9600']  # fmt: skip
 CASES = {
-  'ppo-normalised': (1, [*PPO, *TINY]),
+  'ppo-normalized': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
-  'self-tuning': (1, ['--agent.self-tuning', 'True', '--seeds', '2', *SHORT]),
+  'self-tuning': (1, ['--agent.self-tuning', '--seeds', '2', *SHORT]),
   'self-tuning-sebulba': (
-    2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', 'True', '--agent.network.core', 'gru',
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', '--agent.network.core', 'gru',
         '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
   ),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
@@ -273,13 +273,13 @@ def test_killed_twenty_times(
 def test_the_compilation_cache_of_these_tests_changes_nothing(
   tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-  lives = Lives(tmp_path, 'ppo-normalised', cache=None)
+  lives = Lives(tmp_path, 'ppo-normalized', cache=None)
   lives.finish()
-  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalized'])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('case', ['ppo-normalised', 'one-checkpoint-and-replay-on-the-host'])
+@pytest.mark.parametrize('case', ['ppo-normalized', 'one-checkpoint-and-replay-on-the-host'])
 def test_killed_while_writing_checkpoints(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:
@@ -339,7 +339,7 @@ MOMENTS = ('compiling', 'compiled in', '\nstep ', 'checkpoint')
 def test_signals_save_first(
   signum: int, code: int, moment: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:
-  lives = Lives(tmp_path, 'ppo-normalised', cache)
+  lives = Lives(tmp_path, 'ppo-normalized', cache)
   if moment == 'compiling':
     lives.cache = None  # it takes seconds then
   one = lives.start()
@@ -356,7 +356,7 @@ def test_signals_save_first(
   lives.cache = cache
   output = lives.finish()
   assert not saved or f'resuming at step {saved[-1]:,}' in output
-  assert_same_run(lives.run_dir, undisturbed['ppo-normalised'])
+  assert_same_run(lives.run_dir, undisturbed['ppo-normalized'])
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: Capture) -> None:
@@ -593,7 +593,7 @@ def test_full_disk(
     inside = ['unshare', '-rm', sys.executable, '-m', 'pytest', '-q', request.node.nodeid]
     subprocess.run(inside, env={**os.environ, 'INSIDE': '1'}, timeout=DEADLINE, check=True)
     return
-  case = 'ppo-normalised'
+  case = 'ppo-normalized'
   lives = Lives(tmp_path, case, cache)
   lives.run_dir = tmp_path / 'disk' / 'run'
   with small_disk(tmp_path / 'disk', 4096):

@@ -116,6 +116,22 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     read_params(path, {'w': jax.ShapeDtypeStruct((2,), np.float32)})
 
 
+def test_parameters_of_any_shape_come_back_as_they_were(tmp_path: Path) -> None:
+  """Scalars, as PPO has with normalized rewards, and arrays in another order of memory."""
+  params: dict[str, Any] = {
+    'scalar': jax.numpy.float32(3.5),
+    'steps': np.int32(7),
+    'transposed': np.arange(6, dtype=np.float32).reshape(2, 3).T,
+    'empty': np.zeros((0, 2), np.float32),
+  }
+  params = jax.tree.map(jax.numpy.asarray, params)
+  write_params(tmp_path / 'params', params)
+  read = read_params(tmp_path / 'params', jax.tree.map(jax.typeof, params))
+  for name, x in params.items():
+    assert read[name].shape == x.shape and read[name].dtype == x.dtype
+    np.testing.assert_array_equal(read[name], x)
+
+
 @pytest.fixture(scope='module')
 def many_seeds() -> Iterator[None]:
   """JAX's check takes a scan over split keys for a reuse as soon as it is under vmap."""

@@ -76,7 +76,7 @@ def test_every_entry_makes_an_agent_that_acts(agent: str, kind: defaults.Kind) -
     assert config.unroll_length % config.agent.minibatches == 0
 
 
-def test_integers_are_not_normalised() -> None:
+def test_integers_are_not_normalized() -> None:
   class Counting:
     observation_space, action_space = spaces.Discrete(3), spaces.Box(-1, 1, (1,))
 

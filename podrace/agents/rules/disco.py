@@ -94,17 +94,18 @@ class DiscoTargets(NamedTuple):
 class Sizes:
   """Widths of a rule's layers; the defaults are Disco103's."""
 
-  predictions: int = 600  # Y
-  trajectory: int = 256  # of the LSTM over a trajectory
-  lifetime: int = 128  # M, of the LSTM over the lifetime
-  embedding: int = 16  # of a prediction, before it becomes one number
-  channels: int = 16  # of an action, before the mean of all is added
-  pooled: int = 2
-  policy: int = 16  # of an action, before it becomes its target
-  lifetime_embedding: int = 16  # the same, of the inputs of the LSTM over the lifetime
-  lifetime_channels: int = 16
+  predictions: int = 600  # numbers of the prediction y (Y)
+  trajectory: int = 256  # units of the LSTM over a trajectory
+  lifetime: int = 128  # units of the LSTM over the lifetime (M)
+  embedding: int = 16  # units of a prediction before it becomes one number
+  channels: int = 16  # channels of an action before the mean of all actions is added
+  pooled: int = 2  # channels of the mean over actions
+  policy: int = 16  # units of an action before it becomes its target
+  lifetime_embedding: int = 16  # units of a prediction, in the inputs of the LSTM over the lifetime
+  lifetime_channels: int = 16  # channels of an action, in the inputs of the LSTM over the lifetime
   lifetime_pooled: int = 2
-  summary: int = 16  # of an update
+  # ^ channels of the mean over actions, in the inputs of the LSTM over the lifetime
+  summary: int = 16  # numbers of the summary of an update
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of each array, by its name in the file."""

@@ -57,9 +57,9 @@ class LPGTargets(NamedTuple):
 class Sizes:
   """Widths of the layers; the defaults are the paper's."""
 
-  predictions: int = 30  # Y
-  trajectory: int = 256  # of the LSTM
-  embedding: int = 16  # of a prediction, before it becomes one number
+  predictions: int = 30  # numbers of the prediction y (Y)
+  trajectory: int = 256  # units of the LSTM over a trajectory
+  embedding: int = 16  # units of a prediction before it becomes one number
 
   def shapes(self) -> dict[str, tuple[int, ...]]:
     """The shape of each array, by its name in the file."""

@@ -4,7 +4,7 @@ const data = JSON.parse(document.getElementById('data').textContent)
 const COLOURS = data.colours
 const SVG = 'http://www.w3.org/2000/svg'
 const main = document.querySelector('main')
-const shown = new Set(data.runs.map((run, i) => i))
+const shown = new Set(data.groups.map((group, i) => i)) // groups: runs that differ by their seed only
 const redraws = []
 
 function make(tag, attributes = {}, ...children) {
@@ -38,6 +38,9 @@ function short(x) {
   return number(x)
 }
 
+function interval(center, low, high) { return `${number(center)} (${number(low)} to ${number(high)})` }
+function scored(x) { return x === null || x.low === null ? x && x.mean : interval(x.mean, x.low, x.high) }
+
 function table(head, rows) {
   const body = rows.map(row => make('tr', row.differs ? { class: 'differs' } : {}, ...row.cells.map((cell, i) => {
     const inside = cell instanceof Node ? cell : typeof cell === 'string' ? cell : number(cell)
@@ -63,7 +66,8 @@ function entry(name, colour, dash) {
   return make('span', { class: 'entry' }, swatch, name)
 }
 
-function named(i) { return entry(data.runs[i].name, colour(i), dash(i)) }
+function named(i, name = `${data.groups[i].full_name} (n=${data.groups[i].n})`) { return entry(name, colour(i), dash(i)) }
+function run(i) { return data.runs[i].group === null ? data.runs[i].name : named(data.runs[i].group, data.runs[i].name) }
 function colour(i) { return COLOURS[i % COLOURS.length] }
 function dash(i) { return DASHES[Math.floor(i / COLOURS.length) % DASHES.length] }
 
@@ -83,7 +87,8 @@ function ticks(low, high, count) {
   return found
 }
 
-// series: () => [{name, colour, dash, points: [[x, y], ...]}], none if their runs are hidden
+// series: () => [{name, colour, dash, points: [[x, y, low, high], ...]}], none if their runs are hidden.
+// Without an interval low and high are null. A chart is left out if nothing was recorded for it.
 function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
   const svg = make('svg', { tabindex: 0, role: 'img' })
   const readout = make('div', { class: 'readout', role: 'status', 'aria-live': 'polite' })
@@ -104,15 +109,17 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
     svg.setAttribute('viewBox', `0 0 ${width} ${height}`)
     svg.setAttribute('aria-label', `${title}: ${yLabel()} over ${xLabel()}, ${lines.map(s => s.name).join(', ')}`)
     const points = lines.flatMap(s => s.points)
+    panel.hidden = every.length > 0 && !points.length
     xs = []
     if (!points.length) {
-      readout.textContent = every.length ? 'nothing was recorded' : 'its runs are hidden'
+      readout.textContent = 'its runs are hidden'
       hidden.replaceChildren(make('summary', {}, 'as a table'))
       return
     }
     readout.textContent = ''
     xs = [...new Set(points.map(p => p[0]))].sort((a, b) => a - b)
-    let low = points.reduce((a, p) => Math.min(a, p[1]), Infinity), high = points.reduce((a, p) => Math.max(a, p[1]), -Infinity)
+    const ys = points.flatMap(p => p.slice(1).filter(y => y !== null))
+    let low = ys.reduce((a, y) => Math.min(a, y), Infinity), high = ys.reduce((a, y) => Math.max(a, y), -Infinity)
     if (low === high) { low -= Math.abs(low) * .1 || 1; high += Math.abs(high) * .1 || 1 }
     const left = Math.min(0, xs[0]), right = xs[xs.length - 1] || 1
     bottom = height - M.bottom
@@ -128,21 +135,29 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
     svg.append(make('text', { x: (M.left + width) / 2, y: height - 5, 'text-anchor': 'middle' }, xLabel()),
       make('text', { transform: `translate(12 ${(bottom + M.top) / 2}) rotate(-90)`, 'text-anchor': 'middle' }, yLabel()))
     for (const s of lines) {
-      const d = s.points.map((p, i) => `${i ? 'L' : 'M'}${scaleX(p[0]).toFixed(1)} ${scaleY(p[1]).toFixed(1)}`).join('')
-      svg.append(make('path', { d, fill: 'none', stroke: s.colour, 'stroke-width': 1.8, 'stroke-dasharray': s.dash || '' }))
+      const known = s.points.filter(p => p[2] !== null && p[3] !== null)
+      if (known.length) {
+        svg.append(make('path', { class: 'band', fill: s.colour,
+          d: `${path(known.map(p => [p[0], p[3]]))}${path(known.map(p => [p[0], p[2]]).reverse()).replace('M', 'L')}Z` }))
+      }
+    }
+    for (const s of lines) {
+      svg.append(make('path', { class: 'line', d: path(s.points), stroke: s.colour, 'stroke-dasharray': s.dash || '' }))
       if (s.points.length === 1) svg.append(make('circle', { cx: scaleX(s.points[0][0]), cy: scaleY(s.points[0][1]), r: 3, fill: s.colour }))
     }
     const rows = xs.filter((x, i) => i % Math.ceil(xs.length / 100) === 0 || i === xs.length - 1)
     hidden.replaceChildren(make('summary', {}, 'as a table'), table([xLabel(), ...lines.map(s => s.name)],
-      rows.map(x => ({ cells: [number(x), ...lines.map(s => nearest(s, x, true))] }))))
+      rows.map(x => ({ cells: [number(x), ...lines.map(s => { const p = nearest(s, x); return p[0] === x ? valued(p) : null })] }))))
     point(at)
   }
 
-  function nearest(s, x, exact) {
-    let best = null
-    for (const p of s.points) if (best === null || Math.abs(p[0] - x) < Math.abs(best[0] - x)) best = p
-    return best === null || (exact && best[0] !== x) ? null : best[1]
+  function path(points) {
+    return points.map((p, i) => `${i ? 'L' : 'M'}${scaleX(p[0]).toFixed(1)} ${scaleY(p[1]).toFixed(1)}`).join('')
   }
+
+  function nearest(s, x) { return s.points.reduce((a, p) => Math.abs(p[0] - x) < Math.abs(a[0] - x) ? p : a) }
+
+  function valued(p) { return p[2] === null ? p[1] : interval(p[1], p[2], p[3]) }
 
   function point(i) {
     svg.querySelectorAll('.at').forEach(node => node.remove())
@@ -152,9 +167,9 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
     const x = xs[at]
     svg.append(make('line', { class: 'cursor at', x1: scaleX(x), x2: scaleX(x), y1: M.top, y2: bottom }))
     const parts = lines.map(s => {
-      const y = nearest(s, x, false)
-      svg.append(make('circle', { class: 'at', cx: scaleX(x), cy: scaleY(y), r: 3.5, fill: s.colour }))
-      return `${s.name} ${number(y)}`
+      const p = nearest(s, x)
+      svg.append(make('circle', { class: 'at', cx: scaleX(x), cy: scaleY(p[1]), r: 3.5, fill: s.colour }))
+      return `${s.name} ${typeof valued(p) === 'number' ? number(p[1]) : valued(p)}`
     })
     readout.textContent = `${xLabel()} ${number(x)}: ${parts.join(', ')}`
   }
@@ -182,31 +197,31 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
   return draw
 }
 
-function column(run, metric) { return Object.hasOwn(run.metrics, metric) ? run.metrics[metric] : [] }
+function pointsOf(band) {
+  if (!band) return []
+  const [x, center, low, high] = band
+  return x.map((value, i) => [value, center[i], low[i], high[i]])
+}
 
-function points(run, metric, axis) {
-  const y = column(run, metric), x = column(run, axis)
-  return y.map((value, i) => [x[i], value]).filter(p => p[0] !== null && p[0] !== undefined && p[1] !== null)
+function points(group, metric, axis) {
+  return pointsOf(Object.hasOwn(group.bands, metric) ? group.bands[metric][axis] : null)
 }
 
 const AXES = { step: 'environment steps', wall_s: 'wall time (s)', gradient_steps_total: 'gradient steps' }
 let axis = 'step'
 
-// The lines of the runs that are shown; of those in one environment, if it is given.
-function linesOf(pointsOf, env) {
-  return () => data.runs.flatMap((run, i) => shown.has(i) && (env === undefined || run.env === env)
-    ? [{ name: run.name, colour: colour(i), dash: dash(i), points: pointsOf(run) }] : [])
+const ENVS = [...new Set(data.groups.map(group => group.env))]
+
+// The lines of the groups that are shown; of those in one environment, if it is given.
+function linesOf(pointsOfGroup, env) {
+  return () => data.groups.flatMap((group, i) => shown.has(i) && (env === undefined || group.env === env)
+    ? [{ name: `${env === undefined ? group.full_name : group.name} (n=${group.n})`, colour: colour(i), dash: dash(i), points: pointsOfGroup(group) }] : [])
 }
 
-function byRun(metric) { return linesOf(run => points(run, metric, axis)) }
-
-const ENVS = [...new Set(data.runs.map(run => run.env))]
-
-// A chart for each environment in which a run has something to show.
-function charts(parent, title, xLabel, yLabel, pointsOf, applies = run => pointsOf(run).length) {
-  const several = ENVS.length > 1
-  return ENVS.filter(env => data.runs.some(run => run.env === env && applies(run))).map(env =>
-    chart(parent, several ? `${title}: ${env}` : title, xLabel, yLabel, linesOf(pointsOf, env), several))
+// A chart for each environment in which a group has something to show.
+function charts(parent, title, xLabel, yLabel, pointsOfGroup, applies = group => pointsOfGroup(group).length) {
+  return ENVS.filter(env => data.groups.some(group => group.env === env && applies(group))).map(env =>
+    chart(parent, ENVS.length > 1 ? `${title}: ${env}` : title, xLabel, yLabel, linesOf(pointsOfGroup, env), data.groups.length > 1))
 }
 
 // --- the page -------------------------------------------------------------------------------
@@ -214,17 +229,17 @@ function charts(parent, title, xLabel, yLabel, pointsOf, applies = run => points
 document.getElementById('made').textContent = `${data.runs.length} run${data.runs.length === 1 ? '' : 's'}, podrace ${data.version}, ${data.made}`
 
 const runs = section('runs', 'Runs')
-runs.append(table(['run', 'state', 'agent', 'environment', 'architecture', 'steps', 'of', 'return', 'steps/s', 'wall time (s)', 'machine'],
-  data.runs.map((r, i) => ({ cells: [named(i), r.why ? `${r.state}: ${r.why}` : r.state, r.sweep ? `${r.agent} (sweep)` : r.agent, r.env, r.architecture,
-    r.step, r.total_steps, r.episode_return, r.steps_per_s, r.wall_s, r.machine] }))))
+runs.append(table(['run', 'state', 'agent', 'environment', 'architecture', 'steps', 'of', 'return', 'steps/s', 'wall time (s)'],
+  data.runs.map((r, i) => ({ cells: [run(i), r.why ? `${r.state}: ${r.why}` : r.state, r.sweep ? `${r.agent} (sweep)` : r.agent, r.env, r.architecture,
+    r.step, r.total_steps, r.episode_return, r.steps_per_s, r.wall_s] }))))
 for (const text of data.left_out) runs.append(make('p', { class: 'note' }, `left out: ${text}`))
 
 const curves = section('curves', 'Curves')
 const choose = make('select', { 'aria-label': 'horizontal axis' }, ...Object.entries(AXES).map(([k, v]) => make('option', { value: k }, v)))
 choose.addEventListener('change', () => { axis = choose.value; redraws.forEach(draw => draw()) })
 const controls = make('div', { class: 'controls' }, make('label', {}, 'over ', choose))
-if (data.runs.length > 1) {
-  data.runs.forEach((run, i) => {
+if (data.groups.length > 1) {
+  data.groups.forEach((group, i) => {
     const button = make('button', { type: 'button', 'aria-pressed': 'true' }, named(i))
     button.addEventListener('click', () => {
       if (shown.has(i)) shown.delete(i); else shown.add(i)
@@ -235,77 +250,93 @@ if (data.runs.length > 1) {
   })
 }
 const panels = make('div', { class: 'panels' })
-curves.append(controls, make('p', { class: 'note' }, 'Point at a chart for values, or focus it and use the arrow keys, Home, End and Escape.'), panels)
-const has = metric => data.runs.some(run => column(run, metric).some(x => x !== null))
-charts(panels, 'Return', () => AXES[axis], () => 'episode return', run => points(run, 'episode_return', axis))
-charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return',
-  run => run.evaluations.step.map((x, k) => [x, run.evaluations.mean[k]]).filter(p => p[1] !== null))
-const all = [...new Set(data.runs.flatMap(run => Object.keys(run.metrics)))]
-  .filter(name => !['step', 'wall_s', 'gradient_steps_total', 'episode_return'].includes(name) && has(name)).sort()
+const isBand = data.groups.some(group => group.n > 1)
+curves.append(controls, make('p', { class: 'note' }, isBand ? 'Line: mean over n seeds. Band: 95% bootstrap interval.' : 'One seed each: no interval.',
+  ' Point at a chart for values, or focus it and use the arrow keys, Home, End and Escape.'), panels)
+charts(panels, 'Return', () => AXES[axis], () => 'episode return', group => points(group, 'episode_return', axis))
+charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return', group => pointsOf(group.evaluations))
+const all = [...new Set(data.groups.flatMap(group => Object.keys(group.bands)))].filter(name => name !== 'episode_return').sort()
 const pick = make('select', { 'aria-label': 'metric' }, ...all.map(name => make('option', { value: name }, name)))
-if (all.includes('loss')) pick.value = 'loss'
 if (all.length) {
+  // The metric that tells most of the agents, if all of them have it.
+  const telling = data.groups.map(group => group.telling).filter(name => data.groups.every(group => Object.hasOwn(group.bands, name)))
+  pick.value = telling[0] || (all.includes('loss') ? 'loss' : all[0])
   controls.append(make('label', {}, 'any metric ', pick))
-  const draws = charts(panels, 'Any metric', () => AXES[axis], () => pick.value, run => points(run, pick.value, axis), () => true)
-  pick.addEventListener('change', () => draws.forEach(draw => draw()))
+  const meaning = make('p', { class: 'note meaning' })
+  const explain = () => {
+    const each = data.groups.filter(group => Object.hasOwn(group.bands, pick.value)).map(group => [group.agent, group.meanings[pick.value]])
+    const texts = new Set(each.map(pair => pair[1]).filter(text => text))
+    meaning.textContent = texts.size === 1 ? `${pick.value}: ${[...texts][0]}`
+      : [...new Map(each.filter(pair => pair[1]))].map(([agent, text]) => `${pick.value} of ${agent}: ${text}`).join(' ')
+  }
+  const draws = charts(panels, 'Any metric', () => AXES[axis], () => pick.value, group => points(group, pick.value, axis), () => true)
+  panels.after(meaning)
+  explain()
+  pick.addEventListener('change', () => { draws.forEach(draw => draw()); explain() })
 }
 
 const speed = section('speed', 'Throughput, and where time went')
 const speeds = make('div', { class: 'panels' })
 speed.append(speeds)
-chart(speeds, 'Speed', () => AXES[axis], () => 'steps/s', byRun('steps_per_s'))
+charts(speeds, 'Speed', () => AXES[axis], () => 'steps/s', group => points(group, 'steps_per_s', axis))
 const SHARES = ['actor_env', 'actor_inference', 'actor_transfer', 'actor_waiting']
-const SHARE_COLOURS = ['#8c6bd8', '#98981f', '#c23b5a', '#7d8790'] // none of a run's
-data.runs.forEach((run, i) => {
-  if (!SHARES.some(name => name in run.metrics)) return
-  chart(speeds, `Actor threads: ${run.name}`, () => AXES[axis], () => 'share of time', () => SHARES.map((name, k) => ({
-    name: name.replace('actor_', ''), colour: SHARE_COLOURS[k], dash: DASHES[k], points: points(run, name, axis) })), true)
+const SHARE_COLOURS = ['#8c6bd8', '#98981f', '#c23b5a', '#7d8790'] // none of a group's
+data.groups.forEach(group => {
+  if (!SHARES.some(name => name in group.bands)) return
+  chart(speeds, `Actor threads: ${group.full_name}`, () => AXES[axis], () => 'share of time', () => SHARES.map((name, k) => ({
+    name: name.replace('actor_', ''), colour: SHARE_COLOURS[k], dash: DASHES[k], points: points(group, name, axis) })), true)
 })
-if (has('policy_lag_mean')) chart(speeds, 'Lag of the acting policy', () => AXES[axis], () => 'updates', byRun('policy_lag_mean'))
-speed.append(table(['run', 'compilation (s)', 'wall time (s)', 'steps/s of the run'],
-  data.runs.map((r, i) => ({ cells: [named(i), r.compile_s, r.wall_s, r.steps_per_s] }))))
+charts(speeds, 'Lag of the acting policy', () => AXES[axis], () => 'updates', group => points(group, 'policy_lag_mean', axis))
+speed.append(table(['run', 'steps/s of the run', 'compilation (s)', 'machine'],
+  data.runs.map((r, i) => ({ cells: [run(i), r.steps_per_s, r.compile_s, r.machine] }))))
 
 const scores = section('scores', 'Scores')
-const isAnchored = data.runs.some(run => run.anchors) // no other environments have them
-scores.append(table(['run', 'return, last tenth', 'last evaluation', ...(isAnchored ? ['anchors', 'human-normalised'] : [])],
-  data.runs.map((r, i) => ({ cells: [named(i), r.score, r.evaluations.mean.length ? r.evaluations.mean[r.evaluations.mean.length - 1] : null,
-    ...(isAnchored ? [r.anchors || 'none known', r.normalised] : [])] }))))
+const isAnchored = data.groups.some(group => group.anchors) // no other environments have them
+scores.append(table(['line', 'seeds', 'return, last tenth', 'last evaluation', ...(isAnchored ? ['anchors', 'human-normalized'] : [])],
+  data.groups.map((g, i) => ({ cells: [named(i, g.full_name), g.n, scored(g.final), scored(g.evaluated),
+    ...(isAnchored ? [g.anchors || 'none known', g.normalized] : [])] }))))
 
 if (data.runs.some(run => run.diagnoses.length)) {
   section('diagnostics', 'Signs that a run does not learn').append(table(['run', 'step', 'sign'],
-    data.runs.flatMap((r, i) => r.diagnoses.map(d => ({ cells: [named(i), d.step, d.message] })))))
+    data.runs.flatMap((r, i) => r.diagnoses.map(d => ({ cells: [run(i), d.step, d.message] })))))
 }
 
 if (data.runs.some(run => run.changes.length)) {
   section('changes', 'Settings that changed').append(table(['run', 'from step', 'setting'],
-    data.runs.flatMap((r, i) => r.changes.map(c => ({ cells: [named(i), c.step, c.text] })))))
+    data.runs.flatMap((r, i) => r.changes.map(c => ({ cells: [run(i), c.step, c.text] })))))
 }
 
 const faults = section('faults', 'Faults survived')
 faults.append(table(['run', 'environments restarted', 'steps lost with them', 'damaged checkpoints', 'how it ended'],
-  data.runs.map((r, i) => ({ cells: [named(i), r.faults.env_restarts, r.faults.dropped_steps, r.faults.damaged, r.why ? `${r.state}: ${r.why}` : r.state] }))))
+  data.runs.map((r, i) => ({ cells: [run(i), r.faults.env_restarts, r.faults.dropped_steps, r.faults.damaged, r.why ? `${r.state}: ${r.why}` : r.state] }))))
 
 if (data.runs.some(run => run.videos.length || run.videos_left_out.length)) {
   const videos = section('videos', 'Videos')
   const grid = make('div', { class: 'panels' })
   videos.append(grid)
   data.runs.forEach(run => {
-    for (const v of run.videos) {
+    const earlier = make('details', {}, make('summary', {}, 'earlier videos'))
+    run.videos.forEach((v, i) => { // the newest comes first
       const film = v.kind === 'mp4' ? make('video', { controls: '', loop: '', muted: '', src: v.data }) : make('img', { src: v.data, alt: v.name })
-      grid.append(make('figure', { class: 'panel' }, film, make('figcaption', {}, `${run.name}: ${v.name}`)))
-    }
+      const figure = make('figure', { class: 'panel' }, film, make('figcaption', {}, `${run.name}: ${v.name}`))
+      if (i) earlier.append(figure); else { grid.append(figure); figure.append(...(run.videos.length > 1 ? [earlier] : [])) }
+    })
     for (const text of run.videos_left_out) videos.append(make('p', { class: 'note' }, `left out: ${text}`))
   })
 }
 
+// A column for each group; runs of a group may differ in their seeds and a few more settings.
 const config = section('configuration', 'Configuration')
 const paths = [...new Set(data.runs.flatMap(run => Object.keys(run.config)))]
+const columns = [...data.groups.map((group, i) => [`${group.full_name} (n=${group.n})`, data.runs.filter(run => run.group === i)]),
+  ...data.runs.filter(run => run.group === null).map(run => [run.name, [run]])]
 const rows = paths.map(path => {
-  const values = data.runs.map(run => Object.hasOwn(run.config, path) ? String(run.config[path]) : '–')
+  const values = columns.map(([, members]) =>
+    [...new Set(members.map(run => Object.hasOwn(run.config, path) ? String(run.config[path]) : '–'))].join(', '))
   return { cells: [path, ...values], differs: new Set(values).size > 1 }
 })
 rows.sort((a, b) => b.differs - a.differs)
-config.append(table(['setting', ...data.runs.map(run => run.name)], rows))
+config.append(table(['setting', ...columns.map(column => column[0])], rows))
 
 redraws.forEach(draw => draw())
 let pending = 0

@@ -122,7 +122,7 @@ def _read_record(sweep: Sweep) -> dict[str, Any] | None:
   try:
     return read_object(path, {})
   except UnreadableFile as e:
-    raise UsageError(f'{path} is damaged: it {e.reason}; remove it to begin anew') from e
+    raise UsageError(f'{path} is damaged: it {e.reason}; remove it to start again') from e
 
 
 def record_sweep(sweep: Sweep) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import Stopped, UnreadableFile
-from podrace.experiments.sweep.settings import Setting
+from podrace.experiments.sweep.settings import Setting, option_words
 from podrace.run.directory import is_running
 from podrace.run.metrics import Line
 from podrace.system.child import ChildProcess, python
@@ -72,7 +72,7 @@ class Trial:
 
 def make_arguments(options: list[str], setting: Setting) -> list[str]:
   """Return the command of a setting: the sweep's own options, then the varied ones."""
-  varied = [x for name, value in setting.items() for x in (f'--{name}', *str(value).split())]
+  varied = [word for name, value in setting.items() for word in option_words(name, value)]
   return ['train', *options, *varied]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.fields import whole_number
+from podrace.fields import negate, whole_number
 
 Setting = dict[str, Any]  # value of each varied field, by its option without dashes
 
@@ -100,7 +100,9 @@ def _parse_range(text: str, values: str) -> RangeSpace:
 
 
 def parse_value(text: str) -> Any:
-  """Return a choice as a number if it is one, else as text."""
+  """Return a choice as a number or a boolean if it is one, else as text."""
+  if text.lower() in ('true', 'false'):
+    return text.lower() == 'true'
   text = whole_number(text)
   for kind in (int, float):
     try:
@@ -110,9 +112,18 @@ def parse_value(text: str) -> Any:
   return text
 
 
+def option_words(name: str, value: Any) -> list[str]:
+  """Return a varied setting as words of a command line."""
+  if isinstance(value, bool):
+    return [f'--{name}' if value else negate(f'--{name}')]
+  return [f'--{name}', *str(value).split()]
+
+
 def sample_options(spaces: Spaces) -> list[list[str]]:
   """Return option lists of `podrace train` that cover each choice and both ends of numbers."""
-  columns = [[[f'--{name}', *v.split()] for v in _extreme_values(s)] for name, s in spaces.items()]
+  columns = [
+    [option_words(name, parse_value(v)) for v in _extreme_values(s)] for name, s in spaces.items()
+  ]
   count = max(map(len, columns))
   return [[x for column in columns for x in column[i % len(column)]] for i in range(count)]
 

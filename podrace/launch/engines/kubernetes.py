@@ -27,9 +27,7 @@ from podrace.system.output import print_text
 
 OPTIONS = (
   manifests.IMAGE,
-  Option(
-    '--volume', 'CLAIM', 'of --on kubernetes: the PersistentVolumeClaim for the run directory'
-  ),
+  Option('--volume', 'CLAIM', 'PersistentVolumeClaim for the run directory, for kubernetes'),
   manifests.CPUS,
   manifests.GPUS,
   manifests.LEARNERS_INSECURE,

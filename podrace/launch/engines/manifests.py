@@ -34,17 +34,19 @@ GRACE = 60  # seconds in which processes may save
 CPUS = Option(
   '--cpus',
   'NODE=N',
-  'of --on slurm, ray and kubernetes: cores of each replica (default 1); may be repeated',
+  'cores of each replica of a node (default 1); may be repeated; for slurm, ray and kubernetes',
 )
 GPUS = Option(
-  '--gpus', 'NODE=N', 'likewise: accelerators of each replica (default 0); may be repeated'
+  '--gpus',
+  'NODE=N',
+  'accelerators of each replica (default 0); may be repeated; for slurm, ray, kubernetes',
 )
 LEARNERS_INSECURE = Option(
   '--learners-insecure',
   '',
-  'of --learners, on several machines: they talk in plain text, without keys',
+  'learners on several machines talk in plain text, without keys',
 )
-IMAGE = Option('--image', 'IMAGE', 'of --on kubernetes and skypilot: with podrace in it')
+IMAGE = Option('--image', 'IMAGE', 'image with podrace in it, for kubernetes and skypilot')
 
 
 def run_place(options: Options) -> tuple[str, Path]:

@@ -24,9 +24,10 @@ from podrace.system.process import scratch_directory
 
 OPTIONS = (
   manifests.IMAGE,
-  Option('--setup', 'COMMAND', 'of --on skypilot, without --image: installs podrace on a machine'),
-  Option('--machines', 'N', "of --on skypilot: how many, the learner's too", 2),
-  Option('--resources', 'KEY=VALUE', "of --on skypilot: of each machine, as its YAML has them, "
+  Option('--setup', 'COMMAND', 'command that installs podrace on a machine, for skypilot without '
+    '--image'),
+  Option('--machines', 'N', "number of machines with that of the learner, for skypilot", 2),
+  Option('--resources', 'KEY=VALUE', "resource of each machine in the form of SkyPilot's YAML, "
     'such as accelerators=L4:1, cpus=16+ or infra=aws; may be repeated'),
 )  # fmt: skip
 RESOURCES = (

@@ -43,7 +43,7 @@ from podrace.system.options import Option, Options
 from podrace.system.output import print_text
 
 OPTIONS = (
-  Option('--sbatch', 'OPTION', "of --on slurm: one of sbatch's own without its --, as time=8:00:00;"
+  Option('--sbatch', 'OPTION', "option of sbatch without its --, as time=8:00:00, for slurm;"
     ' may be repeated'),
   CPUS,
   GPUS,

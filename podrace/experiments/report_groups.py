@@ -1,0 +1,140 @@
+"""The lines of a report: one for each configuration, over all its seeds, as in `podrace plot`.
+
+A group is JSON for the page. A band is [x, center, low, high], lists of the same length.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from podrace.agents.metrics import MOST_TELLING, meanings_of
+from podrace.errors import UsageError
+from podrace.experiments import curves
+from podrace.experiments.curves import CurveGroup, LoggedRun, RunCurve
+from podrace.experiments.labels import make_labels
+from podrace.experiments.runs import agent_of
+from podrace.experiments.scores import ATARI, atari_game, normalize_human
+from podrace.run import metrics
+from podrace.run.directory import read_record
+
+AXES: dict[str, curves.X] = {
+  'step': 'steps',
+  'wall_s': 'wall',
+  'gradient_steps_total': 'gradient-steps',
+}
+POSITIONS = ('step', 'wall_s', 'gradient_steps')  # metrics that are axes
+POINTS = 1000  # most points of a line; longer ones are thinned
+DIGITS = 6  # significant digits of a number
+
+Band = list[list[float | None]]
+
+
+def collect_groups(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
+  """Return a group of runs for each configuration, in the order of their first runs."""
+  by_key: dict[str, list[LoggedRun]] = {}
+  for run in runs:
+    by_key.setdefault(run.group, []).append(run)
+  members = list(by_key.values())
+  labels = make_labels([CurveGroup(m[0].config, []) for m in members])
+  several_envs = len({str(m[0].config.get('env')) for m in members}) > 1
+  return [
+    _collect_group(label, group, several_envs) for label, group in zip(labels, members, strict=True)
+  ]
+
+
+def _collect_group(label: str, runs: Sequence[LoggedRun], several_envs: bool) -> dict[str, Any]:
+  env = str(runs[0].config.get('env', ''))
+  agent = agent_of((read_record(runs[0].path) or {}).get('agent') or {'name': ''})[0]
+  returns = _curves(runs, 'episode_return', 'steps')
+  names = {n for run in runs for line in run.lines for n, x in line.items() if not _is_list(x)}
+  bands = {n: _bands(runs, n) for n in sorted(names.difference(POSITIONS))}
+  evaluations = [c for run in runs for c in _evaluation_curves(run)]
+  return {
+    'name': label,
+    'full_name': f'{label} in {env}' if several_envs else label,
+    'env': env,
+    'agent': agent,
+    'n': len(returns) or len(runs),
+    'paths': [str(run.path) for run in runs],
+    'bands': {name: by_axis for name, by_axis in bands.items() if by_axis},
+    'evaluations': _band(evaluations) if evaluations else None,
+    'final': _interval([curves.final_mean(c) for c in returns]),
+    'evaluated': _interval([float(c.y[-1]) for c in evaluations]),
+    **_anchors(env, [curves.final_mean(c) for c in returns]),
+    'telling': MOST_TELLING.get(agent, ''),
+    'meanings': meanings_of(agent),
+  }
+
+
+def _is_list(x: Any) -> bool:
+  return isinstance(x, list)
+
+
+def _curves(runs: Sequence[LoggedRun], metric: str, x: curves.X) -> list[RunCurve]:
+  """Return the curves of all runs that have the metric."""
+  found: list[RunCurve] = []
+  for run in runs:
+    try:
+      found += curves.extract_curves(run, metric, x)
+    except UsageError:  # no value, or no position on this axis
+      continue
+  return found
+
+
+def _evaluation_curves(run: LoggedRun) -> list[RunCurve]:
+  lines = metrics.read(run.path / 'eval.jsonl', shown=True)
+  if not lines:
+    return []
+  return _curves([dataclasses.replace(run, lines=lines)], 'episode_return_mean', 'steps')
+
+
+def _bands(runs: Sequence[LoggedRun], metric: str) -> dict[str, Band]:
+  """Return the band of a metric over each axis that the runs have."""
+  each = {name: _curves(runs, metric, x) for name, x in AXES.items()}
+  return {name: _band(found) for name, found in each.items() if found}
+
+
+def _band(found: Sequence[RunCurve]) -> Band:
+  band = curves.make_band(found)
+  kept = np.arange(0, len(band.x), max(1, -(-len(band.x) // POINTS)))
+  kept = np.union1d(kept, [len(band.x) - 1])
+  return [[_rounded(v) for v in row[kept]] for row in (band.x, band.center, band.low, band.high)]
+
+
+def _rounded(x: float) -> float | None:
+  if not np.isfinite(x):
+    return None
+  return int(x) if float(x).is_integer() and abs(x) < 2**53 else float(f'{x:.{DIGITS}g}')
+
+
+def _interval(values: Sequence[float]) -> dict[str, Any] | None:
+  """Return the mean of a value of each seed, and its 95% bootstrap interval."""
+  if not values:
+    return None
+  array = np.array(values)
+  low, high = curves.bootstrap_interval([array], np.mean) if len(values) > 1 else (None, None)
+  return {'mean': float(array.mean()), 'low': low, 'high': high, 'n': len(values)}
+
+
+def _anchors(env: str, values: Sequence[float]) -> dict[str, Any]:
+  """Return the scores of random play and of humans, and the mean score on their scale."""
+  game = atari_game(env)
+  if game is None:
+    return {'anchors': '', 'normalized': None}
+  mean = float(np.mean(values)) if values else None
+  return {
+    'anchors': 'random play {:g}, human {:g}'.format(*ATARI[game]),
+    'normalized': None if mean is None else normalize_human(game, mean),
+  }
+
+
+def index_runs(
+  groups: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]
+) -> list[int | None]:
+  """Return the index of the group of each run; None for a run without a line of metrics."""
+  group_of = {path: i for i, group in enumerate(groups) for path in group['paths']}
+  return [group_of.get(report['path']) for report in reports]
