@@ -26,7 +26,7 @@ SMALL = '--agent ppo --num-envs 32 --unroll-length 16 --total-steps 40_000'
 FAILURES = {  # name -> sign, options
   'learning-rate-of-impala': ('entropy-collapsed', 'catch --agent.learning-rate 1 --total-steps 80_000'),
   'learning-rate-of-ppo': ('entropy-collapsed', 'cartpole --agent.learning-rate 0.3 --agent.max-grad-norm 0 --total-steps 100_000'),
-  'learning-rate-of-dqn': ('values-diverge', f'{DQN} --agent.learning-rate 0.01 --agent.target-period 1 --agent.double false --agent.huber 0 --agent.max-grad-norm 0 --agent.discount 1'),
+  'learning-rate-of-dqn': ('values-diverge', f'{DQN} --agent.learning-rate 0.01 --agent.target-period 1 --agent.no-double --agent.huber 0 --agent.max-grad-norm 0 --agent.discount 1'),
   'learning-rate-too-small': ('entropy-constant', 'catch --agent.learning-rate 1e-7 --total-steps 300_000'),
   'entropy-cost': ('entropy-constant', 'catch --agent.entropy-cost 10 --total-steps 300_000'),
   'clipping': ('ratios-clipped', 'cartpole --agent.clip 1e-7 --total-steps 100_000'),

@@ -102,7 +102,13 @@ METRICS = (
     'explained_variance',
     "1 minus the variance of the values' errors by that of the targets. 1: exact. 0 or less: no "
     'better than a constant.',
-    (*POLICY_GRADIENT, 'intrinsic'),
+    (*POLICY_GRADIENT, *MODEL_BASED, 'intrinsic'),
+  ),
+  MetricRow(
+    'saturation',
+    'Share of the numbers of actions that are within 1% of a bound. Near 1: the policy only '
+    'switches between extremes.',
+    (*POLICY_GRADIENT, *ACTOR_CRITIC),
   ),
   MetricRow(
     'advantage_std',
