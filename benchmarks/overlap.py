@@ -1,9 +1,10 @@
 """Acting and stepping at the same time, with a device that takes time and no CPU.
 
-The acting program is replaced by a stub whose actions are ready D milliseconds after they were asked for. Like a
+The acting program is replaced by a stub whose actions are ready D milliseconds after the call. Like a
 device it answers one call after the other. Unrolls are made, and dropped, as there is no learner. Each variant is
 compared with min(environments alone, inference alone), where the environments are one pool with all threads, and
-inference has the variant's batches. Rounds take the variants in turn; figures are medians.
+inference has the variant's batches. Rounds take the variants in turn; figures are medians. `waiting` are
+environments that take time and no CPU either, one pool's after the other's, as on threads that all pools share.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from typing import Any
 import common
 import jax
 import numpy as np
+from gymnasium import spaces
 
-from podrace.api import configure
+from podrace.agents.impala import Impala
 from podrace.architectures.sebulba import Actors
+from podrace.envs.host import base as host
 from podrace.experiments.bench import acting_program, measure_environments, measure_inference
-from podrace.run.build import build_sebulba
-from podrace.settings.resolved import resolve
+from podrace.networks import ActorCritic
+from podrace.replay import on_policy
+from podrace.run import build
+from podrace.settings.agents import bind
+from podrace.topology import split_devices
+from podrace.types import Arrival
 
-ENVS = {'ale:pong': 32, 'envpool:CartPole-v1': 1024}  # environments of each
+ENVS = {'waiting': 32, 'ale:pong': 32, 'envpool:CartPole-v1': 1024}  # environments of each
+STEP_SECONDS = 0.0015  # of all environments `waiting`
 VARIANTS = {  # threads and groups
   '1 thread': (1, 1),
   '2 threads': (2, 1),
@@ -34,6 +42,26 @@ VARIANTS = {  # threads and groups
 TIMER_SLACK = 29  # PR_SET_TIMERSLACK: otherwise each sleep takes 50 us longer
 
 
+def wait_until(moment: float) -> None:
+  """Sleeps until a time of `time.perf_counter`."""
+  if (left := moment - time.perf_counter()) > 0:
+    ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
+    time.sleep(left)
+
+
+class Queue:
+  """Does one work after the other. Each takes time, and no CPU."""
+
+  def __init__(self) -> None:
+    self._lock, self._free_at = threading.Lock(), 0.0
+
+  def add(self, seconds: float) -> float:
+    """Returns the time at which this work will be done."""
+    with self._lock:
+      self._free_at = max(self._free_at, time.perf_counter()) + seconds
+      return self._free_at
+
+
 class Answer:
   """Actions that a device computes until a time."""
 
@@ -41,10 +69,41 @@ class Answer:
     self._action, self._ready_at = action, ready_at
 
   def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
-    if (left := self._ready_at - time.perf_counter()) > 0:
-      ctypes.CDLL(None).prctl(TIMER_SLACK, 1)
-      time.sleep(left)
+    wait_until(self._ready_at)
     return self._action
+
+
+class WaitingPool:
+  """Environments that take time and no CPU."""
+
+  watches_itself = True
+  threads = Queue()  # of all pools
+
+  def __init__(self, args: host.PoolArgs) -> None:
+    n = self.num_envs = self.batch_size = args.num_envs
+    self._seconds = STEP_SECONDS * n / ENVS['waiting']
+    self._stepper, self._ids = host.Stepper(n), host.everyone(n)
+    self._observation, self._reward = np.zeros((n, 4), np.float32), np.zeros(n, np.float32)
+    self._no = np.zeros(n, bool)
+
+  def reset(self) -> None:
+    self._ready_at = self.threads.add(self._seconds)
+
+  def send(self, env_id: np.ndarray, action: Any) -> None:
+    self.reset()
+
+  def recv(self) -> Arrival:
+    wait_until(self._ready_at)
+    observation, no = self._observation.copy(), self._no
+    timestep = self._stepper.timestep(self._ids, observation, self._reward, no, no)
+    return Arrival(self._ids, timestep, timestep.reward, no, np.zeros(self.num_envs, np.int32))
+
+  def kill(self) -> None: ...
+
+  def close(self) -> None: ...
+
+
+WAITING = host.HostSpec('waiting', spaces.Box(-1, 1, (4,), np.float32), spaces.Discrete(2), WaitingPool)  # fmt: skip
 
 
 class SlowDevice:
@@ -52,7 +111,7 @@ class SlowDevice:
 
   def __init__(self, programs: Any, actions: int, seconds: float) -> None:
     self._programs, self._actions, self._seconds = programs, actions, seconds
-    self._lock, self._free_at = threading.Lock(), 0.0
+    self._queue = Queue()
     self._parts: Any = None
 
   def __getattr__(self, name: str) -> Any:
@@ -61,9 +120,7 @@ class SlowDevice:
   def step(self, params: Any, carry: Any, keys: Any, numbers: Any, observation: Any) -> Any:
     """Returns actions that do not depend on anything, in time."""
     action = np.arange(numbers.shape[1], dtype=np.int32) % self._actions
-    with self._lock:
-      self._free_at = max(self._free_at, time.perf_counter()) + self._seconds
-      return carry, Answer(action, self._free_at)
+    return carry, Answer(action, self._queue.add(self._seconds))
 
   def finish(self, *args: Any) -> Any:
     """Returns the same trajectory each time: the unroll stays on the device."""
@@ -76,13 +133,13 @@ class Variant:
   """The actors of a setting, of which each measurement makes new ones."""
 
   def __init__(self, env: str, num_envs: int, threads: int, groups: int) -> None:
-    agent = {'network': {'torso': 'mlp', 'hidden': (4,)}}  # is only compiled
     num_envs = num_envs // (threads * groups) * threads * groups
-    config = configure(
-      env=env, architecture='sebulba', agent=agent, num_envs=num_envs, unroll_length=20, lag='async', max_lag=2**20,
-      actor_threads=threads, actor_groups=groups, devices=1,
+    spec = WAITING if env == 'waiting' else host.make(env)
+    agent = bind(Impala(network=ActorCritic(hidden=(4,))), spec, 100)  # is only compiled
+    driver = build.sebulba(
+      agent, spec, on_policy(), split_devices('0', '0'), num_envs, 20,
+      threads=threads, groups=groups, lag='async', max_lag=2**20,
     )  # fmt: skip
-    driver = build_sebulba(resolve(config))
     driver.compile()
     self.program = acting_program(driver)
     self._programs, self._actions = self.program.programs, int(self.program.spec.action_space.n)

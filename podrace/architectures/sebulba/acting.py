@@ -30,8 +30,8 @@ class ActingProgram:
   """One agent that acts in pools of one kind of environment. It knows no learner.
 
   The `num_envs` are divided over the actor threads of all processes, and in each thread over its
-  groups, which take turns: while one is acted for, the others step. If `batch_size` (of one thread)
-  is less than a thread's share, environments return in any order, as they become ready.
+  groups, which take turns: the device acts for one while the rest step. If `batch_size` (of one
+  thread) is less than a thread's share, environments return in any order, as they become ready.
   """
 
   agent: Agent

@@ -14,7 +14,7 @@ from podrace.system.threads import Worker
 
 
 class ActorThread:
-  """Serves its groups in turn until the run ends: while one is acted for, the others step.
+  """Serves its groups in turn until the run ends: the device acts for one while the rest step.
 
   The order of turns changes no result: each group has its own environments, keys and unrolls.
 
