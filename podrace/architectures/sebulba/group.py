@@ -56,6 +56,7 @@ class ActorGroup:
     self._timer = AnswerTimer(n)
     self._inference = Inference(acting, index, acting.device_of(index), unroll_key, number)
     self.counters = UnrollCounters(index, n, number, stopwatch)
+    self._answer: tuple[np.ndarray, Any] = self._ids[:0], None  # actions that are not sent yet
     channel = self._inference, pipe, self.counters
     take_snapshot = self._take_snapshot if acting.saves_actors else None
     self.actor: Lockstep | AnyOrder = (
@@ -85,18 +86,25 @@ class ActorGroup:
     self.actor.take_params()
     state = None if self._snapshot is None else self._snapshot.agent_state
     self._inference.begin(arrival.timestep, state)
-    self._send(*self.actor.answer(arrival.env_id, arrival.timestep))
+    self._answer = self.actor.answer(arrival.env_id, arrival.timestep)
+    self.send()
 
   def turn(self) -> None:
-    """Wait for environments and answer them. Between unrolls it returns rather than wait."""
+    """Wait for environments and act for them. Between unrolls it returns rather than wait.
+
+    `send` waits for the actions.
+    """
     if not self.is_between:
       arrival = self._receive()
-      self._send(*self.actor.answer(arrival.env_id, arrival.timestep))
+      self._answer = self.actor.answer(arrival.env_id, arrival.timestep)
     if isinstance(self.actor, Lockstep) and self.actor.is_between and self.actor.may_begin():
-      self._send(*self.actor.begin())
+      self._answer = self.actor.begin()
 
-  def _send(self, ids: np.ndarray, action: Any) -> None:
+  def send(self) -> None:
+    """Wait for the actions of the last turn, and send them to the environments."""
+    ids, action = self._answer
     if len(ids):
+      self._answer = ids[:0], None
       action = np.asarray(action)
       self.counters.watch('inference')
       self._check.action(action)

@@ -16,7 +16,10 @@ from podrace.system.threads import Worker
 class ActorThread:
   """Serves its groups in turn until the run ends: the device acts for one while the rest step.
 
-  The order of turns changes no result: each group has its own environments, keys and unrolls.
+  The order of turns changes no result: each group has its own environments, keys and unrolls. Of
+  three or more groups, the device has the next one's timesteps before the thread waits for the
+  actions of one, so that neither device nor environments wait for the thread. Of two that would
+  leave no environments to step.
 
   Args:
     index: of this thread, counted in this process.
@@ -58,9 +61,11 @@ class ActorThread:
       group.reset()
     for group in self.groups:
       group.begin()
+    ahead = int(len(self.groups) > 2)
     while True:
-      for group in self.groups:
+      for i, group in enumerate(self.groups):
         group.turn()
+        self.groups[i - ahead].send()
       if all(group.is_between for group in self.groups):
         self._pipe.wait_to_begin({g.index: g.counters.number for g in self.groups})
 
