@@ -23,7 +23,14 @@ PRESETS = (
   'muzero-catch',
   'muesli-catch',
 )
-CASES = {name: ('train', name) for name in PRESETS} | {'discover': ('discover', 'lpg-grid-worlds')}
+SEBULBA = {
+  'sebulba': ('train', 'catch', '--architecture', 'sebulba'),
+  'sebulba-envpool': ('train', 'cartpole', '--env', 'envpool:CartPole-v1', '--num-envs', '16'),
+  'sebulba-replay': ('train', 'dqn-cartpole', '--env', 'gymnasium:CartPole-v1'),
+  'sebulba-pong': ('train', 'pong', '--agent.network.hidden', '8'),
+}
+CASES = {name: ('train', name) for name in PRESETS}
+CASES |= SEBULBA | {'discover': ('discover', 'lpg-grid-worlds')}
 
 
 def params_sha256(tree: pathlib.Path, case: str, steps: int) -> str:

@@ -25,6 +25,13 @@ SETTINGS = {
   'envpool-cartpole, 1 thread': [*ENVPOOL, *ONE, '128'],
   'envpool-cartpole, 1 thread, 1,024 environments': [*ENVPOOL, *ONE, '1024'],
   'envpool-cartpole, 1 thread, 4,096 environments': [*ENVPOOL, *ONE, '4096'],
+  'envpool-cartpole, 1 thread, 2 groups, 4,096 environments': [
+    *ENVPOOL,
+    *ONE,
+    '4096',
+    '--actor-groups',
+    '2',
+  ],
   'gymnasium-cartpole': [*GYMNASIUM, '--num-envs', '128'],
   'gymnasium-cartpole, 1 thread, 256 environments': [*GYMNASIUM, *ONE, '256'],
   'gymnasium-acrobot, 1 thread': ['--env', 'gymnasium:Acrobot-v1', *MLP, *ONE, '128'],

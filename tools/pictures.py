@@ -108,6 +108,32 @@ SEBULBA = Picture(
   ),
 )
 
+
+def turns(y: float, step: float, act: float, starts: dict[int, tuple[float, ...]]) -> list[Box]:
+  """Returns the steps of groups, each followed by its inference, along the time axis."""
+  boxes = []
+  for group, times in starts.items():
+    for x in times:
+      name = f' {group}' if len(starts) > 1 else ''
+      boxes.append(Box(f'step{name}', x + step / 2, y, 'environments', step - 0.06, 0.8))
+      boxes.append(Box(f'act{name}', x + step + act / 2, y - 1.0, 'acting', act - 0.06, 0.8))
+  return boxes
+
+
+OVERLAP = Picture(
+  11,
+  7.0,
+  (
+    Frame('--actor-groups 1: environments and device wait for each other', 0.3, 3.9, 10.4, 2.8),
+    *turns(5.6, 2.4, 1.2, {0: (0.6, 4.2)}),
+    Box('step', 9.0, 5.6, 'environments', 2.34, 0.8),
+    Frame('--actor-groups 2: one steps while the other is acted for', 0.3, 0.8, 10.4, 2.8),
+    *turns(2.5, 1.2, 1.0, {0: (0.6, 3.0, 5.4, 7.8), 1: (1.8, 4.2, 6.6)}),
+    Box('step 1', 9.6, 2.5, 'environments', 1.14, 0.8),
+    Arrow((0.6, 0.4), (10.4, 0.4), 'time', (5.5, 0.4)),
+  ),
+)
+
 SEED = Picture(
   11,
   7.2,
@@ -149,7 +175,13 @@ DISTRIBUTED = Picture(
   ),
 )
 
-PICTURES = {'anakin': ANAKIN, 'sebulba': SEBULBA, 'seed': SEED, 'distributed': DISTRIBUTED}
+PICTURES = {
+  'anakin': ANAKIN,
+  'sebulba': SEBULBA,
+  'overlap': OVERLAP,
+  'seed': SEED,
+  'distributed': DISTRIBUTED,
+}
 
 
 def draw(picture: Picture, path: Path) -> None:

@@ -22,6 +22,7 @@ from podrace.architectures.sebulba import (
   Actors,
   Unroll,
   example_trajectory,
+  make_program,
 )
 from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
@@ -46,6 +47,7 @@ HEEDED = (  # fields of the config on which an acting process depends
   *COMMON,
   'actor_devices',
   'actor_threads',
+  'actor_groups',
   'max_lag',
   'env_batch_size',
   'env_threads',
@@ -113,7 +115,7 @@ def acting_program(resolved: Resolved, num_envs: int, max_lag: int) -> ActingPro
   """Return the program of an acting process with `num_envs` environments, numbered from 0."""
   config = resolved.config
   devices = split_devices(config.actor_devices or '0', config.actor_devices or '0', None).actors
-  return ActingProgram(
+  return make_program(
     agent=resolved.agent,
     spec=resolved.env,
     devices=devices,
@@ -121,6 +123,7 @@ def acting_program(resolved: Resolved, num_envs: int, max_lag: int) -> ActingPro
     num_envs=num_envs,
     unroll_length=config.unroll_length,
     threads=config.actor_threads,
+    groups=config.actor_groups,
     lag='async',
     max_lag=max_lag,
     batch_size=config.env_batch_size,

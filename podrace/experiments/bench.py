@@ -66,6 +66,7 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
     'num_envs': config.num_envs,
     'unroll_length': config.unroll_length,
     'threads': acting.local_threads,
+    'groups': acting.groups,
     'lag': config.lag,
     **{k: round(v, 1) for k, v in rates.items()},
     'combined_over_parallel': round(rates['combined'] / rates['parallel'], 3),
@@ -242,14 +243,14 @@ def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np
 
 def measure_inference(program: ActingProgram, state: Any, seconds: float) -> float:
   """Return steps/s of all actor threads' steps, without environments."""
-  n, length = program.envs_per_thread, program.unroll_length
+  n, length = program.envs_per_group, program.unroll_length
   size = n if program.ordered else program.batch_size
   step = program.programs.step if program.ordered else program.programs.step_some
   example = jax.tree.map(lambda x: x[:size], program.example)
   ids = np.arange(size, dtype=np.int32)
 
   def acting(local: int) -> Callable[[], int]:
-    device = program.device_of(local)
+    device = program.device_of(local * program.groups)
     params = jax.device_put(jax.tree.map(on_host, state.train.params), device)
     env_id = jax.device_put(np.zeros(n, np.int32), device)
     with jax.default_device(device):  # as in a run; otherwise it compiles again
@@ -276,7 +277,7 @@ def measure_inference(program: ActingProgram, state: Any, seconds: float) -> flo
   return measure_threads(
     [acting(i) for i in range(program.local_threads)],
     seconds,
-    lambda i: jax.default_device(program.device_of(i)),
+    lambda i: jax.default_device(program.device_of(i * program.groups)),
   )
 
 

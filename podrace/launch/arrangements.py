@@ -23,8 +23,8 @@ from podrace.system.options import value_of
 
 SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')  # options of all processes
 OF_ACTING = (  # options of acting processes
-  '--actor-devices', '--actor-threads', '--env-batch-size', '--env-deadline', '--env-threads',
-  '--max-lag',
+  '--actor-devices', '--actor-groups', '--actor-threads', '--env-batch-size', '--env-deadline',
+  '--env-threads', '--max-lag',
 )  # fmt: skip
 NOWHERE = 'tcp://127.0.0.1:*'  # the address of a learner to which no process connects
 OF_ALL = ('--no-compile-cache', '--quiet')

@@ -13,12 +13,12 @@ from podrace.architectures.agreement import AllReduce, Gossip
 from podrace.architectures.anakin import Anakin, AnakinDriver
 from podrace.architectures.protocol import Architecture
 from podrace.architectures.sebulba import (
-  ActingProgram,
   ActorSource,
   HostReplaySource,
   LearningProgram,
   SebulbaDriver,
   example_trajectory,
+  make_program,
 )
 from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
@@ -180,6 +180,7 @@ def build_sebulba(resolved: Resolved, server: Server | None = None) -> SebulbaDr
     *_sizes(config),
     host_replay=config.replay == 'host',
     threads=config.actor_threads,
+    groups=config.actor_groups,
     lag=config.lag,
     max_lag=config.max_lag,
     batch_size=config.env_batch_size,
@@ -212,7 +213,7 @@ def sebulba(
     unroll_length: steps of an unroll.
     host_replay: replay is on the host, not on the learner's devices.
     check: check the agent and the environment, which may be a user's.
-    acting: settings of `ActingProgram`.
+    acting: settings of `ActingProgram`. groups=0: as `make_program`.
 
   Raises:
     ValueError: if sizes do not fit each other, with the numbers.
@@ -221,7 +222,7 @@ def sebulba(
     raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
   mesh, destinations = topology.learners, topology.destinations
   in_turn = replay.windows is not None and not host_replay
-  program = ActingProgram(
+  program = make_program(
     agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
   )
   if check:  # once the sizes fit, and before the agent is traced for anything else
@@ -235,7 +236,7 @@ def sebulba(
     learning = LearningProgram(agent, mesh, layout, example, keeps_previous=previous)
     source = HostReplaySource(actors, layout, mesh, program.seed)
     return SebulbaDriver(learning, source, source.publish)
-  learning = LearningProgram(agent, mesh, replay, example, program.local_threads, previous)
+  learning = LearningProgram(agent, mesh, replay, example, program.local_groups, previous)
   return SebulbaDriver(learning, actors, actors.publish)
 
 

@@ -64,7 +64,7 @@ class Fit:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
-        "--actor-threads) has changed, which can't be in a run:\n  "
+        "--actor-threads, --actor-groups) has changed, which can't be in a run:\n  "
         + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
       )

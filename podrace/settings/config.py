@@ -79,10 +79,12 @@ class Config(Common):
   learner_devices: PlainText = ''
   # ^ sebulba: devices that learn, such as 2,3. Default: all that do not act; replay service: all
   actor_threads: int = 2  # sebulba: threads of each actor device
+  actor_groups: int = 0
+  # ^ sebulba: groups of each thread, of which one steps while another infers; 0: chosen by device
   env_batch_size: int = 0
   # ^ sebulba: act when this many environments of a thread are ready; 0: all of them
   env_threads: int = 0
-  # ^ sebulba: threads that step environments, over all pools; 0: one for each core
+  # ^ sebulba: threads that step environments, over all pools; 0: one for each core and group
   env_deadline: float = 60.0  # sebulba: seconds that a step of an environment may take
   envs: Literal['local', 'remote'] = 'local'
   # ^ sebulba: remote: environments of `podrace envs` processes

@@ -179,7 +179,7 @@ def _check_sebulba(config: Config) -> None:
     raise UsageError(
       f'--max-lag {config.max_lag} is for --lag async, and the lag is {config.lag}: leave it out'
     )
-  for name in ('env_batch_size', 'env_threads'):
+  for name in ('actor_groups', 'env_batch_size', 'env_threads'):
     if getattr(config, name) < 0:
       raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
 

@@ -1,9 +1,10 @@
 """Sebulba: environments on the host, actor devices and learner devices.
 
-Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments. The agent acts on
-an actor device, where the unroll is assembled. Finished unrolls are split along the batch and move
-from device to device to the learners. One learner thread, the caller's, makes the updates and
-publishes the parameters by version. Queues carry handles.
+Hessel et al. 2021 (arXiv 2104.06272). Actor threads step pools of environments, the groups of a
+thread in turn: one steps while the device acts for another. The agent acts on an actor device,
+where the unroll is assembled. Finished unrolls are split along the batch and move from device to
+device to the learners. One learner thread, the caller's, makes the updates and publishes the
+parameters by version. Queues carry handles.
 
 The setting `lag` chooses the version of the parameters for an unroll:
 
@@ -16,7 +17,11 @@ consists of the unrolls that finish first, so that none waits for a straggler. A
 more than `max_lag` updates ago is dropped.
 """
 
-from podrace.architectures.sebulba.acting import ActingProgram, example_trajectory
+from podrace.architectures.sebulba.acting import (
+  ActingProgram,
+  example_trajectory,
+  make_program,
+)
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.driver import SebulbaDriver
 from podrace.architectures.sebulba.learning import Batch, LearningProgram, State
@@ -35,4 +40,5 @@ __all__ = [
   'State',
   'Unroll',
   'example_trajectory',
+  'make_program',
 ]

@@ -19,6 +19,7 @@ from podrace.envs.base import batch
 from podrace.envs.host.base import HostSpec, batch_sizes
 from podrace.envs.host.episodes import EpisodeCounter
 from podrace.envs.spaces import map_leaves
+from podrace.system.scheduling import cores
 from podrace.types import Agent, Array, TimeStep, Trajectory
 
 COLUMNS = 2  # of an environment in any order: an open unroll and a finished one
@@ -28,7 +29,8 @@ COLUMNS = 2  # of an environment in any order: an open unroll and a finished one
 class ActingProgram:
   """One agent that acts in pools of one kind of environment. It knows no learner.
 
-  The `num_envs` are divided over the actor threads of all processes. If `batch_size` (of one
+  The `num_envs` are divided over the actor threads of all processes, and in each thread over its
+  groups, which take turns: the device acts for one while the rest step. If `batch_size` (of one
   thread) is less than a thread's share, environments return in any order, as they become ready.
   """
 
@@ -39,36 +41,44 @@ class ActingProgram:
   num_envs: int
   unroll_length: int
   threads: int = 2  # per device
+  groups: int = 1  # per thread, each with a pool, an unroll and keys of its own; see `make_program`
   lag: Lag = '1'
   max_lag: int = 4
   batch_size: int = 0  # 0: all of a thread's environments, in order
-  env_threads: int = 0  # C++ threads or worker processes of all pools together; 0: one per core
+  env_threads: int = 0  # C++ threads or workers of all pools; 0: one per core, for each group
   deadline: float = 60.0  # seconds for an answer of the environments
   seed: int = 0
   in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
   first: int = 0  # the number of its first environment, counted over all programs
 
   def __post_init__(self) -> None:
-    for name in ('num_envs', 'unroll_length', 'threads', 'max_lag'):
+    for name in ('num_envs', 'unroll_length', 'threads', 'groups', 'max_lag'):
       if getattr(self, name) < 1:
         raise ValueError(f'{name} must be at least 1, not {getattr(self, name)}')
-    parts = self.total_threads * len(self.destinations)
+    parts = self.total_groups * len(self.destinations)
     if self.num_envs % parts:
       below = self.num_envs // parts * parts
       near = f'{below} or {below + parts}' if below else f'{parts}'
+      senders = f'{self.total_groups} actor threads (--actor-threads is of each device)'
+      if self.groups > 1:
+        senders = f'{self.total_groups} groups ({self.groups} of each actor thread, --actor-groups)'
       raise ValueError(
         f'--num-envs {self.num_envs} must be a multiple of {parts}, as {near} is: each of '
-        f'{self.total_threads} actor threads (--actor-threads is of each device) sends equal parts '
-        f'to each of {len(self.destinations)} learner devices'
+        f'{senders} sends equal parts to each of {len(self.destinations)} learner devices'
       )
-    if not 0 <= self.batch_size <= self.envs_per_thread or (
-      self.batch_size and self.envs_per_thread % self.batch_size
+    if not 0 <= self.batch_size <= self.envs_per_group or (
+      self.batch_size and self.envs_per_group % self.batch_size
     ):
       raise ValueError(
-        f'--env-batch-size {self.batch_size} does not divide the {self.envs_per_thread} '
+        f'--env-batch-size {self.batch_size} does not divide the {self.envs_per_group} '
         'environments of a thread'
       )
     why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+    if not self.ordered and self.groups > 1:
+      raise ValueError(
+        f'--actor-groups {self.groups} is for environments in order; environments in any order '
+        f'({why}) step while others are acted for: leave it out'
+      )
     if not self.ordered and self.lag != 'async':
       raise ValueError(f'environments in any order ({why}) need --lag async, not {self.lag}')
     if not self.ordered and self.in_turn:
@@ -93,14 +103,34 @@ class ActingProgram:
     return self.local_threads * jax.process_count()
 
   @property
-  def envs_per_thread(self) -> int:
-    """Environments of each actor thread."""
-    return self.num_envs // self.total_threads
+  def local_groups(self) -> int:
+    """Groups of environments of this process."""
+    return self.local_threads * self.groups
+
+  @property
+  def total_groups(self) -> int:
+    """Groups of environments of all processes."""
+    return self.total_threads * self.groups
+
+  @property
+  def envs_per_group(self) -> int:
+    """Environments of each group."""
+    return self.num_envs // self.total_groups
+
+  @property
+  def pool_threads(self) -> int:
+    """Threads or worker processes of each pool.
+
+    While a group is acted for, the threads of its pool are idle. So by default each group of a
+    thread may use all cores of the thread.
+    """
+    budget = self.env_threads or cores() * self.groups
+    return max(1, min(self.envs_per_group, budget // self.local_groups))
 
   @property
   def ordered(self) -> bool:
-    """Whether all environments of a thread step together."""
-    return self.batch_size in (0, self.envs_per_thread) and not self.spec.comes_and_goes
+    """Whether all environments of a group step together."""
+    return self.batch_size in (0, self.envs_per_group) and not self.spec.comes_and_goes
 
   @property
   def columns(self) -> int:
@@ -110,7 +140,7 @@ class ActingProgram:
   @functools.cached_property
   def sizes(self) -> tuple[int, ...]:
     """Padded batch sizes, ascending, of the programs for a part of a thread's environments."""
-    limit = self.batch_size or self.envs_per_thread
+    limit = self.batch_size or self.envs_per_group
     if not self.spec.comes_and_goes:
       return (limit,)
     return batch_sizes(limit)
@@ -120,24 +150,24 @@ class ActingProgram:
     """Whether a checkpoint keeps the state of the actor threads."""
     return self.spec.jax is not None and self.lag != 'async' and jax.process_count() == 1
 
-  def thread_index(self, local: int) -> int:
-    """Return the number of a thread of this process, counted over all processes."""
-    return jax.process_index() * self.local_threads + local
+  def group_index(self, local: int) -> int:
+    """Return the number of a group of this process, counted over all processes."""
+    return jax.process_index() * self.local_groups + local
 
   def first_env(self, local: int) -> int:
-    """Return the number of a thread's first environment, counted over all environments."""
-    return self.first + self.thread_index(local) * self.envs_per_thread
+    """Return the number of a group's first environment, counted over all environments."""
+    return self.first + self.group_index(local) * self.envs_per_group
 
   def device_of(self, local: int) -> jax.Device:
-    """Return the device of a thread of this process."""
-    return self.devices[local // self.threads]
+    """Return the device of a group of this process."""
+    return self.devices[local // (self.threads * self.groups)]
 
   # --- programs
 
   @functools.cached_property
   def programs(self) -> Programs:
     """The compiled programs of the actor threads."""
-    n, parts = self.envs_per_thread, len(self.destinations)
+    n, parts = self.envs_per_group, len(self.destinations)
     return Programs(self.agent, n, self.unroll_length, self.columns, parts)
 
   @functools.cached_property
@@ -145,7 +175,7 @@ class ActingProgram:
     """The compiled programs of environments in JAX."""
     from podrace.envs.host.jax import JaxSteps
 
-    return JaxSteps(self.spec.jax, self.envs_per_thread, self.unroll_length)
+    return JaxSteps(self.spec.jax, self.envs_per_group, self.unroll_length)
 
   @property
   def env_metrics(self) -> Callable[[], dict[str, float]] | None:
@@ -154,16 +184,16 @@ class ActingProgram:
 
   @functools.cached_property
   def example(self) -> TimeStep:
-    """A timestep of zeros for one thread's environments."""
-    return example_timestep(self.spec, self.envs_per_thread)
+    """A timestep of zeros for one group's environments."""
+    return example_timestep(self.spec, self.envs_per_group)
 
   @functools.cached_property
   def snapshots(self) -> tuple[Snapshot, ...]:
-    """The snapshot of each thread, in shapes and shardings; () if threads cannot be saved."""
-    return tuple(map(self._snapshot, range(self.local_threads))) if self.saves_actors else ()
+    """The snapshot of each group, in shapes and shardings; () if groups cannot be saved."""
+    return tuple(map(self._snapshot, range(self.local_groups))) if self.saves_actors else ()
 
   def _snapshot(self, local: int) -> Snapshot:
-    n = self.envs_per_thread
+    n = self.envs_per_group
     env_state, timestep = jax.eval_shape(batch(self.spec.jax, n).reset, jax.random.key(0))
     agent_state = jax.eval_shape(self.agent.initial_state, jnp.zeros([n], jnp.int32))
     episodes = EpisodeCounter(n).state()
@@ -186,7 +216,7 @@ class ActingProgram:
       with jax.default_device(device):
         params = jax.jit(lambda key: self.agent.init(key).params)(jax.random.key(0))
         params = jax.device_put(params, device)  # committed, as in a run, or it compiles anew
-        env_id = jax.device_put(np.zeros(self.envs_per_thread, np.int32), device)
+        env_id = jax.device_put(np.zeros(self.envs_per_group, np.int32), device)
         carry = self.programs.begin(params, env_id, self.example, jax.random.key(1))
         keys = self.programs.keys(jax.random.key(2))
         if self.ordered:
@@ -204,7 +234,7 @@ class ActingProgram:
               params, carry, keys, pack(example, 0, ids, ids, ids), example.observation
             )
             carry = self.programs.store(carry, pack(example, ids, ids), example.observation)
-          ids = np.zeros(self.envs_per_thread, np.int32)
+          ids = np.zeros(self.envs_per_group, np.int32)
           self.programs.take(carry, ids, ids)
 
   def _warm_up_pool(self, action: Any) -> None:
@@ -216,9 +246,26 @@ class ActingProgram:
       reset_key, unroll_key = jax.random.key(3), jax.random.key(4)
     pool = JaxPool(self.jax_steps, reset_key, lambda number: unroll_key)
     pool.reset()
-    pool.send(np.arange(self.envs_per_thread), jax.tree.map(np.asarray, action))
+    pool.send(np.arange(self.envs_per_group), jax.tree.map(np.asarray, action))
     pool.recv()
     self.jax_steps.forget_infos()  # of the warm-up
+
+
+def make_program(*args: Any, groups: int = 0, **settings: Any) -> ActingProgram:
+  """Return an `ActingProgram`. With groups=0 a thread has two where that is faster, else one.
+
+  Two, if it acts on an accelerator, for environments in order. On a CPU acting and stepping share
+  the cores, and two half batches take longer than a whole one. Environments in JAX keep the keys
+  of Anakin, which has one group on each device.
+  """
+  program = ActingProgram(*args, **{**settings, 'groups': groups or 1})
+  if groups:
+    return program
+  on_cpu = all(d.platform == 'cpu' for d in program.devices)
+  parts = 2 * program.total_groups * len(program.destinations)
+  if on_cpu or program.spec.jax is not None or not program.ordered or program.num_envs % parts:
+    return program
+  return dataclasses.replace(program, groups=2)
 
 
 def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:

@@ -12,11 +12,12 @@ import numpy as np
 
 from podrace import topology as topology_
 from podrace.architectures.sebulba.acting import ActingProgram
+from podrace.architectures.sebulba.group import ActorGroup
 from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
 from podrace.architectures.sebulba.thread import ActorThread
+from podrace.architectures.sebulba.unrolls import Stopwatch
 from podrace.envs.host.answer_timer import AnswerDeadline
 from podrace.envs.host.base import PoolArgs
-from podrace.system.scheduling import cores
 from podrace.types import Array, HostEnvironment
 
 CLOSE_SECONDS = 5.0  # that actor threads have to end
@@ -30,7 +31,7 @@ class Actors:
     versions: parameters by version. The newest version is the number of updates made.
     key: PRNG key of the run.
     actor_key: PRNG key of the environments.
-    snapshots: states of the threads; () if they begin anew.
+    snapshots: states of the groups; () if they begin anew.
     start: start the threads.
 
   Owner: `ActorSource`, which calls `close`.
@@ -48,34 +49,48 @@ class Actors:
     start: bool = True,
   ) -> None:
     a = self._acting = acting
-    self.pipe = Pipe(a.local_threads, a.lag, a.max_lag, a.ordered, a.in_turn)
+    self.pipe = Pipe(a.local_groups, a.lag, a.max_lag, a.ordered, a.in_turn)
     self._deadline = AnswerDeadline(a.deadline)
     for version in sorted(versions):
       self.publish(version, versions[version])
     update = max(versions)
     run_key = jax.device_get(jax.random.key_data(key))
-    self._threads: list[ActorThread] = []
+    groups: list[ActorGroup] = []
     try:
-      for i in range(a.local_threads):
+      for i in range(a.local_groups):
+        if i % a.groups == 0:
+          stopwatch = Stopwatch()
         snapshot = snapshots[i] if snapshots else None
-        self._threads.append(self._actor(i, update, run_key, actor_key, snapshot))
+        groups.append(self._group(i, update, run_key, actor_key, snapshot, stopwatch))
     except BaseException:
-      for actor in self._threads:
-        actor.pool.close()
+      for group in groups:
+        group.pool.close()
       raise
+    self._threads = [
+      ActorThread(
+        i, a.device_of(i * a.groups), groups[i * a.groups : (i + 1) * a.groups], self.pipe
+      )
+      for i in range(a.local_threads)
+    ]
     for actor in self._threads if start else ():
       actor.start()
 
   @property
   def pools(self) -> list[HostEnvironment]:
-    """The threads' environments."""
-    return [actor.pool for actor in self._threads]
+    """The environments of all groups."""
+    return [group.pool for actor in self._threads for group in actor.groups]
 
-  def _actor(
-    self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
-  ) -> ActorThread:
+  def _group(
+    self,
+    local: int,
+    update: int,
+    run_key: Any,
+    actor_key: Array,
+    snapshot: Snapshot | None,
+    stopwatch: Stopwatch,
+  ) -> ActorGroup:
     s = self._acting
-    index, device = s.thread_index(local), s.device_of(local)
+    index, device = s.group_index(local), s.device_of(local)
 
     life = 0 if snapshot is not None else update  # else it would draw the same numbers again
 
@@ -96,8 +111,8 @@ class Actors:
     else:
       pool = self._make_pool(index, update)
     try:
-      return ActorThread(
-        s, local, device, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot
+      return ActorGroup(
+        s, local, pool, self.pipe, lambda k: unroll_key(k, device), update, snapshot, stopwatch
       )
     except BaseException:
       pool.close()
@@ -105,10 +120,9 @@ class Actors:
 
   def _make_pool(self, index: int, update: int) -> HostEnvironment:
     s = self._acting
-    n = s.envs_per_thread
+    n = s.envs_per_group
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
-    threads = max(1, min(n, (s.env_threads or cores()) // s.local_threads))
-    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline))
+    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, s.pool_threads, s.deadline))
 
   def publish(self, version: int, params: Any) -> None:
     """Copy a version of the parameters to the actors' devices."""
@@ -129,14 +143,16 @@ class Actors:
   def _check_threads(self) -> bool:
     for actor in self._threads:
       actor.check()
-      if actor.pool.watches_itself:  # and replaces environments that hang
-        continue
-      silence = actor.silence
-      if self._deadline.passed(actor.index, silence):
-        raise ActorFailed(
-          f'{self._acting.spec.name}: environments of actor thread {actor.index} have not '
-          f'answered for {silence:.0f} s'
-        )
+      for group in actor.groups:
+        if group.pool.watches_itself:  # and replaces environments that hang
+          continue
+        silence = group.silence
+        if self._deadline.passed(group.index, silence):
+          part = f', group {group.index % self._acting.groups},' if self._acting.groups > 1 else ''
+          raise ActorFailed(
+            f'{self._acting.spec.name}: environments of actor thread {actor.index}{part} have not '
+            f'answered for {silence:.0f} s'
+          )
     return False
 
   def close(self) -> None:

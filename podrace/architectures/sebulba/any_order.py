@@ -23,7 +23,7 @@ class AnyOrder:
 
   def __init__(self, inference: Inference, pipe: Pipe, counters: UnrollCounters) -> None:
     self._inference, self._pipe, self._counters = inference, pipe, counters
-    self._acting, self._index = inference.acting, inference.index
+    self._acting, self._index = inference.acting, inference.index  # of the group
     self._length = inference.length
     n, columns = inference.num_envs, inference.num_envs * inference.acting.columns
     self._n = n

@@ -1,4 +1,4 @@
-"""Acting on a device: the compiled programs of one actor thread."""
+"""Acting on a device: the compiled programs of one group of environments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory, map_b
 
 
 class Carry(NamedTuple):
-  """The state of a thread on its device. N environments, C columns, one or more for each."""
+  """The state of a group on its device. N environments, C columns, one or more for each."""
 
   agent_state: Any  # [N, ...]
   start: Any  # [C, ...] the agent's state before row 0
@@ -45,10 +45,10 @@ def _unpack(numbers: Array, observation: Any) -> tuple[TimeStep, tuple[Array, ..
 
 
 class Programs:
-  """The functions of one actor thread, compiled. Each step is one call.
+  """The functions of one group, compiled. Each step is one call.
 
   Args:
-    num_envs: N, of this thread.
+    num_envs: N, of this group.
     length: T.
     each: columns of each environment.
     parts: learner devices that a trajectory is split over.

@@ -1,4 +1,4 @@
-"""One actor thread's state on its device: parameters, keys, and the unrolls under way."""
+"""One group's state on its device: parameters, keys, and the unrolls under way."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class Inference:
-  """Calls the programs of `device_programs` with the state of one thread.
+  """Calls the programs of `device_programs` with the state of one group.
 
   Args:
     acting: has the compiled programs.
-    index: of the thread, counted in this process.
+    index: of the group, counted in this process.
     unroll_key: from the number of an unroll to its PRNG key.
     number: of the first unroll.
   """
@@ -37,7 +37,7 @@ class Inference:
     number: int,
   ) -> None:
     self.acting, self.index, self.device = acting, index, device
-    self.num_envs, self.length = acting.envs_per_thread, acting.unroll_length
+    self.num_envs, self.length = acting.envs_per_group, acting.unroll_length
     self._programs = acting.programs
     env_id = acting.first_env(index) + np.arange(self.num_envs, dtype=np.int32)
     self._env_id = jax.device_put(env_id, device)

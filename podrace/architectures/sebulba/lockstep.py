@@ -20,10 +20,11 @@ class Lockstep:
   """Acts in environments that are all at the same row, except after a restart.
 
   A restarted environment begins its unroll anew. The rest wait at the end of their unroll until the
-  restarted environment reaches its own end. The next unrolls begin together.
+  restarted environment reaches its own end. The next unrolls begin together, in two calls: `answer`
+  ends the old ones, and `begin` may wait for parameters.
 
   Args:
-    take_snapshot: from the agent's state and the timestep to answer next to the thread's snapshot;
+    take_snapshot: from the agent's state and the timestep to answer next to the group's snapshot;
       None if environments cannot give their state.
   """
 
@@ -43,6 +44,16 @@ class Lockstep:
     self._versions = np.zeros(self._n, np.int64)  # of the parameters at each unroll's first step
     self._uneven = False  # environments may be at different rows
     self._parked: dict[int, Any] = {}  # environment -> its timestep at the end of its unroll
+    self._last: tuple[TimeStep, Any] | None = None  # of the unrolls that ended, and its observation
+
+  @property
+  def is_between(self) -> bool:
+    """Whether unrolls have ended and `begin` is due."""
+    return self._last is not None
+
+  def may_begin(self) -> bool:
+    """Return whether `begin` would not wait."""
+    return self._pipe.may_begin(self._inference.index, self._counters.number)
 
   def take_params(self) -> None:
     """Wait for a place for the unroll and for the parameters that it is acted with."""
@@ -61,31 +72,46 @@ class Lockstep:
     self._uneven = True
 
   def answer(self, ids: np.ndarray, timestep: TimeStep) -> tuple[np.ndarray, Any]:
-    """Return environments and their actions: all arrivals except environments that wait."""
+    """Return environments and their actions: all arrivals except environments that wait.
+
+    At the end of the unrolls all environments wait for `begin`.
+    """
     whole = rows_of(ids, self._n) is EVERY
     if not whole and len(ids) > 1 and (ids[1:] < ids[:-1]).any():
       raise HostError(f'{self._acting.spec.name} returned {ids} where order was expected')
-    if whole and self._is_even():
-      return ids, self._act_together(timestep)
-    return self._act_each(ids, timestep)
+    if not (whole and self._is_even()):
+      return self._act_each(ids, timestep)
+    if self._row[0] == self._length:
+      self._end(timestep)
+      return self._ids[:0], None
+    return ids, self._act_together(timestep, timestep.observation)
+
+  def begin(self) -> tuple[np.ndarray, Any]:
+    """Begin the next unrolls; returns all environments and their actions."""
+    assert self._last is not None, 'begin within an unroll'
+    timestep, observation = self._last
+    self._last = None
+    self._serial += 1
+    self.take_params()
+    self._inference.key_unroll(self._counters.number)
+    self._row[:] = 0
+    return self._ids, self._act_together(timestep, observation)
 
   def _is_even(self) -> bool:
     if self._uneven:
       self._uneven = bool(self._parked) or bool((self._row != self._row[0]).any())
     return not self._uneven
 
-  def _act_together(self, timestep: TimeStep) -> Any:
-    observation, t = timestep.observation, int(self._row[0])
-    if t == self._length:
-      observation = jax.device_put(observation, self._inference.device)
-      self._put(*self._inference.finish(timestep, observation), timestep)
-      self._serial += 1
-      self.take_params()
-      self._inference.key_unroll(self._counters.number)
-      self._row[:] = t = 0
-    action = self._inference.step(timestep, observation, t)
+  def _act_together(self, timestep: TimeStep, observation: Any) -> Any:
+    action = self._inference.step(timestep, observation, int(self._row[0]))
     self._row += 1
     return action
+
+  def _end(self, timestep: TimeStep) -> None:
+    """End the unrolls with this timestep, which also begins the next ones."""
+    observation = jax.device_put(timestep.observation, self._inference.device)
+    self._put(*self._inference.finish(timestep, observation), timestep)
+    self._last = timestep, observation
 
   def _put(self, parts: Any, agent_state: Any, timestep: TimeStep) -> None:
     """Send a finished unroll to the learner."""
@@ -104,7 +130,8 @@ class Lockstep:
       for i in np.flatnonzero(over):
         self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: x[i], timestep)
       if len(self._parked) == self._n:
-        return self._ids, self._act_together(self._unpark())
+        self._end(self._unpark())
+        return self._ids[:0], None
       ids, timestep = ids[~over], jax.tree.map(lambda x: x[~over], timestep)
     if not len(ids):
       return ids, None

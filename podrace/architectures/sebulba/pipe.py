@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -26,7 +26,7 @@ class Closed(Exception):
 
 
 class Snapshot(NamedTuple):
-  """The state of a thread between two unrolls."""
+  """The state of a group between two unrolls."""
 
   agent_state: Any  # [N, ...]
   timestep: TimeStep  # [N, ...] to be answered next
@@ -35,14 +35,14 @@ class Snapshot(NamedTuple):
 
 
 class Unroll(NamedTuple):
-  """One thread's trajectory, on its way to the learner."""
+  """One group's trajectory, on its way to the learner."""
 
   parts: tuple[Trajectory, ...]  # on this process's learner devices
   versions: np.ndarray  # [N] of the parameters in the first step of each environment
-  thread: int
+  group: int
   totals: Totals  # episodes that ended in it
   snapshot: Snapshot | None
-  seconds: dict[str, float]  # of the thread, by activity
+  seconds: dict[str, float]  # of the thread for this group, by activity
   restarts: int  # of environments, while it was made
   dropped: int  # steps that these restarts lost
   serial: np.ndarray  # [N] number of the unroll, counted for each environment, with lost unrolls
@@ -56,15 +56,16 @@ class Unroll(NamedTuple):
 class Pipe:
   """A queue of unrolls to the learner, and the versions of parameters for actors.
 
-  For each unroll a thread calls `reserve`, `params` and `put`, in that order. `close` ends all
-  waits.
+  For each unroll a group calls `reserve`, `params` and `put`, in that order. The first two may
+  wait; a thread with several groups asks `may_begin` before, and serves the other groups meanwhile.
+  `close` ends all waits.
   """
 
   def __init__(
-    self, threads: int, lag: Lag, max_lag: int, ordered: bool = True, in_turn: bool = False
+    self, groups: int, lag: Lag, max_lag: int, ordered: bool = True, in_turn: bool = False
   ) -> None:
-    self._lag, self._max_lag, self._threads, self._ordered = lag, max_lag, threads, ordered
-    self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every thread
+    self._lag, self._max_lag, self._groups, self._ordered = lag, max_lag, groups, ordered
+    self._in_turn = in_turn or lag != 'async'  # each batch has the next unroll of every group
     # With up to c queued unrolls and one under way, and the oldest used first, each unroll is used
     # at most c + 1 updates after its parameters were the newest.
     self._capacity = min(max_lag, 3) - 1
@@ -72,8 +73,8 @@ class Pipe:
     self._unrolls: list[Unroll] = []  # in the order of their arrival
     self._params: dict[int, dict[jax.Device, Any]] = {}  # version -> on each actor device
     self._first: int | None = None  # the oldest version to act with
-    self._reserved: set[int] = set()  # threads
-    self._acting: dict[int, int] = {}  # thread -> version of its unroll under way
+    self._reserved: set[int] = set()  # groups
+    self._acting: dict[int, int] = {}  # group -> version of its unroll under way
     self._closed = False
 
   def publish(self, version: int, params: dict[jax.Device, Any]) -> None:
@@ -85,10 +86,10 @@ class Pipe:
         del self._params[old]
       self._changed.notify_all()
 
-  def reserve(self, thread: int) -> int:
-    """Wait for a place for a thread's next unroll; returns the oldest version to put there.
+  def reserve(self, group: int) -> int:
+    """Wait for a place for a group's next unroll; returns the oldest version to put there.
 
-    A thread in lockstep has its own places. Threads with environments in any order share the places
+    A group in lockstep has its own places. Groups with environments in any order share the places
     of one batch, the next after the update under way.
 
     Raises:
@@ -96,27 +97,27 @@ class Pipe:
     """
     with self._changed:
       while not self._closed:
-        if self._has_place(thread):
-          self._reserved.add(thread)
+        if self._has_place(group):
+          self._reserved.add(group)
           return max(self._params, default=0) + 1 - self._max_lag
         self._changed.wait(POLL)
     raise Closed
 
-  def _has_place(self, thread: int) -> bool:
+  def _has_place(self, group: int) -> bool:
     if self._lag != 'async':  # `params` waits instead
       return True
     if self._ordered:
-      return sum(u.thread == thread for u in self._unrolls) <= self._capacity
-    return len(self._unrolls) + len(self._reserved) < self._threads
+      return sum(u.group == group for u in self._unrolls) <= self._capacity
+    return len(self._unrolls) + len(self._reserved) < self._groups
 
-  def release(self, thread: int) -> None:
+  def release(self, group: int) -> None:
     """Give the place back."""
     with self._changed:
-      self._reserved.discard(thread)
+      self._reserved.discard(group)
       self._changed.notify_all()
 
-  def params(self, thread: int, number: int, device: jax.Device) -> tuple[int, Any]:
-    """Wait for the parameters of a thread's `number`-th unroll; returns (version, parameters).
+  def params(self, group: int, number: int, device: jax.Device) -> tuple[int, Any]:
+    """Wait for the parameters of a group's `number`-th unroll; returns (version, parameters).
 
     Raises:
       Closed: if the run ends before.
@@ -124,17 +125,42 @@ class Pipe:
     """
     with self._changed:
       while not self._closed:
-        newest = max(self._params, default=-1)
-        version = newest if self._lag == 'async' else number - int(self._lag)
-        version = max(version, self._first or 0)
-        if version < newest and version not in self._params:
-          raise LookupError(
-            f'unroll {number} of actor thread {thread} is to be acted with version {version} of '
-            f'the parameters, of which there are {sorted(self._params)}'
-          )
-        if version in self._params:
-          self._acting[thread] = version
+        if (version := self._version(group, number)) is not None:
+          self._acting[group] = version
           return version, self._params[version][device]
+        self._changed.wait(POLL)
+    raise Closed
+
+  def _version(self, group: int, number: int) -> int | None:
+    """Return the version for a group's `number`-th unroll; None if it is not published yet."""
+    newest = max(self._params, default=-1)
+    version = newest if self._lag == 'async' else number - int(self._lag)
+    version = max(version, self._first or 0)
+    if version < newest and version not in self._params:
+      raise LookupError(
+        f'unroll {number} of group {group} of environments is to be acted with version {version} '
+        f'of the parameters, of which there are {sorted(self._params)}'
+      )
+    return version if version in self._params else None
+
+  def may_begin(self, group: int, number: int) -> bool:
+    """Return whether `reserve` and `params` of a group's `number`-th unroll would not wait."""
+    with self._changed:
+      return self._has_place(group) and self._version(group, number) is not None
+
+  def wait_to_begin(self, numbers: Mapping[int, int]) -> None:
+    """Wait until one of these groups may begin its unroll.
+
+    Args:
+      numbers: from the group to the number of its next unroll.
+
+    Raises:
+      Closed: if the run ends before.
+    """
+    with self._changed:
+      while not self._closed:
+        if any(self.may_begin(group, number) for group, number in numbers.items()):
+          return
         self._changed.wait(POLL)
     raise Closed
 
@@ -142,15 +168,15 @@ class Pipe:
     """Put an unroll into the reserved place."""
     with self._changed:
       self._unrolls.append(unroll)
-      self._reserved.discard(unroll.thread)
-      self._acting.pop(unroll.thread, None)
+      self._reserved.discard(unroll.group)
+      self._acting.pop(unroll.group, None)
       self._changed.notify_all()
 
   def take(self, update: int, cancelled: Callable[[], bool]) -> list[Unroll] | None:
     """Take one batch for the learner at version `update`; None if `cancelled()` becomes true.
 
-    A batch has as many unrolls as there are threads: the next unroll of each, in the order of
-    threads. With 'async', unless replay needs them in turn, it has the oldest unrolls.
+    A batch has as many unrolls as there are groups: the next unroll of each, in the order of
+    groups. With 'async', unless replay needs them in turn, it has the oldest unrolls.
     """
     with self._changed:
       while True:
@@ -167,13 +193,13 @@ class Pipe:
 
   def _ready(self, update: int) -> list[Unroll] | None:
     if self._in_turn:
-      next_of = {u.thread: u for u in reversed(self._unrolls)}
-      return [next_of[t] for t in range(self._threads)] if len(next_of) == self._threads else None
-    if len(self._unrolls) < self._threads:
+      next_of = {u.group: u for u in reversed(self._unrolls)}
+      return [next_of[g] for g in range(self._groups)] if len(next_of) == self._groups else None
+    if len(self._unrolls) < self._groups:
       return None
     if not self._ordered:
-      return self._unrolls[: self._threads]
-    batch = sorted(self._unrolls, key=lambda u: u.version)[: self._threads]  # stable
+      return self._unrolls[: self._groups]
+    batch = sorted(self._unrolls, key=lambda u: u.version)[: self._groups]  # stable
     too_old = update - self._max_lag  # for any later update, so it must be used now
     if any(version <= too_old for version in self._acting.values()):
       return None

@@ -165,7 +165,8 @@ class ActorSource:
 
   def shares_by_thread(self) -> list[dict[str, float]]:
     """Return each actor thread's shares of time since the log was last read."""
-    return [self._statistics.shares(i) for i in range(self.acting.local_threads)]
+    n, every = self.acting.groups, range(self.acting.local_groups)
+    return [self._statistics.shares(every[i : i + n]) for i in every[::n]]
 
   def finish(self, state: State) -> None:
     """Tell remote environments that the run is complete."""
@@ -179,7 +180,7 @@ class ActorSource:
 
 
 def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
-  """Return the snapshots of the threads that can be saved."""
+  """Return the snapshots of the groups that can be saved."""
   return tuple(u.snapshot for u in unrolls if u.snapshot is not None)
 
 

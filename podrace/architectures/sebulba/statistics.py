@@ -22,7 +22,7 @@ class Statistics:
   lag_max: int = 0
   restarts: int = 0
   dropped: int = 0
-  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by 'ACTIVITY THREAD'
+  seconds: dict[str, float] = dataclasses.field(default_factory=dict)  # by 'ACTIVITY GROUP'
 
   def add(self, unroll: Unroll, update: int) -> None:
     """Add an unroll that is used in the update-th update."""
@@ -33,15 +33,15 @@ class Statistics:
     self.restarts += unroll.restarts
     self.dropped += unroll.dropped
     for activity, seconds in unroll.seconds.items():
-      key = f'{activity} {unroll.thread}'
+      key = f'{activity} {unroll.group}'
       self.seconds[key] = self.seconds.get(key, 0.0) + seconds
 
-  def shares(self, thread: int | None = None) -> dict[str, float]:
-    """Return the shares of time by activity, of one actor thread or of all, for the log."""
+  def shares(self, groups: range | None = None) -> dict[str, float]:
+    """Return the shares of time by activity, of an actor thread's groups or of all, for the log."""
     sums: dict[str, float] = {}
     for key, seconds in sorted(self.seconds.items()):
-      activity, _, index = key.partition(' ')
-      if thread is None or index == str(thread):
+      activity, _, group = key.partition(' ')
+      if groups is None or int(group) in groups:
         sums[f'actor_{activity}'] = sums.get(f'actor_{activity}', 0.0) + seconds
     whole = sum(sums.values()) or 1.0
     return {k: round(x / whole, 4) for k, x in sums.items()}

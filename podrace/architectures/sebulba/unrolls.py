@@ -1,4 +1,4 @@
-"""Counters and transfers of the unrolls that one actor thread makes."""
+"""Counters and transfers of the unrolls that one group of environments makes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,27 @@ from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.envs.host.episodes import EpisodeCounter
 
 
+class Stopwatch:
+  """Divides the time of an actor thread over its groups' activities, each second once."""
+
+  def __init__(self) -> None:
+    self._since = time.perf_counter()
+
+  def lap(self) -> float:
+    """Return the seconds since the last call."""
+    now = time.perf_counter()
+    seconds, self._since = now - self._since, now
+    return seconds
+
+
 class UnrollCounters:
-  """Counts episodes, seconds and losses while an actor thread makes an unroll.
+  """Counts episodes, seconds and losses while a group makes an unroll.
+
+  Args:
+    group: its number, counted in this process.
+    num_envs: of the group.
+    number: of the first unroll.
+    stopwatch: of the thread, for all its groups.
 
   Attributes:
     number: the number of the unroll under way.
@@ -23,19 +42,16 @@ class UnrollCounters:
     dropped: steps that were lost since the last unroll.
   """
 
-  def __init__(self, thread: int, num_envs: int, number: int) -> None:
-    self._thread = thread
+  def __init__(self, group: int, num_envs: int, number: int, stopwatch: Stopwatch) -> None:
+    self._group, self._stopwatch = group, stopwatch
     self.number = number
     self.episodes = EpisodeCounter(num_envs)
     self.restarts = self.dropped = 0
     self._seconds: dict[str, float] = collections.defaultdict(float)  # by activity
-    self._since = time.perf_counter()
 
   def watch(self, activity: str) -> None:
-    """Add the time since the last call to `activity`."""
-    now = time.perf_counter()
-    self._seconds[activity] += now - self._since
-    self._since = now
+    """Add the thread's time since its last call to `activity`."""
+    self._seconds[activity] += self._stopwatch.lap()
 
   def finish(
     self, parts: Any, versions: np.ndarray, serial: np.ndarray, snapshot: Snapshot | None = None
@@ -43,7 +59,7 @@ class UnrollCounters:
     """Return the unroll of these parts with its counts, and begin to count the next unroll."""
     self.watch('transfer')
     unroll = Unroll(
-      parts, versions, self._thread, self.episodes.take(), snapshot, dict(self._seconds),
+      parts, versions, self._group, self.episodes.take(), snapshot, dict(self._seconds),
       self.restarts, self.dropped, serial,
     )  # fmt: skip
     self._seconds.clear()

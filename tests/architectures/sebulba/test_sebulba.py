@@ -284,7 +284,7 @@ def test_lag_is_what_it_is_set_to() -> None:
 
 
 def test_a_version_that_is_gone_is_not_replaced() -> None:
-  pipe, device = sebulba_.pipe.Pipe(threads=1, lag='1', max_lag=4), jax.devices()[0]
+  pipe, device = sebulba_.pipe.Pipe(groups=1, lag='1', max_lag=4), jax.devices()[0]
   for version in (5, 6):  # of a run that was resumed
     pipe.publish(version, {device: f'version {version}'})
   assert pipe.params(0, 5, device) == (5, 'version 5')  # there is no older one
@@ -427,7 +427,7 @@ class Moves:
     monkeypatch.setattr(jax, 'device_put', self.device_put)
     monkeypatch.setattr(jax, 'device_get', self.device_get)
     for module in (
-      sebulba_.unrolls, sebulba_.lockstep, sebulba_.inference, sebulba_.thread, sebulba_.actors,
+      sebulba_.unrolls, sebulba_.lockstep, sebulba_.inference, sebulba_.group, sebulba_.actors,
       sebulba_.learning,
     ):  # fmt: skip
       monkeypatch.setattr(module, 'np', self)
