@@ -13,8 +13,9 @@ from typing import Any
 import session
 from groups import groups
 from kernels import inspect, memory_of
-from runs import learn
 from session import TINY
+
+from runs import learn
 
 
 def limited(function: Any, limit: float) -> Any:
