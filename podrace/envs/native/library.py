@@ -46,12 +46,13 @@ class SpecStruct(ctypes.Structure):
   )  # fmt: skip
 
 
+FUNCTIONS = ('create', 'reset', 'step', 'close', 'save', 'load', 'render')
+
+
 class Functions(ctypes.Structure):
   """`functions` of pool.c: addresses; 0 of an optional function that is missing."""
 
-  _fields_ = tuple(
-    (name, Pointer) for name in ('create', 'reset', 'step', 'close', 'save', 'load', 'render')
-  )
+  _fields_ = tuple((name, Pointer) for name in FUNCTIONS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,7 +207,7 @@ class EnvironmentLibrary:
       function = getattr(self._lib, f'podrace_{name}', None)
       return None if function is None else ctypes.cast(function, Pointer).value
 
-    return Functions(*(address(name) for name, _ in Functions._fields_))
+    return Functions(*(address(name) for name in FUNCTIONS))
 
 
 def text_of(buffer: Any) -> str:

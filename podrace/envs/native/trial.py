@@ -29,8 +29,8 @@ START = (
   'import podrace.envs.native.trial as trial; trial.main(settings)'
 )
 RANDOMNESS = (
-  'Keep all state in the environment, draw from a generator that podrace_reset seeds (no rand(), no '
-  'time, no global variable), and write every byte of the observation'
+  'Keep all state in the environment, draw from a generator that podrace_reset seeds (no rand(), '
+  'no time, no global variable), and write every byte of the observation'
 )
 
 
