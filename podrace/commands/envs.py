@@ -16,7 +16,7 @@ COMMAND = Command(
   (
     Option('--connect', 'ADDRESS', 'tcp://HOST:PORT or unix:PATH; for several learner processes a '
       'list with commas, each of which gets a part of the environments'),
-    Option('--env', 'LIB:NAME', 'LIB is ale, envpool or gymnasium; options follow after commas'),
+    Option('--env', 'LIB:NAME', 'LIB is ale, envpool, gymnasium or c; options follow after commas'),
     Option('--num-envs', 'N', 'number of environments', 1),
     Option('--workers', 'N', 'threads or processes that step environments, over all groups '
       '(default: two for each core)', 0),

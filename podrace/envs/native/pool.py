@@ -282,6 +282,11 @@ class NativePool:
       rows[SUMS][row, : len(present)] = self._sums.sum(0)[present]
       rows[COUNTS][row, : len(present)] = counts[present]
 
+  @property
+  def renders(self) -> bool:
+    """Whether `render` works."""
+    return self._spec.render != (0, 0)
+
   def render(self, env: int = 0) -> np.ndarray:
     """Return the picture [height, width, 3] u8 of an environment."""
     rgb = np.zeros((*self._spec.render, 3), np.uint8)
