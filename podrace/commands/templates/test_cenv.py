@@ -23,6 +23,7 @@ def test_an_agent_learns_it(tmp_path):
     num_envs=64,
     unroll_length=32,
     total_steps=200_000,
+    devices=1,
   )
   summary = train(config, tmp_path / 'run', quiet=True)
   assert summary['episode_return'] > 0.9  # it arrives

@@ -16,7 +16,7 @@ from podrace.errors import UsageError
 from podrace.system.files import make_user_folder
 
 HERE = Path(__file__).parent  # of podrace_env.h
-# Without -ffast-math, and without fused multiply-adds, whose use depends on the compiler.
+# Without -ffast-math, and without fused multiply-adds, which compilers use differently.
 FLAGS = ('-O3', '-shared', '-fPIC', '-ffp-contract=off', '-pthread')
 LINKED = ('-lm',)
 SECONDS = 300.0  # for the compiler

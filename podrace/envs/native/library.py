@@ -119,7 +119,7 @@ class NativeSpec:
     return spaces.Dict({a.name: a.space() for a in self.observation})
 
   def to_json(self) -> dict[str, Any]:
-    """Return what `from_json` takes."""
+    """Return a record for `from_json`."""
     return dataclasses.asdict(self)
 
   @staticmethod
