@@ -8,7 +8,7 @@ from podrace.envs.native.build import HERE
 
 CARTPOLE = (HERE / 'examples' / 'cartpole.c').read_text(encoding='utf-8')
 
-# What is wrong with them: the part of cartpole.c, and its replacement.
+# Faults: the part of cartpole.c, and its replacement.
 FAULTS = {
   'compiler': ('c->steps = 0;', 'c->steps = 0'),
   'symbol': ('void podrace_close(', 'static void closed('),
@@ -28,7 +28,7 @@ FAULTS = {
   'unwritten': ('obs[2] = (float)c->angle, ', ''),
   'left_over': ('  c->steps = 0;\n', ''),
   'crash': ('c->steps++;', 'if (++c->steps > 3) *(volatile int *)8 = 1;'),
-  'late_crash': ('c->steps++;', 'c->steps++; static int calls; if (++calls > 40000) *(volatile int *)8 = 1;'),
+  'late_crash': ('c->steps++;', 'c->steps++; static int calls; if (++calls > 2000) *(volatile int *)8 = 1;'),
   'exit': ('c->steps++;', 'if (++c->steps > 3) exit(5);'),
   'hang': ('c->steps++;', 'if (++c->steps > 3) for (volatile int i = 0;;) i++;'),
   'constructor': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { fclose(fopen("stranger.ran", "w")); }'),
@@ -46,15 +46,16 @@ def write(path: Path, *faults: str) -> str:
   return f'c:{path}'
 
 
-# A tagged environment: its observation is [seed's low bits, step, last action, episode's length].
+# A tagged environment: its observation is [seed's low bits, step, last action, episode's
+# length, flags at the end: 1 terminated, 2 truncated].
 TAGGED = """
 #include "podrace_env.h"
-typedef struct { uint64_t seed; int32_t step, length; } tagged;
-typedef struct { int32_t tag[4]; float copy[3]; int8_t mask[5]; } observation;
+typedef struct { uint64_t seed; int32_t step, length, flags, pad; } tagged;
+typedef struct { int32_t tag[5]; float copy[3]; int8_t mask[5]; } observation;
 static const int32_t choices[] = {5, 7};
 const podrace_spec *podrace_spec_of(const char *options, char *error, size_t n) {
   static const podrace_array obs[3] = {
-    {.name = "tag", .dtype = PODRACE_I32, .ndim = 1, .shape = {4}},
+    {.name = "tag", .dtype = PODRACE_I32, .ndim = 1, .shape = {5}},
     {.name = "copy", .dtype = PODRACE_F32, .ndim = 1, .shape = {3}},
     {.name = "more", .dtype = PODRACE_I8, .ndim = 1, .shape = {5}}};
   static const podrace_array act = {.dtype = PODRACE_I32, .ndim = 1, .shape = {2}, .choices = choices};
@@ -69,14 +70,14 @@ void *podrace_create(const char *options, char *error, size_t n) {
 }
 static void show(const tagged *t, int32_t action, void *obs) {
   observation *o = obs;
-  int32_t tag[4] = {(int32_t)(t->seed & 0x7FFFFFFF), t->step, action, t->length};
+  int32_t tag[5] = {(int32_t)(t->seed & 0x7FFFFFFF), t->step, action, t->length, t->flags};
   memcpy(o->tag, tag, sizeof tag);
   for (int i = 0; i < 3; i++) o->copy[i] = (float)(t->step * 10 + i);
   memset(o->mask, t->step % 100, 5);
 }
 void podrace_reset(void *env, uint64_t seed, void *obs) {
   tagged *t = env;
-  t->seed = seed, t->step = 0, t->length = 3 + (int32_t)(seed % 60);
+  t->seed = seed, t->step = 0, t->length = 3 + (int32_t)(seed % 60), t->flags = 1 + (int32_t)(seed / 60 % 3);
   show(t, -1, obs);
 }
 void podrace_step(void *env, const void *act, void *obs, podrace_result *r, float *info) {
@@ -84,9 +85,8 @@ void podrace_step(void *env, const void *act, void *obs, podrace_result *r, floa
   const int32_t *a = act;
   t->step++;
   r->reward = (float)t->step, r->score = (float)-t->step;
-  r->terminated = t->step == t->length && t->seed % 3;
-  r->truncated = t->step == t->length && t->seed % 2;
-  if (t->step == t->length && !r->terminated) r->truncated = 1;
+  r->terminated = t->step == t->length && t->flags & 1;
+  r->truncated = t->step == t->length && t->flags & 2;
   if (t->step == t->length) info[0] = (float)t->length;
   show(t, 7 * a[0] + a[1], obs);
 }
