@@ -9,7 +9,8 @@
  *
  * Rules:
  *   - Environments share nothing. podrace steps different environments at the same time in several
- *     threads, so there are no variables outside of an environment, and no rand().
+ *     threads, so there are no variables outside of an environment, and no rand(). Only
+ *     podrace_spec_of may use static memory.
  *   - All randomness is seeded by podrace_reset. Equal seeds and actions make equal bytes.
  *   - podrace resets. After a step with terminated or truncated set, podrace_reset comes next, and
  *     the observation of that step is the last one of its episode. If both flags are set, the episode

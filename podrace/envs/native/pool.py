@@ -6,7 +6,6 @@ import collections
 import ctypes
 import functools
 import json
-import sys
 import weakref
 from collections.abc import Mapping
 from typing import Any
@@ -17,8 +16,8 @@ from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import COUNTS, NAMES, SUMS, Infos, no_rows
 from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.envs.native.build import HERE, compile_library
+from podrace.envs.native.frame import Frame
 from podrace.envs.native.library import (
-  MOST_OBS,
   TEXT,
   EnvironmentLibrary,
   Functions,
@@ -29,25 +28,14 @@ from podrace.envs.native.library import (
   text_of,
 )
 from podrace.envs.spaces import leaves, tree, values
-from podrace.errors import HostError, UsageError
+from podrace.errors import HostError
 from podrace.types import LAST, Arrival, TimeStep
-
-LINE = 64  # bytes of a cache line
 
 
 class Part(ctypes.Structure):
   """`part` of pool.c."""
 
   _fields_ = (('offset', Int64), ('bytes', Int64))
-
-
-class Arrays(ctypes.Structure):
-  """`arrays` of pool.c."""
-
-  _fields_ = (
-    ('ids', Pointer), ('act', Pointer), ('obs', Pointer * MOST_OBS), ('reward', Pointer),
-    ('score', Pointer), ('discount', Pointer), ('step_type', Pointer),
-  )  # fmt: skip
 
 
 @functools.cache
@@ -75,59 +63,6 @@ def shared_pool(name: str) -> Any:
     f = getattr(pool, f'podrace_{function}')
     f.restype, f.argtypes = result, arguments
   return pool
-
-
-class Frame:
-  """The arrays of one job: ids and actions for the environments, and their timesteps.
-
-  The timesteps are read where they are written. A frame is used again when nothing else refers to
-  its memory: an arrival, a view of it, or a device array that JAX has not copied.
-  """
-
-  def __init__(self, spec: NativeSpec, space: Any, n: int) -> None:
-    fields = [
-      ('ids', np.dtype(np.int32), ()),
-      ('act', np.dtype(spec.action.dtype), spec.action.shape),
-    ]
-    fields += [(f'obs/{i}', x.dtype, x.shape) for i, (_, x) in enumerate(leaves(space))]
-    fields += [(k, np.dtype(np.float32), ()) for k in ('reward', 'score', 'discount')]
-    fields += [('step_type', np.dtype(np.int8), ())]
-    offsets, end = [], 0
-    for _, dtype, shape in fields:
-      offsets.append(end)
-      end += -(-n * dtype.itemsize * int(np.prod(shape, dtype=np.int64)) // LINE) * LINE
-    self._memory = np.zeros(end + LINE, np.uint8)
-    start = -self._memory.ctypes.data % LINE
-    self.arrays = Arrays()
-    views = {}
-    for (name, dtype, shape), at in zip(fields, offsets, strict=True):
-      size = n * dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-      at += start
-      views[name] = self._memory[at : at + size].view(dtype).reshape(n, *shape)
-      address = views[name].ctypes.data
-      if name.startswith('obs/'):
-        self.arrays.obs[int(name[4:])] = address
-      else:
-        setattr(self.arrays, name, address)
-    self.pointer = ctypes.addressof(self.arrays)
-    self.ids, self.act = views.pop('ids'), views.pop('act')
-    self.reward, self.score, self.discount, self.step_type = (
-      views.pop(k) for k in ('reward', 'score', 'discount', 'step_type')
-    )
-    self.observation = list(views.values())
-    self.sent: np.ndarray | None = None  # ids of the job
-    self._shared = [*self.observation, self.reward, self.score, self.discount, self.step_type]
-    del views
-    self._count = self._references()
-
-  def _references(self) -> list[int]:
-    # Views of views refer to the memory itself, as NumPy shortens such chains.
-    return [sys.getrefcount(self._memory), *map(sys.getrefcount, self._shared)]
-
-  @property
-  def is_free(self) -> bool:
-    """Whether nothing else refers to its memory."""
-    return self.sent is None and self._references() == self._count
 
 
 class NativeInfos:
@@ -313,12 +248,7 @@ class NativePool:
     if self._last is None or self._jobs:
       raise HostError(f'{self._name}: its state is known when all environments wait for actions')
     state = self._empty_state()
-    failed = self._pool.podrace_batch_save(self._batch, *(state[k].ctypes.data for k in STATE))
-    if failed >= 0:
-      raise HostError(
-        f'{self._name}: podrace_save of environment {failed} returned {state["sizes"][failed]}, '
-        f'expected 0 to {self._spec.state_bytes} bytes'
-      )
+    self._save(state)
     t: Any = self._last.timestep
     state |= {k: getattr(t, k) for k in ('reward', 'discount', 'step_type')}
     state['score'] = self._last.score
@@ -329,13 +259,12 @@ class NativePool:
     """Restore a state that `state` returned. Returns its timesteps, which wait for actions.
 
     Raises:
-      HostError: if an environment cannot load it.
-      UsageError: if it is the state of other environments.
+      HostError: if it is no state of these environments. They are as before.
     """
     self._check_saves()
     while self._jobs:
       self.recv()
-    into = self._empty_state()
+    into, before = self._empty_state(), self._empty_state()
     frame = Frame(self._spec, self._space, self.num_envs)
     targets = {k: x.view(np.uint32) if x.dtype.itemsize > 4 else x for k, x in into.items()}
     targets |= dict(zip(self._paths(), frame.observation, strict=True))
@@ -343,20 +272,31 @@ class NativePool:
     for key, target in targets.items():
       x = np.asarray(state[key]) if key in state else np.zeros(0)
       if (x.shape, x.dtype) != (target.shape, target.dtype):
-        raise UsageError(
+        raise HostError(
           f'{self._name}: the saved {key} is {x.dtype}{list(x.shape)}, expected '
           f'{target.dtype}{list(target.shape)}'
         )
       target[...] = x
     if not ((into['sizes'] >= 0) & (into['sizes'] <= self._spec.state_bytes)).all():
-      raise UsageError(f'{self._name}: saved sizes are not 0 to {self._spec.state_bytes} bytes')
-    failed = self._pool.podrace_batch_load(self._batch, *(into[k].ctypes.data for k in STATE))
+      raise HostError(f'{self._name}: saved sizes are not 0 to {self._spec.state_bytes} bytes')
+    self._save(before)
+    failed = self._pool.podrace_batch_load(self._batch, *_addresses(into))
     if failed >= 0:
+      self._pool.podrace_batch_load(self._batch, *_addresses(before))
       raise HostError(f'{self._name}: podrace_load of environment {failed} refused its saved state')
     fields: Any = frame.reward, frame.discount, frame.step_type
     t: Any = TimeStep(tree(self._space, iter(frame.observation)), *fields)
     self._last = Arrival(self._ids, t, frame.score, t.last, self._run_id)
     return self._last
+
+  def _save(self, state: dict[str, np.ndarray]) -> None:
+    """Write the environments' states, seeds and numbers of episodes to arrays."""
+    failed = self._pool.podrace_batch_save(self._batch, *_addresses(state))
+    if failed >= 0:
+      raise HostError(
+        f'{self._name}: podrace_save of environment {failed} returned {state["sizes"][failed]}, '
+        f'expected 0 to {self._spec.state_bytes} bytes'
+      )
 
   def _check_saves(self) -> None:
     if not self.saves:
@@ -392,3 +332,7 @@ class NativePool:
 
 
 STATE = ('bytes', 'sizes', 'episodes', 'seeds', 'over')  # in the order of podrace_batch_save
+
+
+def _addresses(state: Mapping[str, np.ndarray]) -> list[int]:
+  return [state[k].ctypes.data for k in STATE]
