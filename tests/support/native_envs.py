@@ -51,13 +51,13 @@ def write(path: Path, *faults: str) -> str:
 TAGGED = """
 #include "podrace_env.h"
 typedef struct { uint64_t seed; int32_t step, length, flags, pad; } tagged;
-typedef struct { int32_t tag[5]; float copy[3]; int8_t mask[5]; } observation;
+typedef struct { int8_t mask[5]; int32_t tag[5]; float copy[3]; } observation; /* with a gap */
 static const int32_t choices[] = {5, 7};
 const podrace_spec *podrace_spec_of(const char *options, char *error, size_t n) {
   static const podrace_array obs[3] = {
+    {.name = "more", .dtype = PODRACE_I8, .ndim = 1, .shape = {5}},
     {.name = "tag", .dtype = PODRACE_I32, .ndim = 1, .shape = {5}},
-    {.name = "copy", .dtype = PODRACE_F32, .ndim = 1, .shape = {3}},
-    {.name = "more", .dtype = PODRACE_I8, .ndim = 1, .shape = {5}}};
+    {.name = "copy", .dtype = PODRACE_F32, .ndim = 1, .shape = {3}}};
   static const podrace_array act = {.dtype = PODRACE_I32, .ndim = 1, .shape = {2}, .choices = choices};
   static const char *const info[] = {"length", "never"};
   static const podrace_spec spec = {.abi = PODRACE_ENV_ABI, .num_obs = 3, .num_info = 2, .obs = obs,

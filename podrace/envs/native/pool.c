@@ -75,7 +75,7 @@ typedef struct batch {
   double *sums, *counts; /* [num_envs, num_info] of the numbers for the log */
   job *first, *last;     /* the queue */
   double step_ns;        /* time of one environment's step: a moving mean */
-  pthread_cond_t done;   /* the oldest job is done */
+  pthread_cond_t done;   /* no chunk of the oldest job is under way */
 } batch;
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
@@ -178,7 +178,7 @@ static void take_chunk(batch *b) {
   running--;
   b->step_ns = b->step_ns > 0 ? 0.9 * b->step_ns + 0.1 * each : each;
   j->done += to - from;
-  if (j->done == j->n) pthread_cond_broadcast(&b->done);
+  if (j->done == j->taken) pthread_cond_broadcast(&b->done); /* its owner receives, or closes */
 }
 
 static void *work_on(void *unused) {
