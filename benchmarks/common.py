@@ -293,6 +293,7 @@ PEERS = {  # packages of the virtual environment of each
   'groove': ('jax==0.4.13', 'jaxlib==0.4.13', 'flax==0.6.11', 'optax==0.1.5', 'gymnax==0.0.6',
              'evosax==0.1.4', 'wandb==0.15.9', 'matplotlib==3.7.1', 'numpy<1.25', 'scipy<1.12'),  # as it names them
   'groove-new': ('flax', 'optax', 'gymnax<1', 'chex', 'rich', 'six'),
+  'pufferlib': ('pufferlib==3.0.0',),
   'reverb': ('dm-reverb[tensorflow]==0.14.0', 'lz4==4.4.5', 'zstandard==0.25.0'),
 }  # fmt: skip
 OUR_JAX = ('rejax', 'purejaxrl', 'flashbax', 'groove-new')  # are compared under the same JAX

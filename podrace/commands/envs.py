@@ -17,7 +17,7 @@ COMMAND = Command(
     Option('--connect', 'ADDRESS', 'address of the learner: tcp://HOST:PORT or unix:PATH; for '
       'several learner processes a '
       'list with commas, each of which gets a part of the environments'),
-    Option('--env', 'LIB:NAME', 'environment: LIB is ale, envpool or gymnasium; options follow '
+    Option('--env', 'LIB:NAME', 'environment: LIB is ale, envpool, gymnasium or c; options follow '
       'after commas'),
     Option('--num-envs', 'N', 'number of environments', 1),
     Option('--workers', 'N', 'threads or processes that step environments, over all groups '

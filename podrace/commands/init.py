@@ -13,18 +13,23 @@ from podrace.system.files import UTF8, create
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
+HEADER = Path(__file__).parents[1] / 'envs' / 'native'  # directory of podrace_env.h
 TEMPLATES = Path(__file__).parent / 'templates'
 KINDS = {
   'agent': 'podrace train --agent {file}:{name}',
   'env': 'podrace train --env python:{file}.make',
   'network': 'podrace train --agent {file}:Agent',
+  'cenv': 'podrace train --env c:{file}.c --architecture sebulba',
 }
+SUFFIXES = {'cenv': '.c'}  # of the file that is no Python
 COMMAND = Command(
   'init',
-  'agent|env|network NAME [OPTIONS]',
-  'write a working file and its test to start from: an agent, an environment in JAX, or a network',
+  'agent|env|network|cenv NAME [OPTIONS]',
+  'write a working file and its test to start from: an agent, an environment in JAX, a network, or '
+  'an environment in C (cenv)',
   (Option('--dir', 'DIR', 'directory of the files', '.'),),
-  'NAME is the name of the class: for MyAgent the files are my_agent.py and test_my_agent.py.',
+  'NAME is the name of the class: for MyAgent the files are my_agent.py and test_my_agent.py, for '
+  'an environment in C my_agent.c and test_my_agent.py.',
 )
 
 
@@ -33,13 +38,17 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   if len(options.arguments) != 2 or options.arguments[0] not in KINDS:
     words = ' '.join(options.arguments) or 'nothing'
-    raise UsageError(f'init takes agent, env or network, and a name: not {words}')
+    raise UsageError(f'init takes agent, env, network or cenv, and a name: not {words}')
   kind, word = options.arguments
   name, file = class_and_file(word)
   folder = Path(options.text('--dir'))
   if not folder.is_dir():
     raise UsageError(f'--dir {folder} is no directory')
-  targets = {folder / f'{prefix}{file}.py': f'{prefix}{kind}.py' for prefix in ('', 'test_')}
+  suffix = SUFFIXES.get(kind, '.py')
+  targets = {
+    folder / f'{file}{suffix}': f'{kind}{suffix}',
+    folder / f'test_{file}.py': f'test_{kind}.py',
+  }
   if existing := [str(path) for path in targets if os.path.lexists(path)]:
     raise UsageError(f'{" and ".join(existing)} exists already: give another name')
   if importlib.util.find_spec(file) is not None:
@@ -49,11 +58,17 @@ def run(args: list[str]) -> int:
   for path, template in targets.items():
     text = (TEMPLATES / template).read_text(encoding=UTF8)
     with create(path) as opened:
-      opened.write(re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name))
+      opened.write(_fill(text, file, name))
     print_text(f'wrote {path}')
   print_text(f'train: {KINDS[kind].format(file=file, name=name)}')
   print_text(f'test:  python -m pytest {folder / f"test_{file}.py"}')
   return 0
+
+
+def _fill(text: str, file: str, name: str) -> str:
+  """Return a template with its names."""
+  text = re.sub(r'FILE(?=[.:_ ])', file, text).replace('NAME', name)
+  return text.replace('HEADER', str(HEADER))
 
 
 def class_and_file(word: str) -> tuple[str, str]:

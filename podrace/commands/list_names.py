@@ -16,6 +16,7 @@ COMMAND = Command('list', '', 'presets, agents and environments')
 HOST_EXAMPLES = {
   'ale': 'ale:pong, ale:breakout, ale:ms_pacman,sticky=0.25',
   'envpool': 'envpool:CartPole-v1, envpool:Pong-v5, envpool:HalfCheetah-v4',
+  'c': 'c:my_env.c; of podrace itself c:cartpole, c:breakout, c:grid',
   'gymnasium': 'gymnasium:CartPole-v1, gymnasium:your_module:YourEnv-v0',
 }
 

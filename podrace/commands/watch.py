@@ -29,8 +29,8 @@ COMMAND = Command(
     ALLOW_CODE,
   ),
   """
-Environments: ale:, gymnasium: and all in JAX. An environment that cannot draw itself (gymnasium:
-without rgb_array) is shown as the agent sees it. The last line printed is JSON.
+Environments: ale:, gymnasium:, c: and all in JAX. An environment that cannot draw itself
+(gymnasium: without rgb_array) is shown as the agent sees it. The last line printed is JSON.
 """,
   jax=True,
   foreign={

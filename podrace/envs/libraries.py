@@ -224,6 +224,8 @@ LIBRARIES: Mapping[str, Library] = {
 }
 
 
+NATIVE_EXAMPLES = ('cartpole', 'breakout', 'grid')  # environments in C of podrace itself
+
 HOST_LIBRARIES: Mapping[str, Library] = {
   'ale': Library(
     module='podrace.envs.host.ale',
@@ -243,6 +245,13 @@ HOST_LIBRARIES: Mapping[str, Library] = {
     description='any Gymnasium environment, in worker processes',
     names=(),
     module_of=lambda name: name.rpartition(':')[0],
+  ),
+  'c': Library(
+    module='podrace.envs.native.environment',
+    extra='',
+    description='your own in C, in native threads: a .c file or a .so',
+    names=(),
+    module_of=lambda name: '' if name in NATIVE_EXAMPLES else f'c:{name}',
   ),
 }
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 
+from podrace.envs.libraries import HOST_LIBRARIES
 from podrace.errors import UsageError
 from podrace.hooks import learns_from_replay
 from podrace.launch.program import Node, Program, literal
@@ -115,10 +116,10 @@ def seed(request: LaunchRequest) -> Program:
   2020, arXiv 1910.06591): other processes only have environments.
   """
   config = request.config
-  if not config.env.startswith(('ale:', 'envpool:', 'gymnasium:')):
+  if config.env.partition(':')[0] not in HOST_LIBRARIES:
     raise UsageError(
       f'--as seed: {config.env} is an environment in JAX, which stays with the learner; '
-      'give one of ale, envpool or gymnasium'
+      f'give one of {", ".join(HOST_LIBRARIES)}'
     )
   request.demand('seed', envs='remote', lag='async', architecture='sebulba')
   if learns_from_replay(config.agent) and config.replay != 'host':

@@ -27,6 +27,7 @@ from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UnknownName
 from podrace.fields import ClassName, item_types, role_of
 
+NATIVE = 'c:'  # begins the name of an environment in C, which counts as a module
 CLASS = 'class'  # the key under which a record names a dataclass that is not podrace's
 KIND, TRAIN = 'command', 'train'  # key and default of the command that made a record
 KINDS = {
@@ -50,7 +51,8 @@ def of_env(name: str) -> list[str]:
   """Return the modules that the names of environments import; blanks separate the names.
 
   `python:` calls any function of a module, so it also counts for podrace's own and for installed
-  modules. A text among the options may name another environment or class, as in `opponent=`.
+  modules. The module of an environment in C is its whole name, `c:PATH`. A text among the options
+  may name another environment or class, as in `opponent=`.
   """
   modules: list[str] = []
   for part in _parts(name):
@@ -171,8 +173,18 @@ def refused_modules(record: Any, allowed: Iterable[str]) -> dict[str, str]:
   """Return the items of `named_modules` that are not within an allowed package."""
   packages = list(allowed)
   return {
-    m: x for m, x in named_modules(record).items() if not any(_is_within(m, p) for p in packages)
+    m: x for m, x in named_modules(record).items() if not any(_permits(p, m) for p in packages)
   }
+
+
+def _permits(allowed: str, module: str) -> bool:
+  """Return whether an allowed package permits a module. A file in C permits only itself."""
+  return allowed == module or (not is_native(module) and _is_within(module, allowed))
+
+
+def is_native(module: str) -> bool:
+  """Return whether the name of a module is that of a file in C, which is no Python."""
+  return module.startswith(NATIVE)
 
 
 def _is_within(module: str, package: str) -> bool:
@@ -190,7 +202,7 @@ def options(modules: Iterable[str]) -> str:
 def look_here(modules: Iterable[str | None]) -> None:
   """Let Python find the user's modules in the working directory, after all installed modules."""
   here = os.getcwd()
-  if any(modules) and here not in sys.path:
+  if any(m and not is_native(m) for m in modules) and here not in sys.path:
     sys.path.append(here)
 
 

@@ -770,7 +770,11 @@ def test_types_are_for_all_who_install_it() -> None:
     'podrace': [
       'py.typed',
       'commands/options.json',
+      'commands/templates/*.c',
       'commands/templates/*.py',
+      'envs/native/*.c',
+      'envs/native/*.h',
+      'envs/native/examples/*.c',
       'experiments/page/*',
       'settings/*.toml',
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 import subprocess
 import sys
@@ -22,25 +23,35 @@ from podrace.settings.presets import PRESETS
 
 
 @pytest.mark.parametrize(
-  'kind', ['agent', *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network'))]
+  'kind',
+  [
+    'agent',
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network')),
+    'cenv',
+  ],
 )
 def test_what_it_writes_trains(kind: str, tmp_path: Path, capsys: Capture) -> None:
   code, out, _ = called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))
-  assert code == 0 and sorted(p.name for p in tmp_path.iterdir()) == ['my_own.py', 'test_my_own.py']
+  file = 'my_own.c' if kind == 'cenv' else 'my_own.py'
+  assert code == 0 and sorted(p.name for p in tmp_path.iterdir()) == [file, 'test_my_own.py']
   text = ''.join(p.read_text() for p in tmp_path.iterdir())
-  assert 'NAME' not in text and 'FILE' not in text
+  assert not {'NAME', 'FILE', 'HEADER'} & set(re.findall('[A-Z]+', text))
   (train,) = [
     x.removeprefix('train: podrace ') for x in out.splitlines() if x.startswith('train: ')
   ]
+  one = ['--devices', '1'] if kind == 'cenv' else []
   done = subprocess.run(
-    [sys.executable, '-m', 'podrace', *train.split(), '--total-steps', '2048', '--run-dir', 'run'],
+    [
+      *(sys.executable, '-m', 'podrace', *train.split(), *one),
+      *('--total-steps', '2048', '--run-dir', 'run'),
+    ],
     cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('kind', ['agent', 'env', 'network'])
+@pytest.mark.parametrize('kind', ['agent', 'env', 'network', 'cenv'])
 def test_what_it_writes_passes_its_own_test(kind: str, tmp_path: Path, capsys: Capture) -> None:
   assert called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))[0] == 0
   done = subprocess.run(
@@ -57,8 +68,8 @@ def test_nothing_is_overwritten_or_hidden(tmp_path: Path, capsys: Capture) -> No
     (('agent', 'Random'), 'there is a module random already'),
     (('agent', '3d'), 'is no name for a class'),
     (('agent', 'class'), 'is no name for a class'),
-    (('agents', 'X'), 'init takes agent, env or network'),
-    (('agent',), 'init takes agent, env or network'),
+    (('agents', 'X'), 'init takes agent, env, network or cenv'),
+    (('agent',), 'init takes agent, env, network or cenv'),
   ):
     code, _, err = called(capsys, 'init', *args, '--dir', str(tmp_path))
     assert code == 2 and message in err, err
@@ -84,9 +95,9 @@ def test_words_that_complete() -> None:
   assert words(['sweep', 'cart']) == ['cartpole']
   assert words(['sweep', 'cartpole', '--v']) == ['--vary'] and words(['sweep', '--run']) == []
   assert words(['sweep', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
-  assert words(['init', '']) == ['agent', 'env', 'network'] and words(['completion', 'z']) == [
-    'zsh'
-  ]
+  assert words(['init', '']) == ['agent', 'env', 'network', 'cenv'] and words(
+    ['completion', 'z']
+  ) == ['zsh']
   assert words(['init', 'agent', '']) == []
   assert words(['eval', '--ep']) == ['--episodes'] and words(['eval', 'runs/']) == []
 
@@ -105,7 +116,7 @@ def test_values_that_complete() -> None:
   assert words(['train', '--env', 'gymnax:Cart']) == ['gymnax:CartPole-v1']
   assert words(['train', '--env', 'podrace:m']) == ['podrace:maze', 'podrace:memory']
   assert words(['sweep', '--env', 'gymnasium']) == ['gymnasium:']
-  assert words(['envs', '--env', '']) == ['ale:', 'envpool:', 'gymnasium:']
+  assert words(['envs', '--env', '']) == ['ale:', 'envpool:', 'gymnasium:', 'c:']
   assert words(['train', '--agent.optimizer', '']) == ['adam', 'rmsprop', 'sgd']  # of all agents
   assert words(['train', '--agent', 'impala', '--agent.optimizer', '']) == ['adam', 'rmsprop']
   assert words(['train', 'catch', '--agent.network.core', 'g']) == ['gru']

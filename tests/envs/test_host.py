@@ -97,6 +97,10 @@ CONTRACT = [
   'gymnasium:CartPole-v1',
   'gymnasium:Pendulum-v1,max_episode_steps=30',
   'gymnasium:host_envs:Limited-v0',
+  'c:cartpole',
+  'c:breakout,max_steps=40',
+  'c:grid,side=8,max_steps=30',
+  'c:breakout,max_steps=40,isolate=true',
   'podrace:catch',
 ]
 

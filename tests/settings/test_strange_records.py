@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from native_envs import write
 from processes import command
 
 from podrace import cli
@@ -29,7 +30,10 @@ from podrace.settings.discovery import RULES, Discovery
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.record import to_json
 
-NAMES = ('python:stranger.make,a=b', 'gymnasium:stranger:Env-v0', 'stranger:Agent', 'c:/stranger')
+NAMES = (
+  'python:stranger.make,a=b', 'gymnasium:stranger:Env-v0', 'stranger:Agent', 'c:/stranger',
+  'c:stranger.c,max_steps=9',
+)  # fmt: skip
 SMALL: dict[str, Any] = dict(total_steps=64, num_envs=4, unroll_length=4, devices=1, eval_every=32)
 PGX = 'pgx:tic_tac_toe,opponent'
 Path_ = tuple[str | int, ...]
@@ -37,7 +41,8 @@ Path_ = tuple[str | int, ...]
 
 @pytest.fixture
 def stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], bool]]:
-  """A module that could be imported from here; whether it was."""
+  """A module and a file in C that could be loaded from here; whether one was."""
+  write(tmp_path / 'stranger.c', 'constructor')
   (tmp_path / 'stranger.py').write_text(
     'import pathlib\npathlib.Path(__file__).with_suffix(".ran").touch()\n'
     'def make(**options): raise SystemExit(77)\n'
@@ -126,6 +131,8 @@ def test_a_name_of_code_is_refused_in_each_text_of_each_record(
     'podrace:catch python:stranger.make', 'python:stranger.make podrace:catch', 'python:stranger:make', 'ｐython:stranger.make',
     'gymnasium:CartPole-v1,env_id=stranger:Env-v0', 'gymnasium:CartPole-v1,inner=python:stranger.make',
     f'{PGX}=python:stranger.make', f'{PGX}=stranger:make', 'podrace:catch,rows=python:stranger.make', 'stranger.make',
+    'C:stranger.c', ' c:stranger.c', 'c :stranger.c', 'c:./stranger.c', 'podrace:catch c:stranger.c', f'{PGX}=c:stranger.c',
+    'c:cartpole,max_steps=c:stranger.c', 'c:stranger.c,isolate=true',
   ],
 )  # fmt: skip
 def test_no_spelling_of_an_environment_imports(
@@ -226,6 +233,21 @@ def test_what_the_command_line_names_may_be_in_the_record(
   assert stranger()
   assert code_of('train', '--run-dir', theirs, '--allow-code', 'stranger') == 77
   assert code_of('train', '--run-dir', theirs, '--allow-code', 'strange') == 2
+
+
+def test_a_file_in_c_is_allowed_by_its_whole_name(
+  stranger: Callable[[], bool], tmp_path: Path
+) -> None:
+  """Its options are refused after it was loaded."""
+  theirs = kept(
+    tmp_path / 'theirs',
+    trained(default_agent('impala'), env='c:stranger.c,gravity=1', architecture='sebulba'),
+  )
+  for wrong in ('stranger', 'stranger.c', 'c:stranger', 'c', 'c:', 'c:./stranger.c', str(tmp_path)):
+    assert code_of('eval', theirs, '--allow-code', wrong) == 2
+    assert not stranger(), wrong
+  assert code_of('eval', theirs, '--allow-code', 'c:stranger.c') == 2
+  assert stranger()
 
 
 # --- declarations ---------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ JSON: a message for the user or null, and the traceback.
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import mmap
 import os
@@ -32,6 +33,7 @@ from podrace.system.process import tell_of_faults
 GO, DONE, FAILED = b'g', b'd', b'f'
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ACTION, REWARD, TERMINATED, TRUNCATED = 'action', 'reward', 'terminated', 'truncated'
+SCORE = 'score'  # of environments whose rewards for learning differ from those in reports
 
 Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
 
@@ -251,7 +253,8 @@ def main(settings: Mapping[str, Any]) -> None:
   into = arrays(memory, [(n, d, s) for n, d, s in settings['fields']], settings['num_envs'])
   ask, answer = settings['ask'], settings['answer']
   try:
-    environments = WorkerEnvironments(
+    maker = importlib.import_module(settings['maker'])
+    environments = maker.WorkerEnvironments(
       settings['name'],
       settings['seeds'],
       into,

@@ -219,6 +219,8 @@ class WorkerProcess:
 class WorkerPool:
   """A pool of environments in worker processes.
 
+  `maker` is the module of the WorkerEnvironments that a worker makes.
+
   Owner: an actor thread. Another thread may call `kill`.
   Ends when: `close` is called.
   Raises: HostError from `reset` and `recv`, if an environment fails or restarts too often.
@@ -234,6 +236,7 @@ class WorkerPool:
     args: PoolArgs,
     infos: Infos | None = None,
     trial: bool = False,
+    maker: str = w.__name__,
   ) -> None:
     self._trial = trial
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
@@ -253,6 +256,7 @@ class WorkerPool:
     self._shared_settings = dict(
       name=label, fields=fields, bytes=length,
       num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
+      maker=maker,
     )  # fmt: skip
     self._stepper, self._clock = Stepper(args.num_envs), AnswerClock()
     self._run_id = np.zeros(args.num_envs, np.int64)
@@ -304,7 +308,8 @@ class WorkerPool:
     timestep: Any = self._stepper.timestep(
       ids, tree(self._space, iter(arrays)), reward, a[w.TERMINATED][rows], a[w.TRUNCATED][rows]
     )
-    return Arrival(ids, timestep, reward, timestep.last, self._run_id[ids])
+    score = a[w.SCORE][rows].astype(np.float32) if w.SCORE in a else reward
+    return Arrival(ids, timestep, score, timestep.last, self._run_id[ids])
 
   def _wait(self) -> None:
     """Wait at most LOOK_SECONDS for workers to answer. Replace dead and late ones."""

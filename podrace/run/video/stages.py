@@ -1,7 +1,8 @@
 """One environment that can be filmed: a pool of one that draws itself.
 
 Atari is drawn in colour by a second game with the same seed and actions, Gymnasium by `rgb_array`,
-and a JAX environment by its library. Without any of them the observation is drawn.
+an environment in C by `podrace_render`, and a JAX environment by its library. Without any of them
+the observation is drawn.
 """
 
 from __future__ import annotations
@@ -57,8 +58,10 @@ def make_stage(name: str, env: Any) -> Stage:
       return _AtariStage(inner, options, env)
     if library == 'gymnasium':
       return _GymnasiumStage(inner, options, env)
+    if library == 'c':
+      return _NativeStage(env)
     if env.jax is None:
-      raise UsageError(f"{name} can't be drawn: of the host, ale: and gymnasium: can")
+      raise UsageError(f"{name} can't be drawn: of the host, ale:, gymnasium: and c: can")
     env = env.jax
   return _JaxStage(env)
 
@@ -158,6 +161,31 @@ class _AtariStage(_PoolStage):
     if self._twin is not None:
       self._twin.close()
       self._twin = None
+
+
+class _NativeStage(_PoolStage):
+  """An environment in C, drawn by its own `podrace_render` if it has one and is in this process."""
+
+  def __init__(self, spec: HostSpec) -> None:
+    super().__init__(spec)
+    self._timestep: Any = None
+    super().reset(0)
+    if not getattr(self._pool, 'renders', False):
+      self.note = 'it draws no picture of itself here: this is what the agent sees'
+
+  def reset(self, seed: int) -> TimeStep:
+    self._timestep = super().reset(seed)
+    return self._timestep
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    result = super().step(action)
+    self._timestep = result[0]
+    return result
+
+  def frame(self) -> np.ndarray | NumericObservation:
+    if self.note:
+      return draw(self._spec.observation_space, first_of_batch(self._timestep.observation))
+    return enlarge(to_image(self._pool.render()))
 
 
 class _GymnasiumStage:
