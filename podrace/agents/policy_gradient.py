@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from podrace import distributions
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
 from podrace.networks import Network, body
@@ -124,12 +125,16 @@ def act(
   """Choose the actions of timesteps [B]: `Agent.act`."""
   output, core = agent.network.step(params.network, state.core, observe(params, timestep))
   policy = agent.network.distribution
-  x = policy.mode(output.policy) if agent.greedy else policy.sample(output.policy, key)
+  if agent.greedy:
+    x = policy.mode(output.policy)
+    log_prob = policy.log_prob(output.policy, x)
+  else:
+    x, log_prob = distributions.draw(policy, output.policy, key)
   discounted_return: Any = ()
   if agent.normalize_rewards:
     carried = jnp.where(timestep.first, 0.0, agent.discount * state.discounted_return)
     discounted_return = carried + timestep.reward
-  extras = PolicyExtras(x, policy.log_prob(output.policy, x), discounted_return)
+  extras = PolicyExtras(x, log_prob, discounted_return)
   return ActorOutput(policy.to_action(x), extras), PolicyState(core, discounted_return)
 
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
+from podrace.architectures.packing import Packed, Packing
 from podrace.envs.base import EnvironmentBatch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
@@ -133,7 +134,15 @@ def unroll(
   agent_state = actor.agent_state
   act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
   keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
-  actor, (timesteps, outputs) = lax.scan(step, actor, keys)
+  _, example = jax.eval_shape(step, actor, jax.tree.map(lambda x: x[0], keys))
+  packing = Packing(example)
+
+  def packed_step(actor: ActorState, keys: Any) -> tuple[ActorState, Packed]:
+    actor, result = step(actor, keys)
+    return actor, packing.pack(result)
+
+  actor, packed = lax.scan(packed_step, actor, keys)
+  timesteps, outputs = packing.unpack(packed)
   timesteps = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep)
   return actor, Trajectory(timesteps, outputs, agent_state, actor.env_id)
 

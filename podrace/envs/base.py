@@ -156,6 +156,9 @@ class NextStepReset:
     return infos(self.dynamics, state.inner)
 
 
+LARGE_BATCH = 1024  # environments; with episodes of 1,000 steps, one ends in most steps
+CHEAP_RESET = 200  # operations, which a GPU fuses to one or two kernels
+
 REFILL = 0x5EED  # folded into a refill's key, to keep it apart from the environments' keys
 
 
@@ -193,9 +196,36 @@ def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
     return jax.vmap(env.reset)(jax.random.split(key, num_envs))
 
   each_infos = jax.vmap(functools.partial(infos, env))
-  if isinstance(env, NextStepReset):
+  if isinstance(env, NextStepReset) and _skips_resets(env.dynamics, num_envs):
     return EnvironmentBatch(reset, _conditional(env.dynamics), each_infos)
   return EnvironmentBatch(reset, jax.vmap(env.step), each_infos)
+
+
+def _skips_resets(dynamics: Dynamics, num_envs: int) -> bool:
+  """Return whether a step without an ended episode should skip the resets.
+
+  Not on a GPU if a reset is cheap, or if the batch is large, so that most steps have an ended
+  episode: there the host waits for the flag, which takes as long as several kernels.
+  """
+  if jax.default_backend() == 'cpu':
+    return True
+  return num_envs < LARGE_BATCH and _operations(dynamics.reset) > CHEAP_RESET
+
+
+def _operations(reset: Callable[[Array], Any]) -> float:
+  """Return the number of operations of a reset; infinite with a loop."""
+
+  def count(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+      if equation.primitive.name in ('while', 'scan'):
+        return math.inf
+      parts = [x for p in equation.params.values() for x in (p if isinstance(p, tuple) else (p,))]
+      inner = [getattr(x, 'jaxpr', x) for x in parts if hasattr(getattr(x, 'jaxpr', x), 'eqns')]
+      total += sum(map(count, inner)) if inner else 1
+    return total
+
+  return count(jax.make_jaxpr(reset)(jax.random.key(0)).jaxpr)
 
 
 @jax.custom_batching.custom_vmap
