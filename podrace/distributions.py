@@ -130,7 +130,8 @@ def _draw_few(params: Array, key: Array) -> tuple[Array, Array]:
   log_weight = functools.reduce(
     lambda a, i: jnp.where(x == i, shifted[i], a), range(len(shifted)), top
   )
-  return x, log_weight - jnp.log(ends[-1])
+  # Apart from the step: the environment's kernel overwrites arrays that this one reads.
+  return jax.lax.optimization_barrier((x, log_weight - jnp.log(ends[-1])))
 
 
 @dataclasses.dataclass(frozen=True)

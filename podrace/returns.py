@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from podrace.types import Array
 
-UNROLL = 16  # most steps of a recursion in one round of its loop: fewer kernels, the same numbers
+UNROLL = 16  # steps of a recursion in one round of its loop on a GPU, where a round is 4 kernels
 
 
 def discounted_sum(x_t: Array, decay_t: Array) -> Array:
@@ -31,7 +31,8 @@ def discounted_sum(x_t: Array, decay_t: Array) -> Array:
     return y, y
 
   start = jnp.zeros_like(x_t[0])
-  unroll = max(1, min(UNROLL, len(x_t) // 2))  # a loop of one round would be a kernel a step
+  # A loop of one round would be a kernel a step.
+  unroll = 1 if jax.default_backend() == 'cpu' else max(1, min(UNROLL, len(x_t) // 2))
   _, y_t = jax.lax.scan(step, start, (x_t, decay_t), reverse=True, unroll=unroll)
   return y_t
 

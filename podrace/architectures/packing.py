@@ -24,17 +24,15 @@ Packed = tuple[Array, list[Array]]
 
 
 class Packing:
-  """Packs trees of arrays [B, ...] with the shapes and dtypes of `example`.
+  """Packs the trees of arrays [B, ...] of a loop's steps, and unpacks the results of the loop.
 
   Packing changes no bit. Arrays with more than LIMIT numbers of an environment stay apart.
   """
 
-  def __init__(self, example: Any) -> None:
-    self._leaves, self._structure = jax.tree.flatten(example)
-
   def pack(self, tree: Any) -> Packed:
-    """Return the packed arrays of a tree."""
-    leaves = jax.tree.leaves(tree)
+    """Return the packed arrays of a tree, and remember its shapes and dtypes."""
+    leaves, self._structure = jax.tree.flatten(tree)
+    self._leaves = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
     words = [_to_words(x) for x in leaves if _is_small(x)]
     return jnp.concatenate(words), [x for x in leaves if not _is_small(x)]
 

@@ -124,18 +124,19 @@ def unroll(
   """Act for `length` steps. Consecutive trajectories overlap in one timestep."""
 
   def step(actor: ActorState, keys: Any) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
-    act_key, env_keys = keys
+    act_key, draws = keys
     timestep = actor.timestep
     output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
-    env_state, next_timestep = env.step(actor.env_state, output.action, env_keys)
+    env_state, next_timestep = env_step(actor.env_state, output.action, draws)
     actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
     return count_episodes(actor, next_timestep, env.infos(env_state)), (timestep, output)
 
   agent_state = actor.agent_state
   act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
-  keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
-  _, example = jax.eval_shape(step, actor, jax.tree.map(lambda x: x[0], keys))
-  packing = Packing(example)
+  env_keys = jax.random.split(env_key, (length, len(actor.env_id)))
+  keys = jax.random.split(act_key, length), jax.vmap(env.draw)(env_keys)
+  env_step = env.step_drawn or env.step
+  packing = Packing()
 
   def packed_step(actor: ActorState, keys: Any) -> tuple[ActorState, Packed]:
     actor, result = step(actor, keys)

@@ -67,7 +67,7 @@ class Catch:
     return state, transition(self._board(state), reward, landed, False)
 
   def _board(self, state: CatchState) -> Array:
-    row, column = jnp.arange(self.rows)[:, None], jnp.arange(self.columns)
+    row, column = jnp.arange(self.rows)[:, None], jnp.arange(self.columns)[None]
     ball = (row == state.ball_row) & (column == state.ball_column)
     paddle = (row == self.rows - 1) & (column == state.paddle)
     return (ball | paddle).astype(jnp.float32)  # no scatter, which is a kernel of its own
