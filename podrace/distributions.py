@@ -7,8 +7,6 @@ the raw sample has a probability here (a clipped action has none), so agents kee
 from __future__ import annotations
 
 import dataclasses
-import functools
-import itertools
 import math
 from typing import Any, NamedTuple, Protocol
 
@@ -22,7 +20,6 @@ REBOUND = (
   ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
 )
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
-FEW = 8  # actions that are treated one by one on a GPU
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
@@ -104,34 +101,6 @@ class Categorical:
   def to_action(self, x: Array) -> Array:
     """Return the actions of raw samples."""
     return x
-
-
-def draw(policy: Distribution, params: Array, key: Array) -> tuple[Array, Array]:
-  """Return raw samples and their log-probabilities, for acting.
-
-  On a GPU a reduction over a few actions is a kernel of its own. There the actions are separate
-  arrays, so that everything after the network's last product joins the environment's step.
-  """
-  few = isinstance(policy, Categorical) and policy.num_actions <= FEW
-  if few and jax.default_backend() != 'cpu':
-    return _draw_few(params, key)
-  x = policy.sample(params, key)
-  return x, policy.log_prob(params, x)
-
-
-def _draw_few(params: Array, key: Array) -> tuple[Array, Array]:
-  """Return `Categorical.sample` and its log-probability, up to rounding, without a reduction."""
-  logits = [params[..., i] for i in range(params.shape[-1])]
-  top = functools.reduce(jnp.maximum, logits)
-  shifted = [x - top for x in logits]
-  ends = list(itertools.accumulate(map(jnp.exp, shifted)))
-  u = jax.random.uniform(key, top.shape) * ends[-1]
-  x = sum(((end <= u).astype(jnp.int32) for end in ends), jnp.zeros(top.shape, jnp.int32))
-  log_weight = functools.reduce(
-    lambda a, i: jnp.where(x == i, shifted[i], a), range(len(shifted)), top
-  )
-  # Apart from the step: the environment's kernel overwrites arrays that this one reads.
-  return jax.lax.optimization_barrier((x, log_weight - jnp.log(ends[-1])))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from podrace import distributions, envs, returns
+from podrace.agents import policy_gradient
 from podrace.architectures.packing import Packing
 from podrace.envs.base import batch
 from podrace.types import MID, TimeStep
@@ -104,9 +105,9 @@ def test_few_actions_on_a_gpu_are_drawn_as_on_a_cpu(monkeypatch: pytest.MonkeyPa
   policy = distributions.Categorical(4)
   logits = 3 * jax.random.normal(jax.random.key(0), [5_000, 4])
   logits = logits.at[::3, 1].set(distributions.MASKED)
-  expected, expected_log_prob = distributions.draw(policy, logits, jax.random.key(1))
+  expected, expected_log_prob = policy_gradient.draw(policy, logits, jax.random.key(1))
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  x, log_prob = distributions.draw(policy, logits, jax.random.key(1))
+  x, log_prob = policy_gradient.draw(policy, logits, jax.random.key(1))
   np.testing.assert_array_equal(x, expected)
   np.testing.assert_allclose(log_prob, expected_log_prob, rtol=1e-5, atol=1e-6)
   assert not np.any(np.asarray(x)[::3] == 1)
