@@ -68,7 +68,8 @@ def test_packing_changes_no_bit() -> None:
 @pytest.mark.parametrize('name', ['podrace:catch', 'gymnax:CartPole-v1', 'gymnax:Asterix-MinAtar'])
 def test_draws_of_all_steps_at_once_are_the_draws_of_each_step(name: str) -> None:
   steps, n = 30, 5
-  many = batch(envs.make(name), n)
+  env = envs.make(name)
+  many = batch(env, n)
   begin, _ = many.reset(jax.random.key(0))
   action = jnp.arange(n, dtype=jnp.int32) % 2
 
@@ -77,7 +78,7 @@ def test_draws_of_all_steps_at_once_are_the_draws_of_each_step(name: str) -> Non
 
   @jax.jit
   def one_by_one() -> TimeStep:
-    return jax.lax.scan(lambda s, k: many.step(s, action, k), begin, keys())[1]
+    return jax.lax.scan(lambda s, k: jax.vmap(env.step)(s, action, k), begin, keys())[1]
 
   @jax.jit
   def ahead() -> TimeStep:
