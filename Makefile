@@ -70,11 +70,9 @@ bench: setup
 	@echo "runs, one after the other: $(BENCHMARKS)"
 	for b in $(BENCHMARKS); do echo "== $$b"; $(BIN)/python benchmarks/$$b.py || exit 1; done
 
-bench-gpu: setup
-	$(call install,cuda)
-	$(BIN)/python benchmarks/gpu/measure.py --budget 3600 --out build/gpu
-	$(BIN)/python benchmarks/gpu/measure.py --merge build/gpu
-	$(BIN)/python benchmarks/pong.py pong ppo-pong --until 18 --minutes 60 --name pong_gpu
+# 13 minutes on one GPU, without a network: benchmarks/gpu/bench.sh. JAX with CUDA must be there.
+bench-gpu:
+	sh benchmarks/gpu/bench.sh $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 
 clean:
 	rm -rf .venv build runs

@@ -56,11 +56,18 @@ def arguments(doc: str | None, cases: Iterable[str] = (), **options: Any) -> arg
   return args
 
 
-def record(name: str, results: Any, peer: dict[str, Any] | None = None) -> None:
-  """Writes results/NAME.json: the results with their machine, versions, commit and command."""
+def record(
+  name: str, results: Any, peer: dict[str, Any] | None = None, earlier: dict[str, Any] | None = None
+) -> None:
+  """Writes results/NAME.json: the results with their machine, versions, commit and command.
+
+  `earlier` has the same of cases that another command measured.
+  """
   RESULTS.mkdir(parents=True, exist_ok=True)
   path = RESULTS / f'{name}.json'
   document = dict(name=name, **origin(), machine=machine(), versions=versions(), peer_versions=peer, results=results)  # fmt: skip
+  if earlier:
+    document['earlier'] = earlier
   path.write_text(json.dumps(document, indent=1) + '\n')
   print(f'wrote {portable(str(path))}', flush=True)
 
@@ -74,12 +81,42 @@ def known(name: str) -> dict[str, Any]:
 def keep(
   name: str, case: str, result: Any, order: Iterable[str] = (), peer: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-  """Adds the result of a case to the other cases in results/NAME.json. Returns all results."""
+  """Adds the result of a case to the other cases in results/NAME.json. Returns all results.
+
+  Cases that were measured on another machine or commit keep them, under `earlier`.
+  """
   results = known(name) | {case: result}
   if keys := list(order):
     results = {key: results[key] for key in keys if key in results}
-  record(name, results, peer)
+  record(name, results, peer, _earlier(name, set(results) - {case}))
   return results
+
+
+def _earlier(name: str, cases: set[str]) -> dict[str, Any]:
+  """Returns machine, versions and commit of cases in results/NAME.json that differ from the present."""
+  path = RESULTS / f'{name}.json'
+  if not path.exists():
+    return {}
+  document = json.loads(path.read_text())
+  labels = dict(machine=_steady(document['machine']), versions=document['versions'], commit=document['commit'])  # fmt: skip
+  now = dict(machine=_steady(machine()), versions=versions(), commit=commit())
+  each = {case: document.get('earlier', {}).get(case, labels) for case in sorted(cases)}
+  return {case: label for case, label in each.items() if label != now}
+
+
+def _steady(about: dict[str, Any]) -> dict[str, Any]:
+  """Returns the part of `machine` that stays: not its load, nor the devices of a process."""
+  return {k: v for k, v in about.items() if k not in ('load_1min', 'devices')}
+
+
+def child_environ(**environ: str) -> dict[str, str]:
+  """Returns the environment of a process that finds this checkout before its PYTHONPATH.
+
+  It takes memory of a GPU as it needs it, so that several processes fit one.
+  """
+  path = os.pathsep.join(filter(None, [PATH, os.environ.get('PYTHONPATH', '')]))
+  shared = {'XLA_PYTHON_CLIENT_PREALLOCATE': 'false'}
+  return {**shared, **os.environ, 'PYTHONPATH': path, **environ}
 
 
 def origin() -> dict[str, Any]:
@@ -168,7 +205,7 @@ def pyplot(**settings: Any) -> Any:
 
 def run(command: Sequence[str], **environ: str) -> str:
   """Runs a process and returns its output; raises with its errors if it fails."""
-  env = {**os.environ, 'PYTHONPATH': PATH, **environ}
+  env = child_environ(**environ)
   done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=env)
   if done.returncode:
     raise RuntimeError(f'{command} ended with {done.returncode}:\n{done.stderr[-3000:]}')
@@ -193,7 +230,7 @@ def evaluate_run(run_dir: pathlib.Path, *args: Any) -> dict[str, Any]:
 def start_podrace(log: pathlib.Path, *args: Any) -> subprocess.Popen[bytes]:
   """Starts `podrace ARGS` with its output in a file."""
   command = [*PODRACE, *map(str, args)]
-  env = {**os.environ, 'PYTHONPATH': PATH}
+  env = child_environ()
   return subprocess.Popen(command, cwd=ROOT, env=env, stdout=log.open('a'), stderr=subprocess.STDOUT)  # fmt: skip
 
 
@@ -235,7 +272,7 @@ class Worker:
 
   def __init__(self, command: Sequence[str], **environ: str):
     self.command = list(command)
-    env = {**os.environ, 'PYTHONPATH': PATH, 'PYTHONUNBUFFERED': '1', **environ}
+    env = child_environ(PYTHONUNBUFFERED='1') | environ
     self.process = subprocess.Popen(
       self.command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
@@ -99,6 +100,29 @@ def flatten(optimizer: optax.GradientTransformation) -> optax.GradientTransforma
   With a model axis it is applied to each array, as arrays are split.
   """
   return optimizer if has_model_axis() else optax.flatten(optimizer)
+
+
+def as_vector(params: Any) -> tuple[Any, Callable[[Any], Any]]:
+  """Return parameters as one vector, and the function from a vector back to their tree.
+
+  For several gradient steps by an optimiser of `flatten`: a step then adds one vector instead of
+  an array a layer. With a model axis, or with several dtypes, the result is the tree itself.
+  """
+  dtypes = {x.dtype for x in jax.tree.leaves(params)}
+  if has_model_axis() or len(dtypes) > 1:
+    return params, lambda tree: tree
+  return ravel_pytree(params)
+
+
+def means(**terms: Array) -> Metrics:
+  """Return the mean of each term. All terms have the same shape.
+
+  Not on CPU: it is one reduction, as each reduction is two kernels.
+  """
+  if jax.default_backend() == 'cpu':
+    return {name: jnp.mean(x) for name, x in terms.items()}
+  stacked = jnp.stack(list(terms.values()))
+  return dict(zip(terms, jnp.mean(stacked, range(1, stacked.ndim)), strict=True))
 
 
 def clip_norm(limit: float, differentiable: bool = False) -> optax.GradientTransformation:

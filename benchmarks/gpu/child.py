@@ -38,10 +38,8 @@ def measure_group(
   name: str, only: list[str], ahead: bool, trace: bool, path: pathlib.Path, limit: float
 ) -> None:
   """Measures items of a group; writes a line for each at once, and another with its kernels."""
-  import common
   import timing
 
-  common.PATH = os.pathsep.join([common.PATH, os.environ.get('PYTHONPATH', '')])
   if ahead:
     os.nice(10)  # the smoke tests go first
     session.SECONDS, session.REPEATS = 1e-3, 1

@@ -39,44 +39,52 @@ def computations(text: str) -> tuple[dict[str, list[tuple[str, str]]], str]:
 
 
 def kernels_of(text: str) -> dict[str, Any]:
-  """Counts the kernels and copies that an update starts, by the compiled program.
+  """Counts what an update starts, by the compiled program.
 
-  The loop over updates has no length that the compiler knows; one round of it is counted.
+  `by_program` are kernels and copies, `conditionals` branches, and `host_waits` the times that the host
+  waits for a GPU: for the flag of a branch, or of another round of a loop of unknown length. The loop over
+  updates is one of these; one round of it is counted. A branch counts as its longest side.
   """
   every, entry = computations(text)
   loops: list[dict[str, Any]] = []
   unknown = 0
 
   @functools.cache
-  def cost(name: str) -> float:
+  def cost(name: str) -> collections.Counter[str]:
     nonlocal unknown
-    total = 0.0
+    total: collections.Counter[str] = collections.Counter()
+
+    def add(counts: collections.Counter[str], times: int = 1) -> None:
+      total.update({k: times * n for k, n in counts.items()})
+
     for opcode, more in every.get(name, ()):
       called = {k: NAME.match(v).group(1) for k, v in re.findall(r'(\w+)=(%?[\w.\-]+)', more)}  # type: ignore[union-attr]
       if opcode == 'while':
         trips = re.search(r'known_trip_count[^0-9]*"?(\d+)', more)
-        # a condition of unknown length is copied to the host
-        inside = cost(called['body']) + (0 if trips else cost(called['condition']) + 1)
+        n, inside = int(trips.group(1)) if trips else 1, cost(called['body']).copy()
+        if not trips:  # the condition is copied to the host
+          inside.update(cost(called['condition']) + collections.Counter(kernels=1, waits=1))
         unknown += not trips
-        n = int(trips.group(1)) if trips else 1
-        loops.append(dict(rounds=n if trips else None, kernels=inside))
-        total += n * inside
+        loops.append(dict(rounds=n if trips else None, kernels=inside['kernels']))
+        add(inside, n)
       elif opcode == 'call':
-        total += cost(called['to_apply'])
+        add(cost(called['to_apply']))
       elif opcode == 'conditional':
         names = re.search(r'branch_computations=\{([^}]*)\}', more)
         branches = [x.strip().lstrip('%') for x in names.group(1).split(',')] if names else []
         branches += [v for k, v in called.items() if k.endswith('_computation')]
-        total += max(map(cost, branches), default=0)
+        add(max(map(cost, branches), key=lambda x: x['kernels'], default=collections.Counter()))
+        add(collections.Counter(conditionals=1, waits=1))
       elif opcode not in FREE and not opcode.endswith('-done'):
-        total += 1
+        total['kernels'] += 1
     return total
 
   whole = cost(entry)
   opcodes = collections.Counter(opcode for each in every.values() for opcode, _ in each)
   top = sorted(loops, key=lambda x: -(x['rounds'] or 1) * x['kernels'])[:6]
   return dict(
-    by_program=whole, loops=top, loops_of_unknown_length=unknown,
+    by_program=whole['kernels'], conditionals=whole['conditionals'], host_waits=whole['waits'],
+    loops=top, loops_of_unknown_length=unknown,
     instructions={k: opcodes[k] for k in KINDS if k in opcodes},
   )  # fmt: skip
 

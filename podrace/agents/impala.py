@@ -24,7 +24,7 @@ from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
-from podrace.learner import Learned, adam, clip_norm, flatten, sgd
+from podrace.learner import Learned, adam, clip_norm, flatten, means, sgd
 from podrace.networks import ActorCritic
 from podrace.topology import AXIS
 from podrace.types import Array, Metrics, Sample, TrainState, Trajectory, take_batch
@@ -119,23 +119,19 @@ class Impala:
     # The targets are fixed for the network, but not for metaparameters.
     fixed = lax.stop_gradient((v_tm1, v_t, rho_tm1))
     estimate = vtrace(step.reward_t, step.discount_t, step.lambda_t, *fixed)
-    policy_loss = -jnp.mean(step.mask * estimate.advantage * log_prob)
-    value_loss = 0.5 * jnp.mean(step.mask * jnp.square(estimate.target - v_tm1))
-    entropy = jnp.mean(step.mask * policy.entropy(logits, key))
-    total = (
-      self.policy_cost * policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
+    mean = means(
+      surrogate=step.mask * estimate.advantage * log_prob,
+      value_error=step.mask * jnp.square(estimate.target - v_tm1),
+      entropy=step.mask * policy.entropy(logits, key),
+      rho=step.mask * rho_tm1,
+      approx_kl=step.mask * (rho_tm1 - 1 - log_rho),
     )
-    metrics = dict(
-      loss=total,
-      policy_loss=policy_loss,
-      value_loss=value_loss,
-      entropy=entropy,
-      rho=jnp.mean(step.mask * rho_tm1),
-      approx_kl=jnp.mean(step.mask * (rho_tm1 - 1 - log_rho)),
-      **value_moments(estimate.target, v_tm1, step.mask),
-      **distributions.saturation(policy, trajectory.outputs.action),
-    )
-    return total, metrics
+    policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
+    total = self.policy_cost * policy_loss + self.value_cost * value_loss
+    total -= self.entropy_cost * mean['entropy']
+    mean |= value_moments(estimate.target, v_tm1, step.mask)
+    mean |= distributions.saturation(policy, trajectory.outputs.action)
+    return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)
 
   outer_loss = loss  # for self-tuning: of all streams at once
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from podrace import distributions
 from podrace.agents import normalize
 from podrace.envs.spaces import seen
 from podrace.networks import Network, body
 from podrace.types import ActorOutput, Array, TimeStep, TrainState, Trajectory
+
+FEW = 8  # actions that are treated one by one on a GPU
 
 
 class PolicyParams(NamedTuple):
@@ -124,13 +129,45 @@ def act(
   """Choose the actions of timesteps [B]: `Agent.act`."""
   output, core = agent.network.step(params.network, state.core, observe(params, timestep))
   policy = agent.network.distribution
-  x = policy.mode(output.policy) if agent.greedy else policy.sample(output.policy, key)
+  if agent.greedy:
+    x = policy.mode(output.policy)
+    log_prob = policy.log_prob(output.policy, x)
+  else:
+    x, log_prob = draw(policy, output.policy, key)
   discounted_return: Any = ()
   if agent.normalize_rewards:
     carried = jnp.where(timestep.first, 0.0, agent.discount * state.discounted_return)
     discounted_return = carried + timestep.reward
-  extras = PolicyExtras(x, policy.log_prob(output.policy, x), discounted_return)
+  extras = PolicyExtras(x, log_prob, discounted_return)
   return ActorOutput(policy.to_action(x), extras), PolicyState(core, discounted_return)
+
+
+def draw(policy: distributions.Distribution, params: Array, key: Array) -> tuple[Array, Array]:
+  """Return raw samples and their log-probabilities, for acting.
+
+  On a GPU a reduction over a few actions is a kernel of its own. There the actions are separate
+  arrays, so that everything after the network's last product joins the environment's step.
+  """
+  few = isinstance(policy, distributions.Categorical) and policy.num_actions <= FEW
+  if few and jax.default_backend() != 'cpu':
+    return _draw_few(params, key)
+  x = policy.sample(params, key)
+  return x, policy.log_prob(params, x)
+
+
+def _draw_few(params: Array, key: Array) -> tuple[Array, Array]:
+  """Return `Categorical.sample` and its log-probability, up to rounding, without a reduction."""
+  logits = [params[..., i] for i in range(params.shape[-1])]
+  top = functools.reduce(jnp.maximum, logits)
+  shifted = [x - top for x in logits]
+  ends = list(itertools.accumulate(map(jnp.exp, shifted)))
+  u = jax.random.uniform(key, top.shape) * ends[-1]
+  x = sum(((end <= u).astype(jnp.int32) for end in ends), jnp.zeros(top.shape, jnp.int32))
+  log_weight = functools.reduce(
+    lambda a, i: jnp.where(x == i, shifted[i], a), range(len(shifted)), top
+  )
+  # Apart from the step: the environment's kernel overwrites arrays that this one reads.
+  return jax.lax.optimization_barrier((x, log_weight - jnp.log(ends[-1])))
 
 
 def transitions(

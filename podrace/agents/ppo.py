@@ -27,12 +27,13 @@ import jax.numpy as jnp
 import optax
 import tyro
 from jax import lax
+from jax.flatten_util import ravel_pytree
 
 from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
-from podrace.learner import Learned, adam, clip_norm, flatten, sgd
+from podrace.learner import Learned, adam, as_vector, clip_norm, flatten, means, sgd
 from podrace.networks import ActorCritic, merge_time
 from podrace.topology import AXIS
 from podrace.types import Array, Metrics, Sample, TimeStep, TrainState, Trajectory
@@ -103,15 +104,19 @@ class PPO:
     core = trajectory.agent_state.core
     indices = self.minibatch_indices(shuffle_key, trajectory)
     length = trajectory.outputs.extras.log_prob.shape[0] if self.recurrent else 1
+    begin, to_tree = as_vector(params.network)
+    to_metrics: Any = None
 
     def minibatch_step(carry: Any, index_and_key: Any) -> Any:
+      nonlocal to_metrics
       network, opt_state = carry
       index, loss_key = index_and_key
 
       def loss(network: Any, index: Array) -> tuple[Array, Any]:
         minibatch, state = self.take(batch, core, index)
         own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
-        total, metrics = self.loss(params._replace(network=network), state, minibatch, own_key)
+        current = params._replace(network=to_tree(network))
+        total, metrics = self.loss(current, state, minibatch, own_key)
         return total, (metrics, (moments, measured))
 
       network, opt_state, (metrics, joined) = sgd(
@@ -121,17 +126,18 @@ class PPO:
         opt_state,
         policy_gradient.chunks(self.network, index, length),
       )
-      return (network, opt_state), (metrics, joined)
+      row, to_metrics = ravel_pytree(metrics)  # one array to write, not one for each metric
+      return (network, opt_state), (row, joined)
 
-    (network, opt_state), (metrics, joined) = lax.scan(
+    (network, opt_state), (rows, joined) = lax.scan(
       minibatch_step,
-      (params.network, train.rest),
+      (begin, train.rest),
       (indices, jax.random.split(loss_key, len(indices))),
     )
     moments, measured = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
     params = policy_gradient.merge_moments(params, moments, lax.axis_size(AXIS))
-    train = TrainState(params._replace(network=network), opt_state)
-    return train, jnp.ones_like(sample.weight), jax.tree.map(jnp.mean, metrics) | measured
+    train = TrainState(params._replace(network=to_tree(network)), opt_state)
+    return train, jnp.ones_like(sample.weight), to_metrics(jnp.mean(rows, 0)) | measured
 
   def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
     """Return advantages and value targets by the parameters before the update."""
@@ -172,19 +178,16 @@ class PPO:
     if clip_value < math.inf:
       change = jnp.clip(output.value - batch.value, -clip_value, clip_value)
       value_error = jnp.maximum(value_error, jnp.square(batch.value + change - batch.target))
-    policy_loss = -jnp.mean(batch.mask * surrogate)
-    value_loss = 0.5 * jnp.mean(batch.mask * value_error)
-    entropy = jnp.mean(batch.mask * policy.entropy(output.policy, key))
-    total = policy_loss + self.value_cost * value_loss - self.entropy_cost * entropy
-    metrics = dict(
-      loss=total,
-      policy_loss=policy_loss,
-      value_loss=value_loss,
-      entropy=entropy,
-      approx_kl=jnp.mean(batch.mask * (ratio - 1 - log_ratio)),
-      clip_fraction=jnp.mean(batch.mask * (jnp.abs(ratio - 1) > clip)),
+    mean = means(
+      surrogate=batch.mask * surrogate,
+      value_error=batch.mask * value_error,
+      entropy=batch.mask * policy.entropy(output.policy, key),
+      approx_kl=batch.mask * (ratio - 1 - log_ratio),
+      clip_fraction=batch.mask * (jnp.abs(ratio - 1) > clip),
     )
-    return total, metrics
+    policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
+    total = policy_loss + self.value_cost * value_loss - self.entropy_cost * mean['entropy']
+    return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)
 
   def outer_loss(
     self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array

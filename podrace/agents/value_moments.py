@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from podrace.learner import means
 from podrace.types import Array, Metrics
 
 NAMES = ('value_valid', 'value_target', 'value_target_square', 'value_error_square')
@@ -32,7 +33,7 @@ def value_moments(target: Array, value: Array, mask: Array) -> Metrics:
   """
   target, value = lax.stop_gradient((target, value))
   each = mask, mask * target, mask * jnp.square(target), mask * jnp.square(target - value)
-  return dict(zip(NAMES, map(jnp.mean, each), strict=True))
+  return means(**dict(zip(NAMES, each, strict=True)))
 
 
 def explained_variance(metrics: Mapping[str, Any]) -> np.ndarray:

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
+from podrace.architectures.packing import Packed, Packing
 from podrace.envs.base import EnvironmentBatch
 from podrace.topology import AXIS, TRAJECTORY_SPECS
 from podrace.types import ActorOutput, Agent, Array, TimeStep, Trajectory
@@ -123,17 +124,26 @@ def unroll(
   """Act for `length` steps. Consecutive trajectories overlap in one timestep."""
 
   def step(actor: ActorState, keys: Any) -> tuple[ActorState, tuple[TimeStep, ActorOutput]]:
-    act_key, env_keys = keys
+    act_key, draws = keys
     timestep = actor.timestep
     output, agent_state = agent.act(params, actor.agent_state, timestep, act_key)
-    env_state, next_timestep = env.step(actor.env_state, output.action, env_keys)
+    env_state, next_timestep = env_step(actor.env_state, output.action, draws)
     actor = actor._replace(env_state=env_state, timestep=next_timestep, agent_state=agent_state)
     return count_episodes(actor, next_timestep, env.infos(env_state)), (timestep, output)
 
   agent_state = actor.agent_state
   act_key, env_key = jax.random.split(key)  # all keys at once: in the loop they would cost more
-  keys = jax.random.split(act_key, length), jax.random.split(env_key, (length, len(actor.env_id)))
-  actor, (timesteps, outputs) = lax.scan(step, actor, keys)
+  env_keys = jax.random.split(env_key, (length, len(actor.env_id)))
+  keys = jax.random.split(act_key, length), jax.vmap(env.draw)(env_keys)
+  env_step = env.step_drawn or env.step
+  packing = Packing()
+
+  def packed_step(actor: ActorState, keys: Any) -> tuple[ActorState, Packed]:
+    actor, result = step(actor, keys)
+    return actor, packing.pack(result)
+
+  actor, packed = lax.scan(packed_step, actor, keys)
+  timesteps, outputs = packing.unpack(packed)
   timesteps = jax.tree.map(lambda xs, x: jnp.concatenate([xs, x[None]]), timesteps, actor.timestep)
   return actor, Trajectory(timesteps, outputs, agent_state, actor.env_id)
 

@@ -156,6 +156,9 @@ class NextStepReset:
     return infos(self.dynamics, state.inner)
 
 
+LARGE_BATCH = 1024  # with episodes of 1,000 steps, one ends in most steps: a GPU asks no more
+CHEAP_RESET, SMALL_RESET = 200, 64  # operations, and numbers of a result, that are drawn ahead
+
 REFILL = 0x5EED  # folded into a refill's key, to keep it apart from the environments' keys
 
 
@@ -165,6 +168,8 @@ class EnvironmentBatch(NamedTuple):
   reset: Any  # key -> (state, TimeStep [B])
   step: Any  # state, action [B], keys [B] -> (state, TimeStep [B])
   infos: Any  # state -> {name: [B] f32}, of the episodes that end in that state
+  draw: Any = lambda keys: keys  # keys [B] -> draws [B, ...], for all steps of an unroll at once
+  step_drawn: Any = None  # state, action [B], draws -> as `step` with the keys; None: it is `step`
 
 
 class PooledState(NamedTuple):
@@ -194,8 +199,61 @@ def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
 
   each_infos = jax.vmap(functools.partial(infos, env))
   if isinstance(env, NextStepReset):
-    return EnvironmentBatch(reset, _conditional(env.dynamics), each_infos)
+    draw, step = _drawn(env.dynamics, num_envs)
+
+    def draw_and_step(state: Any, action: Any, keys: Array) -> tuple[Any, TimeStep]:
+      return step(state, action, draw(keys))
+
+    return EnvironmentBatch(reset, draw_and_step, each_infos, draw, step)
   return EnvironmentBatch(reset, jax.vmap(env.step), each_infos)
+
+
+def _drawn(dynamics: Dynamics, num_envs: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+  """Return `NextStepReset.step` of a batch in two parts: `draw` and `step_drawn`.
+
+  A cheap and small reset is drawn ahead, so that nothing random is left in the loop over steps.
+  """
+  operations, numbers = _cost(dynamics.reset)
+  ahead = operations <= CHEAP_RESET and numbers <= SMALL_RESET
+  skips = jax.default_backend() == 'cpu' or num_envs < LARGE_BATCH
+
+  def draw(keys: Array) -> Any:
+    step_keys, reset_keys = jax.vmap(lambda key: tuple(jax.random.split(key)))(keys)
+    return step_keys, jax.vmap(dynamics.reset)(reset_keys) if ahead else reset_keys
+
+  def step(state: ResetState, action: Any, draws: Any) -> tuple[ResetState, TimeStep]:
+    step_keys, fresh = draws
+    stepped = jax.vmap(dynamics.step)(state.inner, action, step_keys)
+
+    def reset_ended(stepped: Any) -> Any:
+      return select(state.last, fresh if ahead else jax.vmap(dynamics.reset)(fresh), stepped)
+
+    if skips and not ahead:
+      needed = _anywhere(jnp.any(state.last))
+      inner, timestep = jax.lax.cond(needed, reset_ended, lambda stepped: stepped, stepped)
+    else:
+      inner, timestep = reset_ended(stepped)
+    return ResetState(inner, timestep.last), timestep
+
+  return draw, step
+
+
+def _cost(reset: Callable[[Array], Any]) -> tuple[float, int]:
+  """Return the operations of a reset, infinite with a loop or callback, and its numbers."""
+
+  def count(jaxpr: Any) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+      name = equation.primitive.name
+      if name in ('while', 'scan') or 'callback' in name:
+        return math.inf
+      parts = [x for p in equation.params.values() for x in (p if isinstance(p, tuple) else (p,))]
+      inner = [getattr(x, 'jaxpr', x) for x in parts if hasattr(getattr(x, 'jaxpr', x), 'eqns')]
+      total += sum(map(count, inner)) if inner else 1
+    return total
+
+  traced = jax.make_jaxpr(reset)(jax.random.key(0))
+  return count(traced.jaxpr), sum(math.prod(x.shape) for x in traced.out_avals)
 
 
 @jax.custom_batching.custom_vmap
@@ -211,25 +269,6 @@ def _anywhere(flag: Array) -> Array:
 @_anywhere.def_vmap
 def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
   return _anywhere(jnp.any(flag)), False
-
-
-def _conditional(dynamics: Dynamics) -> Callable[..., Any]:
-  """Return the batched `NextStepReset.step`, which computes resets only if one is needed."""
-
-  def step(state: ResetState, action: Any, keys: Array) -> tuple[ResetState, TimeStep]:
-    def each(i: int) -> Array:  # NextStepReset.step's keys; the split is only where it is needed
-      return jax.vmap(lambda key: jax.random.split(jax.random.clone(key))[i])(keys)
-
-    stepped = jax.vmap(dynamics.step)(state.inner, action, each(0))
-
-    def reset_ended(stepped: Any) -> Any:
-      return select(state.last, jax.vmap(dynamics.reset)(each(1)), stepped)
-
-    needed = _anywhere(jnp.any(state.last))
-    inner, timestep = jax.lax.cond(needed, reset_ended, lambda stepped: stepped, stepped)
-    return ResetState(inner, timestep.last), timestep
-
-  return step
 
 
 def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> EnvironmentBatch:

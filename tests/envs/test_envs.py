@@ -375,10 +375,19 @@ class Lots(Tickets):
     return (ticket, time + 1), transition(ticket, 0.0, time >= ticket % 7 + 2, False)
 
 
+@dataclasses.dataclass(frozen=True)
+class SlowLots(Lots):
+  """Lots with a loop in its reset, which is therefore not drawn ahead."""
+
+  def reset(self, key: jax.Array) -> tuple[Any, TimeStep]:
+    key = jax.lax.fori_loop(0, 2, lambda _, k: jax.random.split(k)[0], key)
+    return super().reset(key)
+
+
 @pytest.mark.parametrize('fraction', [1.0, 0.25])
 def test_several_seeds_pay_for_resets_only_when_needed(fraction: float) -> None:
   """The seeds of a program are a vmap, under which a cond may become both of its sides."""
-  one = rollout(NextStepReset(Lots(0), fraction), num_envs=4, steps=40)
+  one = rollout(NextStepReset(SlowLots(0), fraction), num_envs=4, steps=40)
 
   def go(seed: jax.Array) -> TimeStep:
     return one(jax.random.key(seed))

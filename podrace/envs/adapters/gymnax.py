@@ -14,11 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
-import gymnax
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnax.environments.spaces import Discrete
 
 from podrace.envs.adapters import drawings
 from podrace.envs.adapters.adapt import (
@@ -32,7 +30,11 @@ from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import at_least, options_error, read_options
 from podrace.envs.options import Value
 from podrace.errors import UnknownName
+from podrace.system.deferred import import_without
 from podrace.types import Array, Environment, TimeStep
+
+gymnax: Any = import_without('gymnax', 'matplotlib', 'seaborn')  # it imports them to draw
+Discrete = gymnax.environments.spaces.Discrete
 
 _LIMIT_IS_TASK = (
   'DiscountingChain-bsuite',

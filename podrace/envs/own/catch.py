@@ -67,6 +67,7 @@ class Catch:
     return state, transition(self._board(state), reward, landed, False)
 
   def _board(self, state: CatchState) -> Array:
-    board = jnp.zeros([self.rows, self.columns], jnp.float32)
-    board = board.at[state.ball_row, state.ball_column].set(1)
-    return board.at[self.rows - 1, state.paddle].set(1)
+    row, column = jnp.arange(self.rows)[:, None], jnp.arange(self.columns)[None]
+    ball = (row == state.ball_row) & (column == state.ball_column)
+    paddle = (row == self.rows - 1) & (column == state.paddle)
+    return (ball | paddle).astype(jnp.float32)  # no scatter, which is a kernel of its own
