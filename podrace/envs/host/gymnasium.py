@@ -51,7 +51,9 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: WorkerPool(label, fields, observation_space, args, infos),
+    make=lambda args: WorkerPool(
+      label, fields, observation_space, args, infos, action_space=action_space
+    ),
     metrics=infos.means,
   )
   owner = trial.owner(probe)
@@ -115,5 +117,6 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
     (w.REWARD, '<f8', []),
     (w.TERMINATED, '|b1', []),
     (w.TRUNCATED, '|b1', []),
+    (w.SEED, '<i8', []),
     *FIELDS,
   ]
