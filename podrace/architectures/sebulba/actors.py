@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import numpy as np
 from podrace import topology as topology_
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
+from podrace.architectures.sebulba.saved_actors import ActorState
 from podrace.architectures.sebulba.thread import ActorThread
 from podrace.envs.host.answer_timer import AnswerDeadline
 from podrace.envs.host.base import PoolArgs
@@ -31,6 +32,7 @@ class Actors:
     key: PRNG key of the run.
     actor_key: PRNG key of the environments.
     snapshots: states of the threads; () if they begin anew.
+    life: the update at which the threads of `snapshots` began.
     start: start the threads.
 
   Owner: `ActorSource`, which calls `close`.
@@ -44,12 +46,13 @@ class Actors:
     versions: dict[int, Any],
     key: Array,
     actor_key: Array,
-    snapshots: tuple[Snapshot, ...] = (),
+    snapshots: Sequence[Snapshot | ActorState] = (),
+    life: int = 0,
     start: bool = True,
   ) -> None:
     a = self._acting = acting
     self.pipe = Pipe(a.local_threads, a.lag, a.max_lag, a.ordered, a.in_turn)
-    self._deadline = AnswerDeadline(a.deadline)
+    self._deadline, self._life = AnswerDeadline(a.deadline), life
     for version in sorted(versions):
       self.publish(version, versions[version])
     update = max(versions)
@@ -72,12 +75,19 @@ class Actors:
     return [actor.pool for actor in self._threads]
 
   def _actor(
-    self, local: int, update: int, run_key: Any, actor_key: Array, snapshot: Snapshot | None
+    self,
+    local: int,
+    update: int,
+    run_key: Any,
+    actor_key: Array,
+    snapshot: Snapshot | ActorState | None,
   ) -> ActorThread:
     s = self._acting
     index, device = s.thread_index(local), s.device_of(local)
 
-    life = 0 if snapshot is not None else update  # else it would draw the same numbers again
+    life = (
+      self._life if snapshot is not None else update
+    )  # else it would draw the same numbers again
 
     def unroll_key(number: int, on: jax.Device) -> Array:
       """Return the key of Anakin's unroll on the index-th device in the number-th update."""
@@ -108,7 +118,7 @@ class Actors:
     n = s.envs_per_thread
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
     threads = max(1, min(n, (s.env_threads or cores()) // s.local_threads))
-    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline))
+    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, threads, s.deadline, s.keeps_states))
 
   def publish(self, version: int, params: Any) -> None:
     """Copy a version of the parameters to the actors' devices."""

@@ -10,10 +10,13 @@ import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.pipe import Pipe, Snapshot
+from podrace.architectures.sebulba.saved_actors import ActorState
 from podrace.architectures.sebulba.unrolls import UnrollCounters, move_parts
 from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.errors import HostError
 from podrace.types import TimeStep
+
+TakeSnapshot = Callable[[Any, TimeStep, np.ndarray], Snapshot | ActorState | None]
 
 
 class Lockstep:
@@ -23,8 +26,8 @@ class Lockstep:
   restarted environment reaches its own end. The next unrolls begin together.
 
   Args:
-    take_snapshot: from the agent's state and the timestep to answer next to the thread's snapshot;
-      None if environments cannot give their state.
+    take_snapshot: from the agent's state, the timestep to answer next and the serials of the next
+      unrolls to the thread's snapshot; None if environments cannot give their state.
   """
 
   def __init__(
@@ -32,7 +35,7 @@ class Lockstep:
     inference: Inference,
     pipe: Pipe,
     counters: UnrollCounters,
-    take_snapshot: Callable[[Any, TimeStep], Snapshot] | None,
+    take_snapshot: TakeSnapshot | None,
   ) -> None:
     self._inference, self._pipe, self._counters = inference, pipe, counters
     self._acting, self._take_snapshot = inference.acting, take_snapshot
@@ -43,6 +46,10 @@ class Lockstep:
     self._versions = np.zeros(self._n, np.int64)  # of the parameters at each unroll's first step
     self._uneven = False  # environments may be at different rows
     self._parked: dict[int, Any] = {}  # environment -> its timestep at the end of its unroll
+
+  def count_from(self, serial: np.ndarray) -> None:
+    """Number the next unrolls of environments from `serial` [N] on."""
+    self._serial = serial.copy()
 
   def take_params(self) -> None:
     """Wait for a place for the unroll and for the parameters that it is acted with."""
@@ -89,7 +96,8 @@ class Lockstep:
 
   def _put(self, parts: Any, agent_state: Any, timestep: TimeStep) -> None:
     """Send a finished unroll to the learner."""
-    snapshot = self._take_snapshot(agent_state, timestep) if self._take_snapshot else None
+    take = self._take_snapshot
+    snapshot = take(agent_state, timestep, self._serial + 1) if take else None
     parts = move_parts(parts, self._inference.device, self._acting.destinations)
     versions, serial = self._versions.copy(), self._serial.copy()
     self._pipe.put(self._counters.finish(parts, versions, serial, snapshot))

@@ -13,6 +13,7 @@ from podrace.architectures.sebulba.any_order import AnyOrder
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.lockstep import Lockstep
 from podrace.architectures.sebulba.pipe import ActorFailed, Closed, Pipe, Snapshot
+from podrace.architectures.sebulba.saved_actors import ActorState, restore_pool, take_state
 from podrace.architectures.sebulba.unrolls import UnrollCounters
 from podrace.envs.host.answer_timer import AnswerTimer
 from podrace.envs.host.checker import Checker
@@ -51,18 +52,22 @@ class ActorThread:
     pipe: Pipe,
     unroll_key: Callable[[int], Array],
     number: int,
-    snapshot: Snapshot | None,
+    snapshot: Snapshot | ActorState | None,
   ) -> None:
     self.index, self.device, self.pool, self._pipe = index, device, pool, pipe
     self._snapshot = snapshot
     n = pool.num_envs
-    self._ids, self._length = everyone(n), acting.unroll_length
+    self._ids, self._length, self._name = everyone(n), acting.unroll_length, acting.spec.name
     self._check = Checker(acting.spec, n, acting.agent)
     self._timer = AnswerTimer(n)
     self._inference = Inference(acting, index, device, unroll_key, number)
     self._counters = UnrollCounters(index, n, number)
     channel = self._inference, pipe, self._counters
-    take_snapshot = self._take_snapshot if acting.saves_actors else None
+    take_snapshot = (
+      self._take_snapshot if acting.saves_actors
+      else self._take_state if acting.keeps_states
+      else None
+    )  # fmt: skip
     self.actor: Lockstep | AnyOrder = (
       Lockstep(*channel, take_snapshot) if acting.ordered else AnyOrder(*channel)
     )
@@ -91,6 +96,8 @@ class ActorThread:
     self.actor.take_params()
     state = None if self._snapshot is None else self._snapshot.agent_state
     self._inference.begin(arrival.timestep, state)
+    if isinstance(self._snapshot, ActorState):
+      self._inference.go_on(self._snapshot.keys)
     while True:
       ids, action = self.actor.answer(arrival.env_id, arrival.timestep)
       if len(ids):
@@ -104,18 +111,42 @@ class ActorThread:
 
   def _begin(self) -> Arrival:
     """Return the first arrival: of reset environments, or the timestep of a snapshot."""
-    if self._snapshot is None:
+    s = self._snapshot
+    if isinstance(s, ActorState):
+      if (restored := self._restore(s)) is not None:
+        return restored
+      s = self._snapshot = None
+    if s is None:
       with self._timer:
         self._timer.ask(self._ids)
         self.pool.reset()
       return self._receive()
-    s, n, episodes = self._snapshot, self.pool.num_envs, self._counters.episodes
+    n, episodes = self.pool.num_envs, self._counters.episodes
     self.pool.restore(s.env_state, self._counters.number * self._length)  # type: ignore[attr-defined]
     episodes.restore(s.episodes)
     timestep = jax.tree.map(np.asarray, s.timestep)
     return Arrival(self._ids, timestep, np.zeros(n, np.float32), np.zeros(n, bool), episodes.run_id)
 
-  def _take_snapshot(self, agent_state: Any, timestep: TimeStep) -> Snapshot:
+  def _restore(self, state: ActorState) -> Arrival | None:
+    """Return the arrival of a saved state; None if the environments do not return to it."""
+    assert isinstance(self.actor, Lockstep), 'only lockstep is saved'
+    steps = self._counters.number * self._length
+    timestep = restore_pool(self._name, self.pool, state, steps)
+    if timestep is None:
+      self.actor.count_from(state.serial + 1)  # a gap: these unrolls do not continue the last ones
+      return None
+    self.actor.count_from(state.serial)
+    n, episodes = self.pool.num_envs, self._counters.episodes
+    episodes.restore(state.episodes)
+    return Arrival(self._ids, timestep, np.zeros(n, np.float32), np.zeros(n, bool), episodes.run_id)
+
+  def _take_state(
+    self, agent_state: Any, timestep: TimeStep, serial: np.ndarray
+  ) -> ActorState | None:
+    episodes, keys = self._counters.episodes, self._inference.used_keys
+    return take_state(self.pool, agent_state, timestep, episodes, serial, keys)
+
+  def _take_snapshot(self, agent_state: Any, timestep: TimeStep, serial: np.ndarray) -> Snapshot:
     env_state = self.pool.state  # type: ignore[attr-defined]
     episodes = jax.device_put(self._counters.episodes.state(), host_device())
     return Snapshot(agent_state, jax.device_put(timestep, self.device), env_state, episodes)
