@@ -149,6 +149,8 @@ class WorkerPool:
 
   def reset(self) -> None:
     """Start all processes, and wait for their first timesteps."""
+    self._log, self._run_id[:] = self._new_log(), 0
+    self._stepper.reset()
     self._start_all(None)
 
   def _start_all(self, history: Any) -> None:
@@ -185,8 +187,7 @@ class WorkerPool:
       if self._run_id.any():
         raise HostError(f'{self._label}: a worker process ended while its actions were replayed')
     except BaseException:
-      self._ready, self._log = [], self._new_log()
-      self._stepper.reset()
+      self._ready = []
       raise
     self._stepper = stepper
     return arrival
