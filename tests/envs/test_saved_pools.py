@@ -249,5 +249,9 @@ def test_an_environment_with_random_numbers_of_its_own_is_told_of(
   assert not caplog.text
 
 
-def test_games_that_remember_the_games_before() -> None:
-  assert ale.remembers('ice_hockey', False) and not ale.remembers('pong', False)
+@pytest.mark.parametrize(
+  ('game', 'remembers'),
+  [('ice_hockey', True), ('crossbow', True), ('pong', False), ('breakout', False)],
+)
+def test_games_that_remember_the_games_before(game: str, remembers: bool) -> None:
+  assert ale.remembers(game) == remembers

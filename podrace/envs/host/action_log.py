@@ -90,6 +90,8 @@ class ActionLog:
 
   def append(self, env_id: np.ndarray, action: np.ndarray) -> None:
     """Keep actions [b, ...] that are sent to environments `env_id` [b]."""
+    if not len(env_id):
+      return
     rows = rows_of(env_id, self._n)
     if self.is_kept:
       if rows is EVERY and self._row is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import gymnasium
 import numpy as np
-from ale_py import roms
+from ale_py import ALEInterface, LoggerMode, roms
 from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
@@ -42,7 +42,8 @@ DEFAULTS: dict[str, Value] = dict(
 # An environment is seeded anew at a reset, if its pool is saved, after so many resets, or so many
 # steps where an episode depends on the ones before. It takes as long as 300 steps.
 SEED_RESETS, SEED_STEPS = 200, 20_000
-TRIAL = 200  # steps that find whether a game remembers
+# Frames that two consoles play differently and then alike, to find whether a game remembers.
+TRIALS, TRIAL = ((0, 400), (1200, 37)), 100
 
 # Of `recv`: observations, rewards, terminations, truncations, infos of all games.
 Results = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
@@ -101,31 +102,38 @@ def vector(
 
 
 @functools.cache
-def remembers(name: str, full_actions: bool) -> bool:
+def remembers(name: str) -> bool:
   """Return whether a game that was reset depends on the games before, beyond their number.
 
-  A reset does not clear the console's memory, and some games use what is there. Two consoles play
-  differently, and then alike.
+  A reset does not clear the console's memory, and a few games use what is there. Two consoles play
+  differently, are reset, and play alike.
   """
-  env = vector(name, {**DEFAULTS, 'full_actions': full_actions}, 2, 2, 2)
-  try:
-    env.reset(seed=np.array([1, 1]))
-    actions = np.random.default_rng(0).integers(0, int(env.single_action_space.n), (TRIAL, 2))
-    frame, resets = np.zeros(2, np.int64), np.zeros(2, np.int64)
-    for row in actions:
-      info = env.step(row.astype(np.int32))[-1]
-      resets += info['episode_frame_number'] < frame
-      frame = info['episode_frame_number']
-    for number in range(int(resets.max()) + 1):
-      mask = resets <= number
-      env.reset(seed=np.full(mask.sum(), -1), options={'reset_mask': mask})
-    for row in actions:
-      observation: Any = env.step(row[[0, 0]].astype(np.int32))[0]
-      if (observation[0] != observation[1]).any():
+  consoles = [_console(name) for _ in range(2)]
+  random = np.random.default_rng(0)
+  for frames in TRIALS:
+    for console, count in zip(consoles, frames, strict=True):
+      for choice in random.random(count):
+        actions = console.getMinimalActionSet()
+        console.act(actions[int(choice * len(actions))])
+      console.reset_game()
+    for choice in random.random(TRIAL):
+      for console in consoles:
+        actions = console.getMinimalActionSet()
+        console.act(actions[int(choice * len(actions))])
+      looks = [(x.getRAM().tobytes(), x.getScreenGrayscale().tobytes()) for x in consoles]
+      if looks[0] != looks[1]:
         return True
-    return False
-  finally:
-    env.close()
+  return False
+
+
+def _console(name: str) -> Any:
+  ALEInterface.setLoggerMode(LoggerMode.Error)
+  console = ALEInterface()
+  console.setInt('random_seed', 1)
+  console.setFloat('repeat_action_probability', 0.0)
+  console.loadROM(roms.get_rom_path(name))
+  console.reset_game()
+  return console
 
 
 class AtariPool:
@@ -149,7 +157,7 @@ class AtariPool:
     self._first: Arrival | None = None
     self._remembers, self._log = False, None
     if args.saves and args.batch_size == args.num_envs:
-      self._remembers = values['sticky'] > 0 or remembers(name, values['full_actions'])
+      self._remembers = values['sticky'] > 0 or remembers(name)
       self._new_log = lambda: ActionLog(f'ale:{name}', args.seeds, action_space)
       self._log = self._new_log()
     self._over = np.zeros(args.num_envs, bool)  # the next step resets the game
