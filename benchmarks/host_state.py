@@ -16,7 +16,7 @@ from typing import Any
 import common
 import numpy as np
 
-from podrace.envs.host import base
+from podrace.envs.host import ale, base
 from podrace.envs.host.base import PoolArgs
 from podrace.system.files import save_arrays
 
@@ -66,6 +66,21 @@ class Stepped:
     return count * self.n / taken
 
 
+def seed_steps(name: str) -> float:
+  """Returns how many steps take as long as seeding one game."""
+  env = ale.vector(name.removeprefix('ale:').partition(',')[0], ale.DEFAULTS, 2, 2, 1)
+  env.reset(seed=np.arange(2))
+  begun = time.perf_counter()
+  for _ in range(500):
+    env.step(np.zeros(2, np.int32))
+  step = (time.perf_counter() - begun) / 1000
+  begun = time.perf_counter()
+  for i in range(20):
+    env.reset(seed=np.array([i]), options={'reset_mask': np.array([True, False])})
+  env.close()
+  return (time.perf_counter() - begun) / 20 / step
+
+
 def measure(name: str, seconds: float, pairs: int, threads: int) -> dict[str, Any]:
   """Returns the figures of one kind of environment."""
   n = CASES[name]
@@ -97,6 +112,7 @@ def measure(name: str, seconds: float, pairs: int, threads: int) -> dict[str, An
     write_s=written,
     restore_s=restored,
     steps=pools[True].steps,
+    seed_steps=seed_steps(name) if name.startswith('ale:') else None,
     replayed=int((state['count'] - state['start']).max()),
   )
 

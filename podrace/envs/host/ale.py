@@ -40,7 +40,7 @@ DEFAULTS: dict[str, Value] = dict(
 
 
 # An environment is seeded anew at a reset, if its pool is saved, after so many resets, or so many
-# steps where an episode depends on the ones before. It takes as long as 300 steps.
+# steps where an episode depends on the ones before. It loads the ROM, as long as some 300 steps.
 SEED_RESETS, SEED_STEPS = 200, 20_000
 # Frames that two consoles play differently and then alike, to find whether a game remembers.
 TRIALS, TRIAL = ((0, 400), (1200, 37)), 100

@@ -28,7 +28,7 @@ from podrace.envs.options import Value
 from podrace.envs.spaces import convert, leaves, map_leaves, values
 from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.blame import label as label_of
-from podrace.types import Arrival
+from podrace.types import Arrival, TimeStep
 
 LEAVE_OUT = 'a wrapper such as gymnasium.wrappers.TransformObservation can leave it out'
 
@@ -93,14 +93,14 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
   """
   name = 'reset'
   try:
-    check = Checker(spec, pool.num_envs)
+    check = Checker(spec, 1)
     pool.reset()
     arrival = pool.recv()
-    check(arrival)
+    check(_of_first(spec, arrival))
     name = 'step'
     _send_to_both(spec, pool, arrival)
     arrival = pool.recv()
-    check(arrival)
+    check(_of_first(spec, arrival))
     return _stays_alike(spec, pool, arrival)
   except EnvironmentFailed as error:
     raise UsageError(str(error)) from error
@@ -110,10 +110,20 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
     pool.close()
 
 
+def _of_first(spec: HostSpec, arrival: Arrival) -> Arrival:
+  """Return the arrival of the first environment alone."""
+  t = arrival.timestep
+  observation = map_leaves(lambda _, x: x[:1], spec.observation_space, t.observation)
+  timestep: Any = TimeStep(observation, t.reward[:1], t.discount[:1], t.step_type[:1])
+  ids, _, score, ended, run_id = arrival
+  return Arrival(ids[:1], timestep, score[:1], ended[:1], run_id[:1])
+
+
 def _send_to_both(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> None:
   """Send the action that is allowed in the first environment."""
-  first = map_leaves(lambda _, x: x[:1], spec.observation_space, arrival.timestep.observation)
-  pool.send(arrival.env_id, np.repeat(allowed_action(spec.action_space, first), 2, axis=0))
+  observation = _of_first(spec, arrival).timestep.observation
+  action = allowed_action(spec.action_space, observation)
+  pool.send(arrival.env_id, np.repeat(action, 2, axis=0))
 
 
 def _stays_alike(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> bool:
