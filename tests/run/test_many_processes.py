@@ -265,3 +265,24 @@ def test_a_killed_process_does_not_leave_the_other_hanging(
 
 def saved(run_dir: Path) -> list[int]:
   return checkpoints(run_dir) if (run_dir / 'checkpoints').is_dir() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('env', ['gymnasium:CartPole-v1', 'podrace:catch'])
+def test_actors_of_two_processes_go_on_to_the_bit(env: str, tmp_path: Path, pair: Any) -> None:
+  args = ['--architecture', 'sebulba', '--env', env, '--env-threads', '2', '--actor-threads', '1',
+          '--agent.anneal-learning-rate', 'False']  # fmt: skip
+
+  def run(name: str, steps: int) -> list[Any]:
+    both = pair(tmp_path / name, *args, '--total-steps', str(steps))
+    for process in both:
+      assert process.wait() == 0, process.output
+    return both
+
+  whole = run('whole', 2560)
+  run('cut', 1280)
+  rest = run('cut', 2560)
+  assert 'resuming at step 1,280' in rest[0].output
+  for one, other in zip(whole, rest, strict=True):
+    assert 'anew' not in other.output
+    assert one.parameters == other.parameters

@@ -63,6 +63,9 @@ DISCOVER = ['discover', 'lpg-catch', '--agents', '2', '--devices', '2', '--num-e
             '--agent-updates', '2', '--lifetime', '7', '--agent.network.hidden', '8', '--agent.network.predictions', '3',
             '--rule.predictions', '3', '--rule.trajectory', '4', '--value.network.hidden', '8',
             '--total-steps', '96000', '--log-every', '1920', '--checkpoint-every', '9600']  # fmt: skip
+HOST = ['--architecture', 'sebulba', '--env-threads', '2', '--num-envs', '4', '--unroll-length', '8',
+        '--agent.network.hidden', '16', '--total-steps', '4000', '--log-every', '160',
+        '--checkpoint-every', '640']  # fmt: skip
 CASES = {
   'ppo-normalized': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -131,6 +134,12 @@ CASES = {
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
   'meta-training': (2, DISCOVER),
+  'gymnasium': (1, ['--env', 'gymnasium:CartPole-v1', *HOST, '--agent.network.core', 'gru', '--agent.network.core-size', '8']),
+  'atari': (1, ['--env', 'ale:breakout', *HOST]),
+  'atari-sticky': (1, ['--env', 'ale:breakout,sticky=0.25,episodic_life=True', *HOST, '--lag', '0']),
+  'envpool-and-replay-on-the-host': (
+    1, ['--env', 'envpool:CartPole-v1', *HOST, '--agent', 'dqn', '--replay', 'host', *REPLAY]
+  ),
 }  # fmt: skip
 
 
@@ -252,8 +261,16 @@ SLOW = {
 }
 
 
+ON_THE_HOST = {'gymnasium', 'atari', 'atari-sticky', 'envpool-and-replay-on-the-host'}
+
+
 @pytest.mark.parametrize(
-  'case', [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
+  'case',
+  [
+    pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c
+    for c in CASES
+    if c not in ON_THE_HOST
+  ],
 )
 def test_killed_three_times(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
@@ -261,8 +278,23 @@ def test_killed_three_times(
   killed_at_random(Lives(tmp_path, case, cache), 3, len(case), undisturbed[case])
 
 
+@pytest.mark.parametrize('case', ['gymnasium', 'atari'])
+def test_killed_twice_with_environments_on_the_host(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(Lives(tmp_path, case, cache), 2, len(case), undisturbed[case])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', sorted(ON_THE_HOST))
+def test_killed_ten_times_with_environments_on_the_host(
+  case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+) -> None:
+  killed_at_random(Lives(tmp_path, case, cache), 10, 2026, undisturbed[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', [c for c in CASES if c not in ON_THE_HOST])
 def test_killed_twenty_times(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:

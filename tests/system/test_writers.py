@@ -29,7 +29,7 @@ ALLOWED = {
   'system/output.py: os.open(os.devnull, os.O_RDWR)': 'the null device',
   "system/output.py: open(os.devnull, 'w', encoding='utf-8')": 'the null device',
   "system/scheduling.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
-  'envs/host/worker_pool.py: file.truncate(length)': 'memory',
+  'envs/host/worker_process.py: file.truncate(length)': 'memory',
   "system/output.py: open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)": 'standard output',
   "run/checkpoint/__init__.py: ocp.CheckpointManager(str(self._plain.path), item_names=(*ITEMS, 'meta'), options=options)": 'the directory has just been checked; it makes new ones in it',
   'run/checkpoint/merging.py: (target / entry.name).symlink_to(entry)': 'in a new directory with a name that nobody can guess',
@@ -177,7 +177,7 @@ def test_each_text_is_opened_with_its_encoding() -> None:
   found = {f'{name}: {shown(call)}' for name, call in sources() if lacks_encoding(call)}
   left = {x for x in found if x.partition(': ')[2] not in own}
   of_bytes = {
-    'envs/host/worker_pool.py: tempfile.TemporaryFile()',
+    'envs/host/worker_process.py: tempfile.TemporaryFile()',
     "run/video/film.py: av.open(str(mp4.absolute()), 'w')",
   }
   assert left == of_bytes

@@ -150,6 +150,11 @@ class ActingProgram:
     """Whether a checkpoint keeps the state of the actor threads."""
     return self.spec.jax is not None and self.lag != 'async' and jax.process_count() == 1
 
+  @property
+  def keeps_states(self) -> bool:
+    """Whether a checkpoint has a file with the states of the actor threads; see `saved_actors`."""
+    return self.ordered and self.lag != 'async' and not self.saves_actors
+
   def group_index(self, local: int) -> int:
     """Return the number of a group of this process, counted over all processes."""
     return jax.process_index() * self.local_groups + local

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from podrace import topology as topology_
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.group import ActorGroup
 from podrace.architectures.sebulba.pipe import ActorFailed, Pipe, Snapshot, Unroll
+from podrace.architectures.sebulba.saved_actors import ActorState
 from podrace.architectures.sebulba.thread import ActorThread
 from podrace.architectures.sebulba.unrolls import Stopwatch
 from podrace.envs.host.answer_timer import AnswerDeadline
@@ -32,6 +33,7 @@ class Actors:
     key: PRNG key of the run.
     actor_key: PRNG key of the environments.
     snapshots: states of the groups; () if they begin anew.
+    life: the update at which the groups of `snapshots` began.
     start: start the threads.
 
   Owner: `ActorSource`, which calls `close`.
@@ -45,12 +47,13 @@ class Actors:
     versions: dict[int, Any],
     key: Array,
     actor_key: Array,
-    snapshots: tuple[Snapshot, ...] = (),
+    snapshots: Sequence[Snapshot | ActorState] = (),
+    life: int = 0,
     start: bool = True,
   ) -> None:
     a = self._acting = acting
     self.pipe = Pipe(a.local_groups, a.lag, a.max_lag, a.ordered, a.in_turn)
-    self._deadline = AnswerDeadline(a.deadline)
+    self._deadline, self._life = AnswerDeadline(a.deadline), life
     for version in sorted(versions):
       self.publish(version, versions[version])
     update = max(versions)
@@ -86,13 +89,14 @@ class Actors:
     update: int,
     run_key: Any,
     actor_key: Array,
-    snapshot: Snapshot | None,
+    snapshot: Snapshot | ActorState | None,
     stopwatch: Stopwatch,
   ) -> ActorGroup:
     s = self._acting
     index, device = s.group_index(local), s.device_of(local)
 
-    life = 0 if snapshot is not None else update  # else it would draw the same numbers again
+    # A group that begins anew would otherwise draw the same numbers again.
+    life = update if snapshot is None else self._life
 
     def unroll_key(number: int, on: jax.Device) -> Array:
       """Return the key of Anakin's unroll on the index-th device in the number-th update."""
@@ -122,7 +126,8 @@ class Actors:
     s = self._acting
     n = s.envs_per_group
     seeds = np.random.SeedSequence([s.seed, index, update]).generate_state(n, np.uint32)
-    return s.spec.make(PoolArgs(n, s.batch_size or n, seeds, s.pool_threads, s.deadline))
+    args = PoolArgs(n, s.batch_size or n, seeds, s.pool_threads, s.deadline, s.keeps_states)
+    return s.spec.make(args)
 
   def publish(self, version: int, params: Any) -> None:
     """Copy a version of the parameters to the actors' devices."""

@@ -12,6 +12,7 @@ from podrace.architectures.sebulba.any_order import AnyOrder
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.lockstep import Lockstep
 from podrace.architectures.sebulba.pipe import Closed, Pipe, Snapshot
+from podrace.architectures.sebulba.saved_actors import ActorState, restore_pool, take_state
 from podrace.architectures.sebulba.unrolls import Stopwatch, UnrollCounters
 from podrace.envs.host.answer_timer import AnswerTimer
 from podrace.envs.host.checker import Checker
@@ -45,20 +46,24 @@ class ActorGroup:
     pipe: Pipe,
     unroll_key: Callable[[int], Array],
     number: int,
-    snapshot: Snapshot | None,
+    snapshot: Snapshot | ActorState | None,
     stopwatch: Stopwatch,
   ) -> None:
     self.index, self.pool, self._pipe = index, pool, pipe
     self._snapshot = snapshot
     n = pool.num_envs
-    self._ids, self._length = everyone(n), acting.unroll_length
+    self._ids, self._length, self._name = everyone(n), acting.unroll_length, acting.spec.name
     self._check = Checker(acting.spec, n, acting.agent)
     self._timer = AnswerTimer(n)
     self._inference = Inference(acting, index, acting.device_of(index), unroll_key, number)
     self.counters = UnrollCounters(index, n, number, stopwatch)
     self._answer: tuple[np.ndarray, Any] = self._ids[:0], None  # actions that are not sent yet
     channel = self._inference, pipe, self.counters
-    take_snapshot = self._take_snapshot if acting.saves_actors else None
+    take_snapshot = (
+      self._take_snapshot if acting.saves_actors
+      else self._take_state if acting.keeps_states
+      else None
+    )  # fmt: skip
     self.actor: Lockstep | AnyOrder = (
       Lockstep(*channel, take_snapshot) if acting.ordered else AnyOrder(*channel)
     )
@@ -82,10 +87,12 @@ class ActorGroup:
 
   def begin(self) -> None:
     """Answer the first arrival: of reset environments, or the timestep of a snapshot."""
-    arrival = self._receive() if self._snapshot is None else self._restore(self._snapshot)
+    arrival = self._first_arrival()
     self.actor.take_params()
     state = None if self._snapshot is None else self._snapshot.agent_state
     self._inference.begin(arrival.timestep, state)
+    if isinstance(self._snapshot, ActorState):
+      self._inference.go_on(self._snapshot.keys)
     self._answer = self.actor.answer(arrival.env_id, arrival.timestep)
     self.send()
 
@@ -112,15 +119,40 @@ class ActorGroup:
         self._timer.ask(ids)
         self.pool.send(ids, action)
 
-  def _restore(self, snapshot: Snapshot) -> Arrival:
-    """Return the arrival at which the snapshot was taken."""
+  def _first_arrival(self) -> Arrival:
+    timestep: TimeStep | None = None
+    if isinstance(self._snapshot, ActorState):
+      timestep = self._restore_state(self._snapshot)
+      if timestep is None:  # the environments do not return to it
+        self._snapshot = None
+        self.reset()
+    elif self._snapshot is not None:
+      timestep = self._restore_snapshot(self._snapshot)
+    if timestep is None or self._snapshot is None:
+      return self._receive()
     n, episodes = self.pool.num_envs, self.counters.episodes
-    self.pool.restore(snapshot.env_state, self.counters.number * self._length)  # type: ignore[attr-defined]
-    episodes.restore(snapshot.episodes)
-    timestep = jax.tree.map(np.asarray, snapshot.timestep)
+    episodes.restore(self._snapshot.episodes)
     return Arrival(self._ids, timestep, np.zeros(n, np.float32), np.zeros(n, bool), episodes.run_id)
 
-  def _take_snapshot(self, agent_state: Any, timestep: TimeStep) -> Snapshot:
+  def _restore_snapshot(self, snapshot: Snapshot) -> TimeStep:
+    self.pool.restore(snapshot.env_state, self.counters.number * self._length)  # type: ignore[attr-defined]
+    return jax.tree.map(np.asarray, snapshot.timestep)
+
+  def _restore_state(self, state: ActorState) -> TimeStep | None:
+    assert isinstance(self.actor, Lockstep), 'only lockstep is saved'
+    steps = self.counters.number * self._length
+    timestep = restore_pool(self._name, self.pool, state, steps)
+    # With new environments a gap: their unrolls do not continue the last ones.
+    self.actor.count_from(state.serial if timestep is not None else state.serial + 1)
+    return timestep
+
+  def _take_state(
+    self, agent_state: Any, timestep: TimeStep, serial: np.ndarray
+  ) -> ActorState | None:
+    episodes, keys = self.counters.episodes, self._inference.used_keys
+    return take_state(self.pool, agent_state, timestep, episodes, serial, keys)
+
+  def _take_snapshot(self, agent_state: Any, timestep: TimeStep, serial: np.ndarray) -> Snapshot:
     env_state = self.pool.state  # type: ignore[attr-defined]
     episodes = jax.device_put(self.counters.episodes.state(), host_device())
     device = self._inference.device

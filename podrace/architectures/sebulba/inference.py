@@ -66,6 +66,19 @@ class Inference:
       self._keyed = number
       self._new_keys()
 
+  @property
+  def used_keys(self) -> np.ndarray:
+    """The unroll that the keys belong to and how many of them were used, [2] i64."""
+    return np.array([self._keyed, self._calls], np.int64)
+
+  def go_on(self, used_keys: np.ndarray) -> None:
+    """Continue the keys of an earlier life, if they belong to a later unroll than these."""
+    keyed, calls = used_keys.tolist()
+    if keyed >= self._keyed:
+      self._keyed = keyed
+      self._new_keys()
+      self._calls = calls
+
   def _new_keys(self) -> None:
     self._keys = self._programs.keys(self._unroll_key(self._keyed))
     self._calls = 0

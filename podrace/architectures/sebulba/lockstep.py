@@ -10,10 +10,13 @@ import numpy as np
 
 from podrace.architectures.sebulba.inference import Inference
 from podrace.architectures.sebulba.pipe import Pipe, Snapshot
+from podrace.architectures.sebulba.saved_actors import ActorState
 from podrace.architectures.sebulba.unrolls import UnrollCounters, move_parts
 from podrace.envs.host.timesteps import EVERY, everyone, rows_of
 from podrace.errors import HostError
 from podrace.types import TimeStep
+
+TakeSnapshot = Callable[[Any, TimeStep, np.ndarray], Snapshot | ActorState | None]
 
 
 class Lockstep:
@@ -24,8 +27,8 @@ class Lockstep:
   ends the old ones, and `begin` may wait for parameters.
 
   Args:
-    take_snapshot: from the agent's state and the timestep to answer next to the group's snapshot;
-      None if environments cannot give their state.
+    take_snapshot: from the agent's state, the timestep to answer next and the serials of the next
+      unrolls to the group's snapshot; None if environments cannot give their state.
   """
 
   def __init__(
@@ -33,7 +36,7 @@ class Lockstep:
     inference: Inference,
     pipe: Pipe,
     counters: UnrollCounters,
-    take_snapshot: Callable[[Any, TimeStep], Snapshot] | None,
+    take_snapshot: TakeSnapshot | None,
   ) -> None:
     self._inference, self._pipe, self._counters = inference, pipe, counters
     self._acting, self._take_snapshot = inference.acting, take_snapshot
@@ -54,6 +57,10 @@ class Lockstep:
   def may_begin(self) -> bool:
     """Return whether `begin` would not wait."""
     return self._pipe.may_begin(self._inference.index, self._counters.number)
+
+  def count_from(self, serial: np.ndarray) -> None:
+    """Number the next unrolls of environments from `serial` [N] on."""
+    self._serial = serial.copy()
 
   def take_params(self) -> None:
     """Wait for a place for the unroll and for the parameters that it is acted with."""
@@ -115,7 +122,8 @@ class Lockstep:
 
   def _put(self, parts: Any, agent_state: Any, timestep: TimeStep) -> None:
     """Send a finished unroll to the learner."""
-    snapshot = self._take_snapshot(agent_state, timestep) if self._take_snapshot else None
+    take = self._take_snapshot
+    snapshot = take(agent_state, timestep, self._serial + 1) if take else None
     parts = move_parts(parts, self._inference.device, self._acting.destinations)
     versions, serial = self._versions.copy(), self._serial.copy()
     self._pipe.put(self._counters.finish(parts, versions, serial, snapshot))

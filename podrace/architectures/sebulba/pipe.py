@@ -41,7 +41,7 @@ class Unroll(NamedTuple):
   versions: np.ndarray  # [N] of the parameters in the first step of each environment
   group: int
   totals: Totals  # episodes that ended in it
-  snapshot: Snapshot | None
+  snapshot: Any  # a Snapshot, an ActorState, or None
   seconds: dict[str, float]  # of the thread for this group, by activity
   restarts: int  # of environments, while it was made
   dropped: int  # steps that these restarts lost

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
+from podrace.architectures.sebulba.saved_actors import ActorState, SavedActors, part_of
 from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
 from podrace.errors import CheckpointError, ReplayFailed, UsageError
@@ -25,6 +27,8 @@ from podrace.system.files import make_folder, sync, write_json
 from podrace.system.files.reading import read_json
 from podrace.topology import data_size, model_size, split_along
 from podrace.types import Array, Trajectory, map_batch
+
+log = logging.getLogger('podrace')
 
 Cancelled = Callable[[], bool]
 PART = 'record.json'  # in the folder of one process, if there is more than one
@@ -84,14 +88,18 @@ class Source(Protocol):
 class ActorSource:
   """A `Source` of the unrolls of actor threads, as trajectories over the learner's mesh."""
 
-  saved_replay = None
-
   def __init__(self, acting: ActingProgram, mesh: Mesh) -> None:
     self.acting, self.snapshots = acting, acting.snapshots
+    self.saved_actors = SavedActors(acting) if acting.keeps_states else None
     self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
     self._mesh = mesh
     self._statistics = Statistics()
     self._actors: Actors | None = None
+
+  @property
+  def saved_replay(self) -> SavedReplay | None:
+    """The states of the actor threads, if a file keeps them."""
+    return self.saved_actors
 
   def open(self) -> None:
     """Compile the actors' programs."""
@@ -110,11 +118,21 @@ class ActorSource:
     versions = {update: state.train.params}
     if self.acting.lag == '1' and update > 0:
       versions[update - 1] = state.previous
-    self._actors = Actors(self.acting, versions, state.key, key, state.actors)
+    saved, life = self.saved_actors, 0
+    snapshots: tuple[Snapshot | ActorState, ...] = state.actors
+    if saved is not None and not snapshots:
+      snapshots = saved.states
+      life = saved.life = saved.life if snapshots else update
+    if update > 0 and not snapshots:
+      reason = f'--lag {self.acting.lag} keeps no state of them' if saved is None else saved.reason
+      log.warning('%s: the environments begin anew: %s', self.acting.spec.name, reason)
+    self._actors = Actors(self.acting, versions, state.key, key, snapshots, life)
 
   def publish(self, update: int, params: Any) -> None:
     """Give the actors the parameters after `update` updates."""
     assert self._actors, 'publish before start'
+    if self.saved_actors is not None:
+      self.saved_actors.end_update()
     if self.acting.lag == 'async':  # until then, actors go on with the version before
       jax.block_until_ready(params)
     self._actors.publish(update, params)
@@ -125,6 +143,8 @@ class ActorSource:
     unrolls = self._actors.take(update, cancelled)
     for unroll in unrolls or ():
       self._statistics.add(unroll, update)
+    if unrolls is not None and self.saved_actors is not None:
+      self.saved_actors.take(unrolls)
     return unrolls
 
   def take(self, update: int, cancelled: Cancelled) -> Batch | None:
@@ -180,8 +200,8 @@ class ActorSource:
 
 
 def snapshots_of(unrolls: list[Unroll]) -> tuple[Snapshot, ...]:
-  """Return the snapshots of the groups that can be saved."""
-  return tuple(u.snapshot for u in unrolls if u.snapshot is not None)
+  """Return the snapshots of the groups that the learner's state keeps."""
+  return tuple(u.snapshot for u in unrolls if isinstance(u.snapshot, Snapshot))
 
 
 class HostReplaySource:
@@ -239,9 +259,10 @@ class HostReplaySource:
 
   def save(self, folder: Path) -> WriteExtra:
     """Take a snapshot; returns a function that writes it to `folder`."""
-    part = _part(folder)
+    part, actors = part_of(folder), self._actors.saved_actors
+    write_actors = actors.save(folder) if actors else dict
     try:
-      write = self.replay.save(part, streams=bool(self.snapshots))
+      write = self.replay.save(part, streams=bool(self.snapshots or (actors and actors.states)))
     except ReplayFailed as e:
       raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
 
@@ -253,7 +274,7 @@ class HostReplaySource:
         if part != folder:
           write_json(part / PART, record)
           sync(folder.parent.parent)  # the first process also made the parent
-        return {**record, 'processes': jax.process_count()}
+        return {**record, 'processes': jax.process_count(), **write_actors()}
       except (tables.CheckpointError, OSError) as e:
         raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
 
@@ -269,15 +290,12 @@ class HostReplaySource:
         f'part, and this run has {jax.process_count()}: start {were}, or begin another run with '
         '--init-from'
       )
-    part = _part(folder)
+    if (actors := self._actors.saved_actors) is not None:
+      actors.restore(folder, record)
+    part = part_of(folder)
     if part != folder and (record := read_json(part / PART)) is None:
       raise CheckpointError(f'{part / PART} is not there')
     try:
       self.replay.restore(part, record)
     except tables.CheckpointError as e:
       raise CheckpointError(str(e)) from e
-
-
-def _part(folder: Path) -> Path:
-  """Return the folder of this process within the folder of all processes."""
-  return folder if jax.process_count() == 1 else folder / str(jax.process_index())

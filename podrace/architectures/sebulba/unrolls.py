@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.architectures.sebulba.pipe import Snapshot, Unroll
+from podrace.architectures.sebulba.pipe import Unroll
 from podrace.envs.host.episodes import EpisodeCounter
 
 
@@ -54,7 +54,7 @@ class UnrollCounters:
     self._seconds[activity] += self._stopwatch.lap()
 
   def finish(
-    self, parts: Any, versions: np.ndarray, serial: np.ndarray, snapshot: Snapshot | None = None
+    self, parts: Any, versions: np.ndarray, serial: np.ndarray, snapshot: Any = None
   ) -> Unroll:
     """Return the unroll of these parts with its counts, and begin to count the next unroll."""
     self.watch('transfer')

@@ -9,15 +9,17 @@ the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
 import numpy as np
-from ale_py import roms
+from ale_py import ALEInterface, LoggerMode, roms
 from ale_py.vector_env import AtariVectorEnv
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
+from podrace.envs.host.action_log import ActionLog
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.options import Value
@@ -37,6 +39,16 @@ DEFAULTS: dict[str, Value] = dict(
 )
 
 
+# An environment is seeded anew at a reset, if its pool is saved, after so many resets, or so many
+# steps where an episode depends on the ones before. It loads the ROM, as long as some 300 steps.
+SEED_RESETS, SEED_STEPS = 200, 20_000
+# Frames that two consoles play differently and then alike, to find whether a game remembers.
+TRIALS, TRIAL = ((0, 400), (1200, 37)), 100
+
+# Of `recv`: observations, rewards, terminations, truncations, infos of all games.
+Results = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+
+
 def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   """Return a game by its ROM's name: pong, breakout, ms_pacman."""
   games = roms.get_all_rom_ids()
@@ -49,11 +61,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     )
   at_least(f'ale:{name}', values, stack=1, frame_skip=1, max_frames=1, noop_max=0)
   probe: Any = vector(name, values, 1, 1, 1)
+  action_space: Any = gymnasium.spaces.Discrete(int(probe.single_action_space.n), dtype=np.int32)
   return HostSpec(
     name=full_name('ale', name, values, DEFAULTS),
     observation_space=probe.single_observation_space,
-    action_space=gymnasium.spaces.Discrete(int(probe.single_action_space.n), dtype=np.int32),
-    make=lambda args: AtariPool(name, values, args),
+    action_space=action_space,
+    make=lambda args: AtariPool(name, values, action_space, args),
     frame_stack=int(values['stack']),
   )
 
@@ -88,12 +101,49 @@ def vector(
   )
 
 
+@functools.cache
+def remembers(name: str) -> bool:
+  """Return whether a game that was reset depends on the games before, beyond their number.
+
+  A reset does not clear the console's memory, and a few games use what is there. Two consoles play
+  differently, are reset, and play alike.
+  """
+  consoles = [_console(name) for _ in range(2)]
+  random = np.random.default_rng(0)
+  for frames in TRIALS:
+    for console, count in zip(consoles, frames, strict=True):
+      for choice in random.random(count):
+        actions = console.getMinimalActionSet()
+        console.act(actions[int(choice * len(actions))])
+      console.reset_game()
+    for choice in random.random(TRIAL):
+      for console in consoles:
+        actions = console.getMinimalActionSet()
+        console.act(actions[int(choice * len(actions))])
+      looks = [(x.getRAM().tobytes(), x.getScreenGrayscale().tobytes()) for x in consoles]
+      if looks[0] != looks[1]:
+        return True
+  return False
+
+
+def _console(name: str) -> Any:
+  ALEInterface.setLoggerMode(LoggerMode.Error)
+  console = ALEInterface()
+  console.setInt('random_seed', 1)
+  console.setFloat('repeat_action_probability', 0.0)
+  console.loadROM(roms.get_rom_path(name))
+  console.reset_game()
+  return console
+
+
 class AtariPool:
   """Games of one kind. Each `send` answers the games of the last arrival, as ale-py requires."""
 
   watches_itself = False
 
-  def __init__(self, name: str, values: Mapping[str, Any], args: PoolArgs) -> None:
+  def __init__(
+    self, name: str, values: Mapping[str, Any], action_space: Any, args: PoolArgs
+  ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._seeds = args.seeds.astype(np.int64) % 2**31
     self._clip, self._lives = values['clip_rewards'], values['episodic_life']
@@ -105,19 +155,38 @@ class AtariPool:
     self._action = np.zeros(args.num_envs, np.int32)
     self._zeros = np.zeros(args.batch_size, np.int32)
     self._first: Arrival | None = None
+    self._remembers, self._log = False, None
+    if args.saves and args.batch_size == args.num_envs:
+      self._remembers = values['sticky'] > 0 or remembers(name)
+      self._new_log = lambda: ActionLog(f'ale:{name}', args.seeds, action_space)
+      self._log = self._new_log()
+    self._over = np.zeros(args.num_envs, bool)  # the next step resets the game
+    self._frame = np.zeros(args.num_envs, np.int64)  # of the game
 
   def reset(self) -> None:
     """Start the first episode of every environment."""
+    if self._log is not None:
+      self._log = self._new_log()
+    self._first = self._arrival(*self._reset(self._seeds))
+
+  def _reset(self, seeds: np.ndarray) -> Results:
+    """Reset all games to their beginnings; returns what `recv` would."""
     self._stepper.reset()
-    self._ended[:] = True
-    n = self.batch_size
+    self._ended[:], self._lost[:] = True, False
+    self._arrived = everyone(self.num_envs)
     observation: Any
-    observation, info = self._env.reset(seed=self._seeds)
+    observation, info = self._env.reset(seed=seeds)
+    n = len(observation)
     none = np.zeros(n, bool)
-    self._first = self._arrival(observation, np.zeros(n, np.float32), none, none, info)
+    return observation, np.zeros(n, np.float32), none, none.copy(), info
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
     """Send actions [b] to environments `env_id` [b]."""
+    if self._log is not None:
+      self._log.append(env_id, action)
+    self._send(env_id, action)
+
+  def _send(self, env_id: np.ndarray, action: np.ndarray) -> None:
     self._action[env_id] = action
     if self._lives:
       self._action[self._lost] = 0
@@ -129,7 +198,70 @@ class AtariPool:
     if self._first is not None:
       first, self._first = self._first, None
       return first
-    return self._arrival(*self._env.recv())
+    results: Any = self._env.recv()
+    if self._log is not None:
+      results = self._note_resets(self._log, results)
+    return self._arrival(*results)
+
+  def _note_resets(self, log: ActionLog, results: Results) -> Results:
+    """Note which games were reset in this step, and seed the ones that are due."""
+    fresh = np.flatnonzero(self._over | (results[-1]['episode_frame_number'] < self._frame))
+    if not len(fresh):
+      return results
+    if not self._remembers:
+      log.reset(fresh)
+    due = fresh[log.is_due(fresh, SEED_STEPS, SEED_RESETS)]
+    return self._rewind(due, log.seeded(due), 0, results) if len(due) else results
+
+  def _rewind(self, ids: np.ndarray, seeds: np.ndarray, resets: Any, results: Results) -> Results:
+    """Seed and reset games `ids`, and then reset each of them `resets` times more.
+
+    Returns:
+      `results` with these games at their beginnings.
+    """
+    observation, reward, terminated, truncated, info = results
+    resets = np.broadcast_to(resets, len(ids))
+    for number in range(resets.max(initial=0) + 1):
+      which = resets >= number
+      mask = np.zeros(self.num_envs, bool)
+      mask[ids[which]] = True
+      again = seeds[which] if number == 0 else np.full(which.sum(), -1)
+      observation, info = self._env.reset(seed=again, options={'reset_mask': mask})
+    reward[ids], terminated[ids], truncated[ids] = 0, False, False
+    self._stepper.reopen(ids)
+    self._ended[ids], self._lost[ids] = True, False
+    return observation, reward, terminated, truncated, info
+
+  @property
+  def saves(self) -> bool:
+    """Whether the actions are kept from which the games can be restored."""
+    return self._log is not None and self._log.is_kept
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Return the actions since each game was seeded or, if it forgets the past, reset."""
+    assert self._log is not None, 'the pool keeps no actions'
+    return self._log.state()
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+    """Replay the actions of `state`; a game that begins later than the first one waits for it.
+
+    Raises:
+      HostError: if it is the state of another pool.
+    """
+    log, ids = self._new_log(), everyone(self.num_envs)
+    log.restore(state)
+    self._log, rows, seeds = log, log.rows(), log.seeds()
+    results, arrival = self._reset(seeds), None
+    for number in range(rows.first, rows.end + 1):
+      begins = np.flatnonzero(log.start == number)
+      if len(begins):
+        results = self._rewind(begins, seeds[begins], log.resets[begins], results)
+      arrival = self._arrival(*results)
+      if number < rows.end:
+        self._send(ids, rows.actions[number - rows.first])
+        results = self._env.recv()
+    assert arrival is not None, 'there is always a first row'
+    return arrival
 
   def _arrival(
     self,
@@ -143,7 +275,9 @@ class AtariPool:
     score = np.where(self._ended[ids], 0, reward).astype(np.float32)
     lost = terminated & (info['lives'] > 0) if self._lives else np.zeros(len(ids), bool)
     self._lost[ids] = lost
-    ended = ((terminated & ~lost) | truncated) & ~self._ended[ids]
+    over = (terminated & ~lost) | truncated
+    self._over[ids], self._frame[ids] = over, info['episode_frame_number']
+    ended = over & ~self._ended[ids]
     self._ended[ids] = ended
     learned = np.sign(reward) if self._clip else reward
     timestep = self._stepper.timestep(ids, observation, learned, terminated, truncated)

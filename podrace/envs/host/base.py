@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,12 +14,13 @@ from podrace.envs.host.spaces import i32
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import convert
 from podrace.errors import UnknownName
-from podrace.types import HostEnvironment
+from podrace.types import Arrival, HostEnvironment
 
 # Writers of pools import everything from here, see docs/own.md.
 __all__ = [
   'HostSpec',
   'PoolArgs',
+  'SavedPool',
   'Stepper',
   'batch_sizes',
   'everyone',
@@ -39,6 +40,31 @@ class PoolArgs:
   seeds: np.ndarray  # [num_envs] u32
   threads: int  # threads or worker processes that step the environments
   deadline: float  # seconds that a step may take
+  saves: bool = False  # keep what `SavedPool.state` needs
+
+
+@runtime_checkable
+class SavedPool(Protocol):
+  """A `HostEnvironment` of which checkpoints keep the state, while all of it waits for actions."""
+
+  @property
+  def saves(self) -> bool:
+    """Whether `state` may be called."""
+    ...
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Return everything that decides the future, as arrays that do not change."""
+    ...
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+    """Restore a state, in place of `reset`; returns the observations that wait for actions.
+
+    Only the observations of the arrival count. Afterwards `reset` still begins anew.
+
+    Raises:
+      HostError: if it is no state of this pool. The pool is as before.
+    """
+    ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,6 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs.env_names import at_least, full_name, nearest, read_options
+from podrace.envs.host.action_log import ActionLog
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import cast_exactly
 from podrace.envs.host.spaces import in_jax, narrow
@@ -60,11 +62,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   with _without_warnings():
     space = convert(space_in_jax, spec.gymnasium_observation_space)
   chosen = {k: v for k, v in values.items() if k in options}
+  action_space = convert(space_in_jax, spec.gymnasium_action_space)
   return HostSpec(
     name=full,
     observation_space=space,
-    action_space=convert(space_in_jax, spec.gymnasium_action_space),
-    make=lambda args: EnvPool(name, chosen, clip, space, args),
+    action_space=action_space,
+    make=lambda args: EnvPool(name, chosen, clip, space, action_space, args),
     frame_stack=int(values['stack_num']) if atari and values.get('gray_scale', True) else 0,
   )
 
@@ -112,32 +115,84 @@ class EnvPool:
   watches_itself = False
 
   def __init__(
-    self, name: str, values: Mapping[str, Any], clip: bool, observation_space: Any, args: PoolArgs
+    self,
+    name: str,
+    values: Mapping[str, Any],
+    clip: bool,
+    observation_space: Any,
+    action_space: Any,
+    args: PoolArgs,
   ) -> None:
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
-    with _without_warnings():
-      self._env = envpool.make_gymnasium(
-        name,
-        num_envs=args.num_envs,
-        batch_size=args.batch_size,
-        num_threads=1 if is_tiny(name) else args.threads,
-        seed=int(args.seeds[0]) % 2**31,
-        **values,
-      )
     self._name, self._clip, self._space = f'envpool:{name}', clip, observation_space
+    self._action_space = action_space
+    self._args, self._make = args, functools.partial(self._new_pool, name, values)
+    self._env = self._make(args.seeds)
+    self._log = self._new_log() if args.saves else None
+    self._is_restored = False
     self._action, of_action = [*self._env.spec.action_array_spec.items()][-1]
     self._action_type = of_action.dtype
     self._stepper = Stepper(args.num_envs)
     self._zeros = np.zeros(args.batch_size, np.int32)
 
+  def _new_pool(self, name: str, values: Mapping[str, Any], seeds: np.ndarray) -> Any:
+    with _without_warnings():
+      return envpool.make_gymnasium(
+        name,
+        num_envs=self.num_envs,
+        batch_size=self.batch_size,
+        num_threads=1 if is_tiny(name) else self._args.threads,
+        seed=int(seeds[0]) % 2**31,
+        **values,
+      )
+
+  def _new_log(self) -> ActionLog:
+    return ActionLog(self._name, self._args.seeds, self._action_space)
+
   def reset(self) -> None:
     """Start the first episode of every environment."""
+    if self._is_restored:  # EnvPool can be reset once
+      self._replace(self._args.seeds)
+      self._log, self._is_restored = self._new_log(), False
     self._stepper.reset()
     self._env.async_reset()
 
+  def _replace(self, seeds: np.ndarray) -> None:
+    self._env.close()
+    self._env = self._make(seeds)
+
+  @property
+  def saves(self) -> bool:
+    """Whether all actions since the pool was made are kept."""
+    return self._log is not None and self._log.is_kept
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Return all actions since the pool was made: its environments cannot be seeded again."""
+    assert self._log is not None, 'the pool keeps no actions'
+    return self._log.state()
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+    """Replay all actions in a new pool. Raises HostError if `state` is of another pool."""
+    log = self._new_log()
+    log.restore(state)
+    self._log, self._is_restored = log, True
+    self._replace(log.seed)
+    self._stepper.reset()
+    self._env.async_reset()
+    arrival, ids = self.recv(), everyone(self.num_envs)
+    for action in log.rows().actions:
+      self._send(ids, action)
+      arrival = self.recv()
+    return arrival
+
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:
-    # A dict with all entries: EnvPool would rebuild its configuration to fill in missing ones.
     """Send actions [b] to environments `env_id` [b]."""
+    if self._log is not None:
+      self._log.append(env_id, action)
+    self._send(env_id, action)
+
+  def _send(self, env_id: np.ndarray, action: np.ndarray) -> None:
+    # A dict with all entries: EnvPool would rebuild its configuration to fill in missing ones.
     action, ids = np.array(action, self._action_type), np.array(env_id, np.int32)
     self._env.send({self._action: action, 'env_id': ids, 'players.env_id': ids})
 

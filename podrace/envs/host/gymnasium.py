@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,12 +25,15 @@ from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
-from podrace.envs.spaces import convert, leaves
+from podrace.envs.spaces import convert, leaves, map_leaves, values
 from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.blame import label as label_of
+from podrace.types import Arrival, TimeStep
 
 LEAVE_OUT = 'a wrapper such as gymnasium.wrappers.TransformObservation can leave it out'
 
+
+TRIAL_STEPS, TRIAL_SECONDS = 20, 1.0  # that find whether an environment is deterministic
 
 log = logging.getLogger('podrace.envs')
 
@@ -46,12 +50,17 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   label = full_name('gymnasium', name, options, {})
   fields = _fields(label, observation_space, action_space)
   probe.close()
-  infos = Infos()
+  infos, unequal = Infos(), set[str]()  # names of environments that are not deterministic
+
+  def make_pool(args: PoolArgs) -> WorkerPool:
+    args = dataclasses.replace(args, saves=args.saves and not unequal)
+    return WorkerPool(label, fields, observation_space, args, infos, action_space=action_space)
+
   spec = HostSpec(
     name=label,
     observation_space=observation_space,
     action_space=action_space,
-    make=lambda args: WorkerPool(label, fields, observation_space, args, infos),
+    make=make_pool,
     metrics=infos.means,
   )
   owner = trial.owner(probe)
@@ -60,15 +69,24 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   methods = {m: label_of(owner, m) for m in ('reset', 'step')}
 
   def try_out(deadline: float) -> None:
-    args = PoolArgs(1, 1, np.zeros(1, np.uint32), 1, deadline)
+    args = PoolArgs(2, 2, np.zeros(2, np.uint32), 1, deadline)
     pool = WorkerPool(label, fields, observation_space, args, trial=True)
-    _try_out(spec, pool, methods)
+    if not _try_out(spec, pool, methods):
+      unequal.add(label)
+      log.warning(
+        '%s: of two environments with the same seed and actions one observed something else; '
+        'so a resumed run begins its environments anew',
+        label,
+      )
 
   return dataclasses.replace(spec, try_out=try_out)
 
 
-def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> None:
-  """Reset and step a pool of one environment.
+def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bool:
+  """Reset and step a pool of two environments with the same seed.
+
+  Returns:
+    Whether they are alike for TRIAL_STEPS steps, or in TRIAL_SECONDS.
 
   Raises:
     UsageError: if that fails.
@@ -78,16 +96,52 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> No
     check = Checker(spec, 1)
     pool.reset()
     arrival = pool.recv()
-    check(arrival)
+    check(_of_first(spec, arrival))
     name = 'step'
-    pool.send(arrival.env_id, allowed_action(spec.action_space, arrival.timestep.observation))
-    check(pool.recv())
+    _send_to_both(spec, pool, arrival)
+    arrival = pool.recv()
+    check(_of_first(spec, arrival))
+    return _stays_alike(spec, pool, arrival)
   except EnvironmentFailed as error:
     raise UsageError(str(error)) from error
   except HostError as error:
     raise UsageError(f'{methods[name]}, tried out once before the run: {error}') from error
   finally:
     pool.close()
+
+
+def _of_first(spec: HostSpec, arrival: Arrival) -> Arrival:
+  """Return the arrival of the first environment alone."""
+  t = arrival.timestep
+  observation = map_leaves(lambda _, x: x[:1], spec.observation_space, t.observation)
+  timestep: Any = TimeStep(observation, t.reward[:1], t.discount[:1], t.step_type[:1])
+  ids, _, score, ended, run_id = arrival
+  return Arrival(ids[:1], timestep, score[:1], ended[:1], run_id[:1])
+
+
+def _send_to_both(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> None:
+  """Send the action that is allowed in the first environment."""
+  observation = _of_first(spec, arrival).timestep.observation
+  action = allowed_action(spec.action_space, observation)
+  pool.send(arrival.env_id, np.repeat(action, 2, axis=0))
+
+
+def _stays_alike(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> bool:
+  """Step both environments on. A failure is left to the run to report."""
+  end = time.monotonic() + TRIAL_SECONDS
+  for _ in range(TRIAL_STEPS):
+    t = arrival.timestep
+    arrays = [*values(spec.observation_space, t.observation), t.reward, t.step_type]
+    if any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, arrays)):
+      return False
+    if time.monotonic() > end:
+      break
+    try:
+      _send_to_both(spec, pool, arrival)
+      arrival = pool.recv()
+    except HostError:
+      break
+  return True
 
 
 def allowed_action(space: Any, observation: Any) -> np.ndarray:
@@ -115,5 +169,6 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
     (w.REWARD, '<f8', []),
     (w.TERMINATED, '|b1', []),
     (w.TRUNCATED, '|b1', []),
+    (w.SEED, '<i8', []),
     *FIELDS,
   ]

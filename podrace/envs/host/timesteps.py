@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from podrace.errors import HostError
 from podrace.types import MID, TimeStep
 
 EVERY = slice(None)  # of arrays [num_envs, ...]
@@ -41,6 +43,11 @@ class Stepper:
     self._over = np.zeros(num_envs, bool)  # the last arrival was FIRST and the end at once
     self._any_over = False  # some element of `_over` is set
 
+  @property
+  def opens(self) -> np.ndarray:
+    """Whether the next arrival of an environment is FIRST, [num_envs]. Not to be written."""
+    return self._opens
+
   def reset(self) -> None:
     """Let every environment begin with FIRST."""
     self.reopen(everyone(len(self._opens)))
@@ -49,6 +56,25 @@ class Stepper:
     """Note that environments were restarted: their next arrival is FIRST."""
     self._opens[env_id] = True
     self._over[env_id] = False
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Return what the next timesteps depend on."""
+    return dict(opens=self._opens.copy(), over=self._over.copy())
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> None:
+    """Restore a state that `state` returned.
+
+    Raises:
+      HostError: if it is of other environments. The stepper is unchanged.
+    """
+    for name in ('opens', 'over'):
+      x = state.get(name, np.zeros(0))
+      if x.dtype != bool or x.shape != self._opens.shape:
+        raise HostError(
+          f'a saved state has {name} {x.dtype}{list(x.shape)}, expected bool{[len(self._opens)]}'
+        )
+    self._opens, self._over = state['opens'].copy(), state['over'].copy()
+    self._any_over = bool(self._over.any())
 
   def timestep(
     self,

@@ -14,8 +14,9 @@ import mmap
 import os
 import signal
 import sys
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -31,9 +32,12 @@ from podrace.system.blame import describe, refuse
 from podrace.system.process import tell_of_faults
 
 GO, DONE, FAILED = b'g', b'd', b'f'
+BUSY = b'b'  # a replay goes on
+BUSY_SECONDS = 1.0
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 ACTION, REWARD, TERMINATED, TRUNCATED = 'action', 'reward', 'terminated', 'truncated'
 SCORE = 'score'  # of environments whose rewards for learning differ from those in reports
+SEED = 'seed'  # of the next reset; -1: the environment goes on with its own random numbers
 
 Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
 
@@ -122,6 +126,7 @@ class WorkerEnvironments:
     self._steps, self._resets = [e.step for e in envs], [e.reset for e in envs]
     self._seeds: list[int | None] = list(seeds)  # for the first reset only
     self._over = [True] * len(seeds)
+    self._later = into[SEED][start : start + len(seeds)]
     self._into = {k: x[start : start + len(seeds)] for k, x in into.items()}
     self._space, self._action_space = envs[0].observation_space, envs[0].action_space
     self._leaves = [ObservationWriter(n, s, self._into[n]) for n, s in leaves(self._space)]
@@ -143,7 +148,7 @@ class WorkerEnvironments:
     for i, action in enumerate(actions_for(self._action_space, self._into[ACTION])):
       try:
         if over[i]:
-          observation, _ = self._resets[i](seed=self._seeds[i])
+          observation, _ = self._resets[i](seed=self._seed(i))
           self._seeds[i] = None
           reward: Any = 0.0
           terminated = truncated = False
@@ -152,7 +157,7 @@ class WorkerEnvironments:
           if info:
             self._infos.add(info)
       except (Exception, SystemExit) as error:
-        inputs = f'seed {self._seeds[i]}' if over[i] else f'the action {describe(action)}'
+        inputs = f'seed {self._seed(i)}' if over[i] else f'the action {describe(action)}'
         inputs = f'{inputs}, in environment {self._start + i}'
         raise blame_exception(self._owners[i], self._name(i), inputs, error) from error
       rewards.append(reward)
@@ -166,6 +171,40 @@ class WorkerEnvironments:
     self._put(TERMINATED, terminations, 'b', 'True or False')
     self._put(TRUNCATED, truncations, 'b', 'True or False')
     self._over = (self._into[TERMINATED] | self._into[TRUNCATED]).tolist()
+
+  def _seed(self, i: int) -> int | None:
+    """Return the seed for a reset of environment i."""
+    if self._seeds[i] is not None:
+      return self._seeds[i]
+    later = int(self._later[i])
+    return None if later < 0 else later
+
+  def replay(self, history: Mapping[str, Any], beat: Callable[[], None]) -> None:
+    """Reset all environments, and take earlier actions in each of them.
+
+    Args:
+      history: result of `read_history`.
+      beat: called now and then.
+    """
+    self.step()
+    pairs = zip(history['start'], history['count'], strict=True)
+    for i, (start, count) in enumerate(pairs):
+      actions = history['actions'][start:count, self._start + i]
+      over: Any = self._over[i]
+      observation: Any = None
+      terminated = truncated = False
+      for action in actions_for(self._action_space, actions):
+        if over:
+          observation, _ = self._resets[i](seed=None)
+          terminated = truncated = False
+        else:
+          observation, _, terminated, truncated, _ = self._steps[i](action)
+        over = terminated or truncated
+        beat()
+      if start < count:
+        self._write(i, observation)
+        self._into[TERMINATED][i], self._into[TRUNCATED][i] = terminated, truncated
+        self._over[i] = bool(over)
 
   def _name(self, i: int) -> str:
     """Return the name of the function that environment i was called by."""
@@ -243,6 +282,28 @@ def write_answer(answer: int, data: bytes) -> None:
     os._exit(1)
 
 
+def read_history(settings: Mapping[str, Any]) -> dict[str, Any]:
+  """Return the actions [R, N, ...] to replay, and the rows of this worker's environments."""
+  file = settings['file']
+  memory = mmap.mmap(file, os.fstat(file).st_size, access=mmap.ACCESS_READ)
+  shape = settings['shape']
+  flat = np.frombuffer(memory, np.dtype(settings['dtype']), int(np.prod(shape, dtype=np.int64)))
+  return dict(actions=flat.reshape(shape), start=settings['start'], count=settings['count'])
+
+
+class Beat:
+  """Writes BUSY every BUSY_SECONDS, if it is called often."""
+
+  def __init__(self, answer: int) -> None:
+    self._answer, self._at = answer, time.monotonic()
+
+  def __call__(self) -> None:
+    """Write it if it is time."""
+    if time.monotonic() - self._at > BUSY_SECONDS:
+      write_answer(self._answer, BUSY)
+      self._at = time.monotonic()
+
+
 def main(settings: Mapping[str, Any]) -> None:
   """Run the process with the settings of `WorkerProcess.start`."""
   ignore_signals()
@@ -261,8 +322,13 @@ def main(settings: Mapping[str, Any]) -> None:
       settings['start'],
       settings['trial'],
     )
+    history = read_history(settings['history']) if 'history' in settings else None
     while os.read(ask, 1) == GO:  # else the run is gone
-      environments.step()
+      if history is not None:
+        environments.replay(history, Beat(answer))
+        history = None
+      else:
+        environments.step()
       write_answer(answer, DONE)
   except BaseException as error:
     message = str(error) if isinstance(error, UsageError | RunError) else None

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import itertools
-import json
 import logging
 import mmap
 import os
-import select
 import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from podrace.envs.host import worker as w
-from podrace.envs.host.answer_timer import LOOK_SECONDS, START_SECONDS, AnswerClock
+from podrace.envs.host.action_log import ActionLog
+from podrace.envs.host.answer_timer import LOOK_SECONDS, AnswerClock
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.infos import Infos
 from podrace.envs.host.timesteps import EVERY, Stepper, everyone, rows_of
+from podrace.envs.host.worker_process import History, WorkerProcess, memory_file, readable
 from podrace.envs.spaces import leaves, tree
 from podrace.errors import HostError
-from podrace.system.child import python
 from podrace.types import Arrival
 
 log = logging.getLogger('podrace.envs')
@@ -37,15 +31,9 @@ log = logging.getLogger('podrace.envs')
 
 RESTARTS, WINDOW = 10, 600.0  # most restarts of a pool in WINDOW seconds; see `Restarts`
 RESTARTS_BEFORE = 2  # most restarts before an environment has answered a step
-TELL_SECONDS = 5.0  # time for a worker to send its exception
-
-# Not `-m`, which looks for libraries in the working directory first. The settings are in a file,
-# because a command line has room for the seeds of a few thousand environments only.
-START = (
-  'import json, sys; settings = json.load(open(int(sys.argv[1]), encoding="utf-8")); '
-  'sys.path[:] = settings["path"]; '
-  'import podrace.envs.host.worker as worker; worker.main(settings)'
-)
+# An environment is seeded anew at its first reset after so many steps, if its pool is saved. So a
+# resumed run replays at most these and one episode.
+SEED_STEPS = 500
 
 
 class EnvironmentFailed(HostError):
@@ -64,40 +52,6 @@ def worker_count(args: PoolArgs) -> int:
   fits = [c for c in range(1, n + 1) if n % c == 0 and batch % (n // c) == 0]
   few = [c for c in fits if c <= args.threads]
   return few[-1] if few else fits[0]
-
-
-def _readable(descriptors: Iterable[int], seconds: float) -> list[int]:
-  """Return the descriptors that can be read or were closed, after at most `seconds`.
-
-  `select.select` does not work with descriptors from 1,024 on.
-  """
-  poll = select.poll()
-  for fd in descriptors:
-    poll.register(fd, select.POLLIN)
-  return [fd for fd, _ in poll.poll(seconds * 1000)]
-
-
-def memory_file(length: int) -> Any:
-  """Return a file of `length` bytes to share with workers, in memory on Linux.
-
-  All of it is allocated: a write to a hole ends in a signal if there is no room left.
-
-  Raises:
-    OSError: if there is no room for it.
-  """
-  if hasattr(os, 'memfd_create'):
-    file: Any = os.fdopen(os.memfd_create('podrace'), 'w+b')
-  else:
-    file = tempfile.TemporaryFile()  # noqa: SIM115 (the caller closes it)
-  try:
-    if hasattr(os, 'posix_fallocate'):
-      os.posix_fallocate(file.fileno(), 0, length)
-    else:
-      file.truncate(length)
-  except BaseException:
-    file.close()
-    raise
-  return file
 
 
 class Restarts:
@@ -122,100 +76,6 @@ class Restarts:
     return len(self._times)
 
 
-def _path() -> list[str]:
-  """Return the module path of a worker: this process's, and then podrace's directory."""
-  return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(w.__file__).parents[3])]))
-
-
-class WorkerProcess:
-  """One process and its pipes.
-
-  Owner: a WorkerPool, which calls `kill` or `end`.
-  """
-
-  def __init__(self, first: int, count: int) -> None:
-    self.first, self.count = first, count
-    self.ids = np.arange(first, first + count, dtype=np.int32)
-    self.requested_at: float | None = (
-      None  # time of the request, by the pool's clock; None: no answer due
-    )
-    self.limit = START_SECONDS
-    self.begun = False  # the process has reset its environments
-    self.lives = 0
-
-  def start(self, settings: dict[str, Any], memory: int, now: float) -> None:
-    """Start a new process, which resets its environments."""
-    ask_read, self.ask = os.pipe()
-    self.answer, answer_write = os.pipe()
-    settings = {
-      **settings,
-      'memory': memory,
-      'ask': ask_read,
-      'answer': answer_write,
-      'start': self.first,
-    }
-    settings['parent'] = os.getpid()
-    settings['path'] = _path()
-    settings['seeds'] = [
-      int(s) + 7919 * self.lives for s in settings['seeds'][self.first :][: self.count]
-    ]
-    text = json.dumps(settings).encode()
-    with memory_file(len(text)) as file:
-      file.write(text)
-      file.seek(0)
-      self.process = subprocess.Popen(
-        python('-c', START, str(file.fileno())),
-        pass_fds=(memory, ask_read, answer_write, file.fileno()),
-        stdin=subprocess.DEVNULL,
-        stdout=2,  # standard output is for results
-        start_new_session=True,  # a Ctrl-C in the terminal reaches only the run
-      )
-    os.close(ask_read)
-    os.close(answer_write)
-    self.lives += 1
-    self.begun = False
-    self.go(now, START_SECONDS)
-
-  def go(self, now: float, limit: float) -> None:
-    """Request a step, which has `limit` seconds."""
-    self.requested_at, self.limit = now, limit
-    with contextlib.suppress(BrokenPipeError):  # dead; the answer's pipe will show it
-      os.write(self.ask, w.GO)
-
-  @property
-  def due(self) -> float:
-    """Time when the answer is due."""
-    assert self.requested_at is not None
-    return self.requested_at + self.limit
-
-  def failure(self) -> tuple[str | None, str]:
-    """Return a message for the user or None, and the traceback that came in TELL_SECONDS."""
-    text, end = b'', time.monotonic() + TELL_SECONDS
-    while len(text) < 8 or len(text) < 8 + int.from_bytes(text[:8]):
-      if not _readable([self.answer], max(end - time.monotonic(), 0)):
-        break
-      if not (more := os.read(self.answer, 65536)):
-        break
-      text += more
-    try:
-      message, shown = json.loads(text[8:])
-    except ValueError:
-      return None, text[8:].decode(errors='replace')
-    return message, shown
-
-  def kill(self) -> None:
-    """Kill the process and its process group, and wait for the process."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
-      os.killpg(self.process.pid, signal.SIGKILL)
-    self.process.wait()
-
-  def end(self) -> None:
-    """Kill the process and close its pipes."""
-    self.kill()
-    os.close(self.ask)
-    os.close(self.answer)
-
-
 class WorkerPool:
   """A pool of environments in worker processes.
 
@@ -237,8 +97,9 @@ class WorkerPool:
     infos: Infos | None = None,
     trial: bool = False,
     maker: str = w.__name__,
+    action_space: Any = None,
   ) -> None:
-    self._trial = trial
+    self._trial, self._args, self._action_space = trial, args, action_space
     self.num_envs, self.batch_size = args.num_envs, args.batch_size
     self._label, self._space, self._deadline = label, observation_space, args.deadline
     count = worker_count(args)
@@ -254,10 +115,10 @@ class WorkerPool:
     self._infos = infos or Infos()
     self._infos.open(self._arrays)
     self._shared_settings = dict(
-      name=label, fields=fields, bytes=length,
-      num_envs=args.num_envs, seeds=(args.seeds % 2**31).tolist(), trial=trial,
-      maker=maker,
+      name=label, fields=fields, bytes=length, num_envs=args.num_envs, trial=trial, maker=maker,
     )  # fmt: skip
+    self._arrays[w.SEED][:] = -1
+    self._log = self._new_log()
     self._stepper, self._clock = Stepper(args.num_envs), AnswerClock()
     self._run_id = np.zeros(args.num_envs, np.int64)
     self._ready: list[WorkerProcess] = []
@@ -266,31 +127,92 @@ class WorkerPool:
     self._starting = threading.Lock()
     self._closing = False  # no more processes may start
 
-  def _start(self, worker: WorkerProcess) -> None:
+  def _new_log(self) -> ActionLog | None:
+    a = self._args
+    return ActionLog(self._label, a.seeds, self._action_space) if a.saves else None
+
+  def _start(self, worker: WorkerProcess, history: Any = None) -> None:
     """Start a worker's process, in place of its old one."""
     with self._starting:
       if self._closing:
         raise HostError(f'{self._label}: the pool is closed')
       if worker.lives:
         worker.end()
-      worker.start(self._shared_settings, self._file.fileno(), self._clock.look())
+      settings = {**self._shared_settings, 'seeds': self._seeds(worker, history)}
+      worker.start(settings, self._file.fileno(), self._clock.look(), history)
+
+  def _seeds(self, worker: WorkerProcess, history: Any) -> list[int]:
+    """Return the seeds for the first resets of a worker's next life."""
+    if self._log is None:
+      return [int(s) + 7919 * worker.lives for s in self._args.seeds[worker.ids] % 2**31]
+    fresh = worker.lives and history is None
+    seeds = self._log.seeded(worker.ids) if fresh else self._log.seeds()[worker.ids]
+    return seeds.tolist()
 
   def reset(self) -> None:
     """Start all processes, and wait for their first timesteps."""
+    self._log, self._run_id[:] = self._new_log(), 0
+    self._stepper.reset()
+    self._start_all(None)
+
+  def _start_all(self, history: Any) -> None:
     for worker in self.workers:
-      self._start(worker)
+      self._start(worker, history)
     while len(self._ready) < len(self.workers):  # all workers begin to step together
       self._wait()
+
+  @property
+  def saves(self) -> bool:
+    """Whether the actions are kept from which the environments can be restored."""
+    return self._log is not None and self._log.is_kept
+
+  def state(self) -> dict[str, np.ndarray]:
+    """Return the actions since each environment was seeded."""
+    assert self._log is not None, 'the pool keeps no actions'
+    return {**self._log.state(), **self._stepper.state()}
+
+  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+    """Replay the actions of `state` in new processes.
+
+    Raises:
+      HostError: if that fails.
+    """
+    log, stepper = self._new_log(), Stepper(self.num_envs)
+    assert log is not None, 'the pool keeps no actions'
+    log.restore(state)
+    stepper.restore(state)
+    self._log = log
+    try:
+      with History(log) as history:
+        self._start_all(history)
+      arrival = self.recv()
+      if self._run_id.any():
+        raise HostError(f'{self._label}: a worker process ended while its actions were replayed')
+    except BaseException:
+      self._ready = []
+      raise
+    self._stepper = stepper
+    return arrival
 
   def send(self, env_id: np.ndarray, action: Any) -> None:
     """Send actions [b] to environments `env_id` [b]."""
     rows = rows_of(env_id, self.num_envs)
     self._arrays[w.ACTION][rows] = action
+    if self._log is not None:
+      self._log.append(env_id, action)
+      if np.count_nonzero(opens := self._stepper.opens[rows]):
+        self._seed_anew(self._log, env_id[opens])
     requested = [True] * len(self.workers) if rows is EVERY else np.isin(self._first, env_id)
     now = self._clock.look()
     for worker, is_requested in zip(self.workers, requested, strict=True):
       if is_requested:
         worker.go(now, self._deadline)
+
+  def _seed_anew(self, log: ActionLog, env_id: np.ndarray) -> None:
+    """Seed the environments whose resets are due for it. The worker resets them in this step."""
+    due = log.is_due(env_id, SEED_STEPS)
+    self._arrays[w.SEED][env_id] = -1
+    self._arrays[w.SEED][env_id[due]] = log.seeded(env_id[due])
 
   def recv(self) -> Arrival:
     """Wait for `batch_size` environments, or for all requested ones if there are fewer."""
@@ -316,8 +238,8 @@ class WorkerPool:
     waiting = {x.answer: x for x in self.workers if x.requested_at is not None}
     left = min(x.due for x in waiting.values()) - self._clock.look()
     # A dead worker's pipe may be held open by processes that it started.
-    readable = _readable(waiting, min(max(left, 0), LOOK_SECONDS))
-    for fd in readable:
+    answered = readable(waiting, min(max(left, 0), LOOK_SECONDS))
+    for fd in answered:
       worker = waiting[fd]
       answer = os.read(fd, 1)
       if answer == w.DONE:
@@ -325,12 +247,14 @@ class WorkerPool:
         self._ready.append(worker)
         self._stepped |= worker.begun
         worker.begun = True
+      elif answer == w.BUSY:
+        worker.requested_at = self._clock.look()
       elif answer == w.FAILED:
         raise self._failed(*worker.failure())
       else:
         worker.kill()  # it may live on with a closed pipe; if not, its exit code stays
         self._ended(worker, worker.process.returncode)
-    if not readable:
+    if not answered:
       now = self._clock.look()
       for worker in waiting.values():
         if (code := worker.process.poll()) is not None:

@@ -106,5 +106,6 @@ def _isolated_pool(label: str, spec: NativeSpec, infos: Infos, args: PoolArgs) -
   parts = [*leaves(space), (w.ACTION, spec.action.space())]
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in parts]
   fields += [(w.REWARD, '<f4', []), (w.SCORE, '<f4', [])]
-  fields += [(w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', []), *FIELDS]
+  fields += [(w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', []), (w.SEED, '<i8', []), *FIELDS]
+  args = dataclasses.replace(args, saves=False)
   return WorkerPool(label, fields, space, args, infos, maker='podrace.envs.native.isolated')

@@ -97,8 +97,7 @@ def test_a_run_with_groups_resumes_to_the_bit() -> None:
   with Running(program, driver=driver) as run:
     state = run.advance(4)
   assert len(state.actors) == 2
-  resumed = program.driver()
-  resumed.compile()
+  resumed = compiled(sebulba(RECURRENT['impala'], groups=2, lag='1'))
   resumed.start(state, keys(0))
   try:
     state, done = resumed.advance(state, 4, never)
