@@ -186,6 +186,28 @@ def test_snake_is_truncated_while_alive() -> None:
   assert timestep.observation['step_count'] == 2  # the finished episode's own
 
 
+def test_a_trapped_snake_may_act() -> None:
+  env = batch(podrace.envs.make('jumanji:Snake-v1'), 64)
+  moves = jnp.array([(-1, 0), (0, 1), (1, 0), (0, -1)])
+
+  def position(channel: Any) -> Any:
+    return jnp.stack(jnp.unravel_index(channel.reshape(64, -1).argmax(-1), channel.shape[1:]), -1)
+
+  def step(carry: Any, key: Any) -> Any:
+    state, timestep = carry
+    grid, mask = timestep.observation['grid'], timestep.observation['action_mask']
+    after = position(grid[..., 1])[:, None] + moves[None]  # of the head
+    distance = jnp.abs(after - position(grid[..., 3])[:, None]).sum(-1)
+    action = jnp.where(mask, distance, 1000).argmin(-1)  # to the fruit, as long as it may live
+    state, timestep = env.step(state, action, jax.random.split(key, 64))
+    return (state, timestep), (timestep.last, timestep.observation['action_mask'].any(-1))
+
+  carry = env.reset(jax.random.key(0))
+  _, (last, allowed) = jax.lax.scan(step, carry, jax.random.split(jax.random.key(1), 400))
+  assert last.sum() > 0  # some were trapped
+  assert (allowed | last).all()
+
+
 def test_navix_goal_terminates_with_reward() -> None:
   forward, right = 2, 1
   env = podrace.envs.make('navix:Navix-Empty-5x5-v0')

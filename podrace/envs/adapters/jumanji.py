@@ -32,6 +32,7 @@ from podrace.envs.adapters.adapt import (
 from podrace.envs.base import Dynamics, NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
+from podrace.envs.spaces import MASK
 from podrace.types import Array, Environment, TimeStep
 
 # Episodes of fewer than four steps (one wrong move ends them) would use a pool's states twice. All
@@ -134,4 +135,9 @@ class Jumanji:
     )
 
   def _observe(self, observation: Any) -> Any:
-    return to_space(self.observation_space, _as_dict(self.observation_space, observation))
+    observation = _as_dict(self.observation_space, observation)
+    if isinstance(observation, dict) and MASK in observation:
+      # A trapped snake is allowed nothing. All actions end the episode, so all are allowed.
+      mask = observation[MASK]
+      observation = {**observation, MASK: mask | ~jnp.any(mask)}
+    return to_space(self.observation_space, observation)
