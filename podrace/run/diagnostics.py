@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ class History:
     agent: the innermost agent. Its settings bound some metrics.
     total_steps: of the run.
     lines: the newest lines, numbers only.
+    returns: the newest returns, of lines with episodes.
     count: the number of all lines.
     gradient_steps: the number of all gradient steps.
     first: the first number of each metric.
@@ -44,6 +46,7 @@ class History:
   agent: Any
   total_steps: int
   lines: list[dict[str, float]] = dataclasses.field(default_factory=list)
+  returns: list[float] = dataclasses.field(default_factory=list)
   count: int = 0
   gradient_steps: float = 0.0
   first: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -58,6 +61,8 @@ class History:
     self.gradient_steps += numbers.get('gradient_steps', 0.0)
     numbers |= _rates(numbers)
     self.lines = [*self.lines[1 - RECENT :], numbers]
+    if 'episode_return' in numbers:
+      self.returns = [*self.returns[-4:], numbers['episode_return']]
     self.count += 1
     for name, value in numbers.items():
       self.first.setdefault(name, value)
@@ -75,17 +80,17 @@ class History:
     return values if len(values) == n else []
 
   @property
-  def improves(self) -> bool:
-    """Whether recent returns exceed the first line's by 2% and its standard error.
+  def stagnates(self) -> bool:
+    """Whether recent returns do not exceed the first line's by 2% and its standard error.
 
-    A policy that had become good within the first line's steps has a lower mean there.
+    A policy that had become good within the first line's steps has a lower mean there. Three lines
+    with episodes are needed to tell.
     """
-    recent = [line['episode_return'] for line in self.lines[-5:] if 'episode_return' in line]
-    if not recent or 'episode_return' not in self.first:
+    if len(self.returns) < 3:
       return False
     first = self.first['episode_return']
     margin = 0.02 * abs(first) + self.first.get('return_error', 0.0)
-    return sum(recent) / len(recent) > first + margin
+    return statistics.mean(self.returns) <= first + margin
 
   def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
     """Return whether a metric lay within a range in each of the newest `n` lines."""
@@ -226,9 +231,7 @@ CHECKS = (
     'entropy-collapsed',
     'the policy has become deterministic, and the return does not improve: lower '
     '--agent.learning-rate, or raise --agent.entropy-cost',
-    lambda h: (
-      h.stays('entropy', 3, -1e-6, 0.01) and h.lowest['entropy'] >= -1e-6 and not h.improves
-    ),
+    lambda h: h.stays('entropy', 3, -1e-6, 0.01) and h.lowest['entropy'] >= -1e-6 and h.stagnates,
   ),
   Check(
     'entropy-constant',
@@ -241,7 +244,7 @@ CHECKS = (
       and h.gradient_steps >= FEW_STEPS
       and h.lowest.get('entropy', 0) > 0
       and h.lowest['entropy'] > 0.9 * h.highest['entropy']  # masked steps make it vary
-      and not h.improves
+      and h.stagnates
     ),
   ),
   Check(
@@ -276,26 +279,26 @@ CHECKS = (
       and h.count >= MANY
       and h.gradient_steps >= FEW_STEPS
       and h.stays('explained_variance', RECENT, high=0.0)
-      and not h.improves
+      and h.stagnates
     ),
   ),
   Check(
     'outputs-saturated',
     'more than 95% of the actions are at an end of their range, and the return does not improve: '
     'lower the learning rate of the policy, or scale observations and rewards',
-    lambda h: h.stays('saturation', 5, low=0.95) and not h.improves,
+    lambda h: h.stays('saturation', 5, low=0.95) and h.stagnates,
   ),
   Check(
     'short-sighted',
     'the discount counts few steps of an episode, and the return does not improve: raise '
     '--agent.discount',
-    lambda h: h.progress >= 0.3 and h.count >= MANY and _is_short_sighted(h) and not h.improves,
+    lambda h: h.progress >= 0.3 and h.count >= MANY and _is_short_sighted(h) and h.stagnates,
   ),
   Check(
     'replay-too-small',
     'replay holds fewer than 10 batches, and the return does not improve: raise '
     '--agent.buffer.capacity',
-    lambda h: h.progress >= 0.5 and h.count >= MANY and _has_small_replay(h) and not h.improves,
+    lambda h: h.progress >= 0.5 and h.count >= MANY and _has_small_replay(h) and h.stagnates,
   ),
   Check(
     'target-never-updated',
@@ -305,7 +308,7 @@ CHECKS = (
   Check(
     'temperature-vanished',
     'the temperature is below 1e-4, and the return does not improve: raise --agent.target-entropy',
-    lambda h: h.stays('temperature', 5, high=1e-4) and not h.improves,
+    lambda h: h.stays('temperature', 5, high=1e-4) and h.stagnates,
   ),
 )
 

@@ -102,6 +102,9 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     dict(saturation=1.0),  # it improves by extreme actions
     dict(explained_variance=-0.5),  # likewise, in spite of its values
     FLAT | dict(entropy=lambda x: 1 - x / 2),  # a return that stays says nothing alone
+    FLAT | dict(episode_return=lambda x: None if x > 0.2 else 0.0),  # too few episodes to tell
+    # It improves, in lines with long gaps.
+    FLAT | dict(episode_return=lambda x: 2 * x if round(x * LINES) % 10 == 1 else None),
   ],
 )
 def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:

@@ -73,7 +73,7 @@ def test_actors_go_on_to_the_bit(
   case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
   state, record, expected = saved_at(made(case), tmp_path / '9')
-  assert record['actors']['threads'] == CASES[case][1].get('threads', 1)
+  assert record['actors']['groups'] == CASES[case][1].get('threads', 1)
   with caplog.at_level(logging.WARNING):
     assert resumed(made(case), tmp_path / '9', state, record) == expected
   assert 'anew' not in caplog.text
@@ -83,9 +83,9 @@ def test_without_their_states_they_begin_anew_and_say_so(
   tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
   state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
-  other_threads = {**record, 'actors': {**record['actors'], 'threads': 3}}
-  none_kept = {**record, 'actors': {'threads': 0, 'life': 0}}
-  for less in (None, {}, other_threads, none_kept, {**record, 'processes': 2}):
+  other_groups = {**record, 'actors': {**record['actors'], 'groups': 3}}
+  none_kept = {**record, 'actors': {'groups': 0, 'life': 0}}
+  for less in (None, {}, other_groups, none_kept, {**record, 'processes': 2}):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
       copy = jax.tree.map(jnp.copy, state)
