@@ -133,8 +133,9 @@ def _at_support_end(history: History) -> bool:
   ends = _support(history.agent)
   if ends is None or _diverges(history):
     return False
-  margin = 0.02 * (ends[1] - ends[0])
-  low, high = ends[0] + margin, ends[1] - margin
+  near = 0.02 * (ends[1] - ends[0])
+  # Values near 0 are normal, also where the support ends near 0.
+  low, high = ends[0] + min(near, abs(ends[0]) / 2), ends[1] - min(near, abs(ends[1]) / 2)
   return history.stays('value', 5, high=low) or history.stays('value', 5, low=high)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,19 @@ def lines_of(curves: dict[str, Curve], n: int = LINES) -> list[dict[str, Any]]:
   ]
 
 
+def in_lines(chosen: Callable[[int], bool], returns: Curve) -> dict[str, Curve]:
+  """Episodes that end in the chosen lines only."""
+
+  def line(x: float) -> int:
+    return round(x * LINES)
+
+  return dict(
+    episodes=lambda x: 5 if chosen(line(x)) else 0,
+    episode_return=lambda x: returns(x) if chosen(line(x)) else None,
+    entropy=1.0,
+  )
+
+
 def diagnose(curves: dict[str, Curve], agent: Any) -> list[str]:
   diagnostics = Diagnostics(agent, TOTAL)
   messages = [diagnostics.add(line) for line in lines_of(HEALTHY | curves)]
@@ -102,9 +116,8 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     dict(saturation=1.0),  # it improves by extreme actions
     dict(explained_variance=-0.5),  # likewise, in spite of its values
     FLAT | dict(entropy=lambda x: 1 - x / 2),  # a return that stays says nothing alone
-    FLAT | dict(episode_return=lambda x: None if x > 0.2 else 0.0),  # too few episodes to tell
-    # It improves, in lines with long gaps.
-    FLAT | dict(episode_return=lambda x: 2 * x if round(x * LINES) % 10 == 1 else None),
+    FLAT | in_lines(lambda line: line < 3, lambda x: 0.0),  # too few episodes to tell
+    FLAT | in_lines(lambda line: line % 9 == 1, lambda x: 2 * x),  # in 3 lines, with long gaps
   ],
 )
 def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
@@ -123,6 +136,15 @@ def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
 )
 def test_settings_that_fit_raise_no_alarm(agent: Any) -> None:
   assert diagnose(FLAT | dict(entropy=lambda x: 1 - x / 2), agent) == []
+
+
+@pytest.mark.parametrize(
+  'value, outside', [(0.4, False), (-0.9, True), (107.0, False), (109, True)]
+)
+def test_a_support_that_ends_near_0_has_values_near_its_end(value: float, outside: bool) -> None:
+  assert diagnose(dict(value=value), D4PG(v_min=-1, v_max=110)) == (
+    ['values-outside-support'] if outside else []
+  )
 
 
 @pytest.mark.parametrize('sign', [1, -1])
