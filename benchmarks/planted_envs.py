@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from podrace.envs.base import NextStepReset, restart, transition
 
-MISTAKES = ('one-step', 'constant', 'endless', 'overflow')
+MISTAKES = ('one-step', 'constant', 'endless')
 
 
 class PlantedState(NamedTuple):
@@ -26,8 +26,8 @@ class Planted:
   """Random observations; reward 1 for the action that the sign of the first number names.
 
   Args:
-    mistake: one of MISTAKES: every step terminates, the reward is always 1, no episode ends, or
-      returns overflow float32.
+    mistake: one of MISTAKES: every step terminates, the reward is always 1, or no episode
+      ends.
   """
 
   mistake: str
@@ -43,7 +43,7 @@ class Planted:
     """Makes a step."""
     time, seen = state.time + 1, jax.random.uniform(key, (4,), minval=-1.0, maxval=1.0)
     right = (action == (state.seen[0] > 0)).astype(jnp.float32)
-    reward = {'constant': jnp.float32(1), 'overflow': 3e38 * right}.get(self.mistake, right)
+    reward = jnp.float32(1) if self.mistake == 'constant' else right
     over = time >= (1 if self.mistake == 'one-step' else 8)
     over &= self.mistake != 'endless'
     timestep = transition(seen, reward=reward, terminated=over, truncated=jnp.bool_(False))

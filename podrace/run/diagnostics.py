@@ -198,7 +198,7 @@ CHECKS = (
   Check(
     'no-episodes',
     'no episode has ended yet: give the environment a time limit that truncates',
-    lambda h: h.progress >= 0.5 and h.count >= 5 and h.highest.get('episodes') == 0,
+    lambda h: h.progress >= 0.9 and h.count >= 5 and h.highest.get('episodes') == 0,
   ),
   Check(
     'one-step-episodes',
