@@ -34,7 +34,7 @@ def write_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
   Raises:
     UsageError: if there is nothing to show, or the file cannot be written.
   """
-  reports, left_out = [], []
+  reports, left_out, evaluations = [], [], {}
   logged = curves.read_runs(paths)
   for path in paths:
     run = runs.inspect_run(path)
@@ -45,13 +45,15 @@ def write_report(paths: Sequence[Path], out: Path) -> dict[str, Any]:
       left_out.append(logged.wrong[path])
       continue
     try:
-      reports.append(collect_run(run))
+      report = collect_run(run)
+      evaluations[path] = metrics.read(path / 'eval.jsonl', shown=True)
+      reports.append(report)
     except UsageError as e:
       left_out.append(str(e))
   if not reports:
     raise UsageError(f'there is nothing to report: {"; ".join(left_out) or "no runs are there"}')
   _name_runs(reports)
-  groups = collect_groups(logged.runs)
+  groups = collect_groups([r for r in logged.runs if r.path in evaluations], evaluations)
   for report, group in zip(reports, index_runs(groups, reports), strict=True):
     report['group'] = group
   created = datetime.datetime.now().astimezone().strftime('%Y-%m-%d %H:%M %Z')

@@ -6,7 +6,8 @@ A group is JSON for the page. A band is [x, center, low, high], lists of the sam
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,9 +32,10 @@ POINTS = 1000  # most points of a line; longer ones are thinned
 DIGITS = 6  # significant digits of a number
 
 Band = list[list[float | None]]
+Evaluations = Mapping[Path, list[metrics.Line]]  # lines of eval.jsonl by run directory
 
 
-def collect_groups(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
+def collect_groups(runs: Sequence[LoggedRun], evaluations: Evaluations) -> list[dict[str, Any]]:
   """Return a group of runs for each configuration, in the order of their first runs."""
   by_key: dict[str, list[LoggedRun]] = {}
   for run in runs:
@@ -42,17 +44,21 @@ def collect_groups(runs: Sequence[LoggedRun]) -> list[dict[str, Any]]:
   labels = make_labels([CurveGroup(m[0].config, []) for m in members])
   several_envs = len({str(m[0].config.get('env')) for m in members}) > 1
   return [
-    _collect_group(label, group, several_envs) for label, group in zip(labels, members, strict=True)
+    _collect_group(label, group, evaluations, several_envs)
+    for label, group in zip(labels, members, strict=True)
   ]
 
 
-def _collect_group(label: str, runs: Sequence[LoggedRun], several_envs: bool) -> dict[str, Any]:
+def _collect_group(
+  label: str, runs: Sequence[LoggedRun], evaluations: Evaluations, several_envs: bool
+) -> dict[str, Any]:
   env = str(runs[0].config.get('env', ''))
   agent = agent_of((read_record(runs[0].path) or {}).get('agent') or {'name': ''})[0]
   returns = _curves(runs, 'episode_return', 'steps')
   names = {n for run in runs for line in run.lines for n, x in line.items() if not _is_list(x)}
   bands = {n: _bands(runs, n) for n in sorted(names.difference(POSITIONS))}
-  evaluations = [c for run in runs for c in _evaluation_curves(run)]
+  evaluated = [dataclasses.replace(r, lines=lines) for r in runs if (lines := evaluations[r.path])]
+  evaluated_returns = _curves(evaluated, 'episode_return_mean', 'steps')
   return {
     'name': label,
     'full_name': f'{label} in {env}' if several_envs else label,
@@ -61,9 +67,9 @@ def _collect_group(label: str, runs: Sequence[LoggedRun], several_envs: bool) ->
     'n': len(returns) or len(runs),
     'paths': [str(run.path) for run in runs],
     'bands': {name: by_axis for name, by_axis in bands.items() if by_axis},
-    'evaluations': _band(evaluations) if evaluations else None,
+    'evaluations': _band(evaluated_returns) if evaluated_returns else None,
     'final': _interval([curves.final_mean(c) for c in returns]),
-    'evaluated': _interval([float(c.y[-1]) for c in evaluations]),
+    'evaluated': _interval([float(c.y[-1]) for c in evaluated_returns]),
     **_anchors(env, [curves.final_mean(c) for c in returns]),
     'telling': MOST_TELLING.get(agent, ''),
     'meanings': meanings_of(agent),
@@ -76,30 +82,23 @@ def _is_list(x: Any) -> bool:
 
 def _curves(runs: Sequence[LoggedRun], metric: str, x: curves.X) -> list[RunCurve]:
   """Return the curves of all runs that have the metric."""
-  found: list[RunCurve] = []
+  result: list[RunCurve] = []
   for run in runs:
     try:
-      found += curves.extract_curves(run, metric, x)
+      result += curves.extract_curves(run, metric, x)
     except UsageError:  # no value, or no position on this axis
       continue
-  return found
-
-
-def _evaluation_curves(run: LoggedRun) -> list[RunCurve]:
-  lines = metrics.read(run.path / 'eval.jsonl', shown=True)
-  if not lines:
-    return []
-  return _curves([dataclasses.replace(run, lines=lines)], 'episode_return_mean', 'steps')
+  return result
 
 
 def _bands(runs: Sequence[LoggedRun], metric: str) -> dict[str, Band]:
   """Return the band of a metric over each axis that the runs have."""
   each = {name: _curves(runs, metric, x) for name, x in AXES.items()}
-  return {name: _band(found) for name, found in each.items() if found}
+  return {name: _band(of_axis) for name, of_axis in each.items() if of_axis}
 
 
-def _band(found: Sequence[RunCurve]) -> Band:
-  band = curves.make_band(found)
+def _band(of_runs: Sequence[RunCurve]) -> Band:
+  band = curves.make_band(of_runs)
   kept = np.arange(0, len(band.x), max(1, -(-len(band.x) // POINTS)))
   kept = np.union1d(kept, [len(band.x) - 1])
   return [[_rounded(v) for v in row[kept]] for row in (band.x, band.center, band.low, band.high)]

@@ -112,12 +112,12 @@ def test_what_is_outside_of_its_range_is_refused_by_name(agent: str) -> None:
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
-    (['--agent', 'dqn', '--agent.target-rate', '0'], 'target_rate'),
-    (['--agent', 'muesli', '--agent.advantage-decay', '1'], 'advantage_decay'),
-    (['--agent.max-grad-norm', '-1'], 'max_grad_norm'),
-    (['--agent.learning-rate', '0'], 'learning_rate'),
+    (['--agent', 'dqn', '--agent.target-rate', '0'], '--agent.target-rate '),
+    (['--agent', 'muesli', '--agent.advantage-decay', '1'], '--agent.advantage-decay '),
+    (['--agent.max-grad-norm', '-1'], '--agent.max-grad-norm '),
+    (['--agent.learning-rate', '0'], '--agent.learning-rate '),
     (['--agent.learning-rate', 'inf'], '--agent.learning-rate'),
-    (['--agent', 'ppo', '--agent.adam-epsilon', '0'], 'adam_epsilon'),
+    (['--agent', 'ppo', '--agent.adam-epsilon', '0'], '--agent.adam-epsilon '),
   ],
 )  # fmt: skip
 def test_refused_with_exit_code_2(

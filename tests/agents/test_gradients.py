@@ -20,6 +20,7 @@ import optax
 import pytest
 import streams
 from gymnasium import spaces
+from jax.flatten_util import ravel_pytree
 
 from podrace import distributions, returns, topology
 from podrace.agents import policy_gradient, ppo
@@ -56,7 +57,7 @@ class RecordingPPO(PPO):
   move: Any = None
 
   def optimiser(self) -> optax.GradientTransformation:
-    return recorder(self.move)
+    return recorder(ravel_pytree(self.move)[0])  # its parameters are a vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,11 +107,16 @@ def case(space: str, seed: int = 0) -> Case:
 def recorded(agent: Any, c: Case) -> Any:
   """The last gradient that `learn` gives its optimiser, as {path: array}, and the metrics."""
   agent = dataclasses.replace(agent, network=c.network, move=c.move)
-  train = TrainState(policy_gradient.PolicyParams(c.params), jax.tree.map(np.zeros_like, c.params))
+  gradient = jax.tree.map(np.zeros_like, c.params)
+  to_tree = None
+  if isinstance(agent, PPO):
+    gradient, to_tree = ravel_pytree(gradient)
+  train = TrainState(policy_gradient.PolicyParams(c.params), gradient)
   step = learner(agent, on_policy(), topology.learner_mesh(1))
   step = jax.jit(step, compiler_options={'xla_backend_optimization_level': 0})  # compiles faster
   train, _, metrics, _ = step(train, (), c.trajectory, jax.random.key(1), np.int32(0))
-  return flatten(train.rest), {k: float(v) for k, v in metrics.items()}
+  gradient = to_tree(train.rest) if to_tree else train.rest
+  return flatten(gradient), {k: float(v) for k, v in metrics.items()}
 
 
 def flatten(tree: Any) -> dict[str, np.ndarray]:

@@ -25,6 +25,7 @@ from podrace.experiments.curves import read_runs
 from podrace.experiments.plot import COLOURS
 from podrace.experiments.report_groups import POINTS, collect_groups
 from podrace.experiments.runs import find
+from podrace.run import metrics
 from podrace.system.files import write_json
 
 HOSTILE = '</script><img src=x onerror="window.hurt=1"><b>'
@@ -77,6 +78,10 @@ def page(runs: Path) -> Iterator[Any]:
   report.write_report(sorted(p for p in runs.iterdir()), out)
   with opened(out) as found:
     yield found
+
+
+def groups_of(run: Path) -> list[dict[str, Any]]:
+  return collect_groups(read_runs([run]).runs, {run: metrics.read(run / 'eval.jsonl')})
 
 
 def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
@@ -201,7 +206,7 @@ def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path:
 def test_scores_of_atari(tmp_path: Path) -> None:
   run = write_run(tmp_path / 'pong', [14.6] * 20, 0, env='ale:pong')
   other = write_run(tmp_path / 'catch', [1.0], 0)
-  (group,) = collect_groups(read_runs([run]).runs)
+  (group,) = groups_of(run)
   assert group['anchors'] == 'random play -20.7, human 14.6'
   assert group['normalized'] == pytest.approx(1.0)
   report.write_report([other, run], tmp_path / 'r.html')
@@ -325,7 +330,7 @@ def test_the_data_of_a_run(runs: Path) -> None:
     'damaged': 0,
   }
   assert [v['kind'] for v in found['videos']] == ['mp4', 'mp4']
-  (group,) = collect_groups(read_runs([runs / 'b']).runs)
+  (group,) = groups_of(runs / 'b')
   x, _, low, high = group['bands']['episode_return']['step']
   assert x == list(range(2_048, 20_481, 2_048)) and low == high == [None] * 10
   assert group['bands']['loss']['gradient_steps_total'][0][-1] == 20
@@ -356,7 +361,7 @@ def test_long_curves_are_thinned_and_keep_their_end(runs: Path, tmp_path: Path) 
   run = shutil.copytree(runs / 'a', tmp_path / 'run')
   lines = [{'step': i, 'loss': float(i), 'gradient_steps': 2} for i in range(1, 2_502)]
   (run / 'metrics.jsonl').write_text(''.join(json.dumps(line) + '\n' for line in lines))
-  (group,) = collect_groups(read_runs([run]).runs)
+  (group,) = groups_of(run)
   by_axis = group['bands']['loss']
   assert by_axis.keys() == {'step', 'gradient_steps_total'}  # no line has wall_s
   assert len(by_axis['step'][0]) <= POINTS + 1 and by_axis['step'][0][-1] == 2_501

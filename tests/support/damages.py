@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,8 @@ def make(path: Path) -> Path:
   """A run directory as a run that failed, went on and finished could leave it."""
   path.mkdir(parents=True)
   lines = ''.join(json.dumps(line(step)) + '\n' for step in range(100, 1001, 100))
-  (path / 'config.json').write_text(json.dumps(CONFIG))
+  seed = zlib.crc32(os.fsencode(path.name))  # each is a run of its own
+  (path / 'config.json').write_text(json.dumps(CONFIG | {'seed': seed}))
   (path / 'summary.json').write_text(json.dumps(SUMMARY))
   (path / 'metrics.jsonl').write_text(lines)
   (path / 'checkpoints').mkdir()
