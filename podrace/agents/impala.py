@@ -125,11 +125,11 @@ class Impala:
       entropy=step.mask * policy.entropy(logits, key),
       rho=step.mask * rho_tm1,
       approx_kl=step.mask * (rho_tm1 - 1 - log_rho),
+      **value_moments(estimate.target, v_tm1, step.mask),
     )
     policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
     total = self.policy_cost * policy_loss + self.value_cost * value_loss
     total -= self.entropy_cost * mean['entropy']
-    mean |= value_moments(estimate.target, v_tm1, step.mask)
     mean |= distributions.saturation(policy, trajectory.outputs.action)
     return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)
 

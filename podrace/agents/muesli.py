@@ -50,7 +50,7 @@ from podrace.agents.model_unroll import (
 from podrace.agents.search import mask_policy
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
-from podrace.learner import Learned, clip_each, flatten, sgd
+from podrace.learner import Learned, clip_each, flatten, means, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode
 from podrace.replay import Buffer, windows
@@ -303,7 +303,7 @@ class Muesli:
       entropy=jnp.mean(mask[0] * entropy),
       rho=jnp.mean(mask[0] * rho),
       value=jnp.mean(value),
-      **value_moments(goals.targets.value[0], value, goals.value_mask[0]),
+      **means(**value_moments(goals.targets.value[0], value, goals.value_mask[0])),
     )
 
   def policy_gradient(

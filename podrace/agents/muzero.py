@@ -276,8 +276,8 @@ class MuZero:
       distance = muzero_losses.consistency_loss(self.network, network, outputs, goals, observed)
       parts['consistency_loss'] = distance
       total += self.consistency * distance
-    means = {name: jnp.mean(x) for name, x in (parts | dict(value=value)).items()}
-    return total, value, means | value_moments(goals.targets.value[0], value, goals.value_mask[0])
+    parts |= value_moments(goals.targets.value[0], value, goals.value_mask[0]) | dict(value=value)
+    return total, value, {name: jnp.mean(x) for name, x in parts.items()}
 
   def initial_priority(self, window: Trajectory) -> Array:
     """Return the priority [B] of new windows: the error of the searches' values."""

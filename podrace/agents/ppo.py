@@ -97,8 +97,6 @@ class PPO:
     params, trajectory = train.params, sample.trajectory
     batch = self.batch(params, trajectory)
     moments = policy_gradient.new_moments(params, trajectory)
-    measured = value_moments(batch.target, batch.value, batch.mask)
-    measured |= distributions.saturation(self.network.distribution, trajectory.outputs.action)
     shuffle_key, loss_key = jax.random.split(key)
     loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
     core = trajectory.agent_state.core
@@ -117,7 +115,7 @@ class PPO:
         own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
         current = params._replace(network=to_tree(network))
         total, metrics = self.loss(current, state, minibatch, own_key)
-        return total, (metrics, (moments, measured))
+        return total, (metrics, moments)
 
       network, opt_state, (metrics, joined) = sgd(
         loss,
@@ -134,10 +132,10 @@ class PPO:
       (begin, train.rest),
       (indices, jax.random.split(loss_key, len(indices))),
     )
-    moments, measured = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
-    params = policy_gradient.merge_moments(params, moments, lax.axis_size(AXIS))
+    joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
+    params = policy_gradient.merge_moments(params, joined, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=to_tree(network)), opt_state)
-    return train, jnp.ones_like(sample.weight), to_metrics(jnp.mean(rows, 0)) | measured
+    return train, jnp.ones_like(sample.weight), to_metrics(jnp.mean(rows, 0))
 
   def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
     """Return advantages and value targets by the parameters before the update."""
@@ -184,7 +182,9 @@ class PPO:
       entropy=batch.mask * policy.entropy(output.policy, key),
       approx_kl=batch.mask * (ratio - 1 - log_ratio),
       clip_fraction=batch.mask * (jnp.abs(ratio - 1) > clip),
+      **value_moments(batch.target, batch.value, batch.mask),
     )
+    mean |= distributions.saturation(policy, policy.to_action(batch.extras.sample))
     policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
     total = policy_loss + self.value_cost * value_loss - self.entropy_cost * mean['entropy']
     return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)

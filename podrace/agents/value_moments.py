@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from podrace.learner import means
 from podrace.types import Array, Metrics
 
 NAMES = ('value_valid', 'value_target', 'value_target_square', 'value_error_square')
@@ -22,9 +21,9 @@ ROUNDING = 1e-4  # share of E[target^2] below which a variance is rounding of fl
 
 
 def value_moments(target: Array, value: Array, mask: Array) -> Metrics:
-  """Return means over all steps, in which masked steps count as 0, as metrics of an agent.
+  """Return terms of all steps, 0 in masked ones. Their means are metrics of an agent.
 
-  A line of metrics has `explained_variance` in their place.
+  Pass them to `podrace.learner.means`. A line of metrics has `explained_variance` in their place.
 
   Args:
     target: targets of values, f32 of any shape.
@@ -33,7 +32,7 @@ def value_moments(target: Array, value: Array, mask: Array) -> Metrics:
   """
   target, value = lax.stop_gradient((target, value))
   each = mask, mask * target, mask * jnp.square(target), mask * jnp.square(target - value)
-  return means(**dict(zip(NAMES, each, strict=True)))
+  return dict(zip(NAMES, each, strict=True))
 
 
 def explained_variance(metrics: Mapping[str, Any]) -> np.ndarray:

@@ -193,14 +193,11 @@ def switch_booleans(args: list[str], names: set[str]) -> list[str]:
       switched.append(arg)
       continue
     value = value if equals else following
-    if equals or value.lower() in BOOLEANS:
+    if equals or not value.startswith('--'):
       on, off = values[name][0], negate(values[name][0])
       raise UsageError(f'{name} takes no value, not {value!r}: write {on} or {off}')
     switched += values[name]
   return switched
-
-
-BOOLEANS = ('true', 'false', 'yes', 'no', 'on', 'off', '1', '0')
 
 
 def _whole(arg: str) -> str:

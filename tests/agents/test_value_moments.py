@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from podrace.agents.value_moments import explained_variance, value_moments
+from podrace.learner import means
 from podrace.run.summary import summarize
 
 RNG = np.random.default_rng(0)
@@ -20,6 +22,10 @@ KEPT = MASK > 0
 EXPECTED = 1 - np.mean(np.square(TARGET - VALUE)[KEPT]) / np.var(TARGET[KEPT])
 
 
+def measure(*args: Any) -> Any:
+  return means(**value_moments(*args))
+
+
 def mean(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
   return {name: sum(p[name] for p in parts) / len(parts) for name in parts[0]}
 
@@ -27,12 +33,12 @@ def mean(parts: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
 @pytest.mark.parametrize('parts', [1, 2, 4, 8])
 def test_it_is_the_same_over_minibatches(parts: int) -> None:
   split = [np.split(x, parts) for x in (TARGET, VALUE, MASK)]
-  means = mean([value_moments(*map(jnp.asarray, part)) for part in zip(*split, strict=True)])
-  assert explained_variance(means) == pytest.approx(EXPECTED, abs=1e-5)
+  averaged = mean([measure(*map(jnp.asarray, part)) for part in zip(*split, strict=True)])
+  assert explained_variance(averaged) == pytest.approx(EXPECTED, abs=1e-5)
 
 
 def test_it_is_1_for_perfect_values_0_for_the_mean_and_less_for_others() -> None:
-  mask, of = jnp.ones_like(TARGET), lambda value: value_moments(TARGET, value, mask)
+  mask, of = jnp.ones_like(TARGET), lambda value: measure(TARGET, value, mask)
   assert explained_variance(of(TARGET)) == 1
   assert explained_variance(of(np.full_like(TARGET, TARGET.mean()))) == pytest.approx(0, abs=1e-5)
   assert explained_variance(of(-TARGET)) < -1
@@ -41,20 +47,20 @@ def test_it_is_1_for_perfect_values_0_for_the_mean_and_less_for_others() -> None
 @pytest.mark.parametrize('offset', [0.0, 1e3])
 def test_equal_targets_have_none(offset: float) -> None:
   target = np.full((4, 4), offset, np.float32) + np.float32(1e-3) * TARGET[:4] * (offset > 0)
-  assert math.isnan(explained_variance(value_moments(target, 2 * target, jnp.ones((4, 4)))))
+  assert math.isnan(explained_variance(measure(target, 2 * target, jnp.ones((4, 4)))))
 
 
 def test_no_gradient_passes() -> None:
   def moments(target: jax.Array, value: jax.Array) -> jax.Array:
-    return sum(value_moments(target, value, jnp.asarray(MASK)).values())
+    return sum(measure(target, value, jnp.asarray(MASK)).values())
 
   grads = jax.grad(moments, argnums=(0, 1))(jnp.asarray(TARGET), jnp.asarray(VALUE))
   assert not any(np.any(g) for g in grads)
 
 
 def test_a_line_has_it_in_place_of_the_moments() -> None:
-  one = value_moments(TARGET, VALUE, MASK)
-  no_values = value_moments(0 * TARGET, 0 * VALUE, MASK)
+  one = measure(TARGET, VALUE, MASK)
+  no_values = measure(0 * TARGET, 0 * VALUE, MASK)
   seeds = {name: np.stack([one[name], no_values[name]]) for name in one}
   line = summarize(
     dict(

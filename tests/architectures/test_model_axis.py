@@ -400,7 +400,7 @@ def test_sebulba_has_the_same_run_with_a_model_axis_and_resumes(tmp_path: Path) 
 
 
 NO_THREADS: Any = SimpleNamespace(
-  local_threads=0, lag='0', max_lag=1, ordered=True, in_turn=False, deadline=1.0,
+  local_threads=0, local_groups=0, groups=1, lag='0', max_lag=1, ordered=True, in_turn=False, deadline=1.0,
   devices=jax.devices()[:1],
 )  # fmt: skip
 

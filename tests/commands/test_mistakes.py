@@ -188,7 +188,7 @@ BAD_VALUES = {
   '--agent.learning-rate fast': '--agent.learning-rate',
   '--agent.learning-rate': '--agent.learning-rate',
   '--agent.learning-rate 1e-3 1e-4': '1e-4',
-  '--agent.anneal-learning-rate maybe': 'true',
+  '--agent.anneal-learning-rate maybe': '--agent.no-anneal-learning-rate',
   '--agent.network.core transformr': 'lstm',
   '--agent.network.hidden a b': '--agent.network.hidden',
   '--agent.network.activation sine': 'tanh',

@@ -24,7 +24,9 @@ def scores(tmp_path: Path, monkeypatch: Patch) -> Any:
   for m in (module, importlib.import_module('common')):
     monkeypatch.setattr(m, 'RESULTS', tmp_path)
   monkeypatch.setattr(sys.modules['common'], 'ROOT', tmp_path)
-  monkeypatch.setattr(sys.modules['common'], 'origin', dict)
+  origin = {'commit': {'hash': '0' * 40, 'dirty': False}}
+  monkeypatch.setattr(sys.modules['common'], 'origin', lambda: origin)
+  monkeypatch.setattr(sys.modules['common'], 'commit', lambda: origin['commit'])
   return module
 
 

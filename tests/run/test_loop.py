@@ -694,5 +694,5 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1, shape={'data': 1}))
   one = Fit(config, program, tmp_path)
   with pytest.raises(UsageError, match=r'on 2.*1') as told:
-    one.check({'step': 1024, 'mesh': 2})
+    one.check({'step': 1024, 'mesh': 2}, None)
   assert str(told.value).endswith(f': {advice}')

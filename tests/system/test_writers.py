@@ -42,6 +42,7 @@ ALLOWED = {
   'run/video/film.py: first.save(self._gif, save_all=True, append_images=rest, duration=milliseconds, loop=0)': 'in a new directory with a name that nobody can guess',
   'experiments/plot.py: figure.savefig(content, dpi=150, format=out.suffix[1:])': 'memory',
   'distributed/net/keys.py: files.make_user_folder(directory).chmod(448)': 'a directory that the user names',
+  'envs/native/build.py: path.rename(library)': 'in a directory of the user alone',
   'tables/inserts.py: contents.replace(item)': 'no file',
 }  # fmt: skip
 

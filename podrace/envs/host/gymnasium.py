@@ -50,10 +50,10 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   label = full_name('gymnasium', name, options, {})
   fields = _fields(label, observation_space, action_space)
   probe.close()
-  infos, unequal = Infos(), set[str]()  # names of environments that are not deterministic
+  infos, repeats = Infos(), Repeats(label)
 
   def make_pool(args: PoolArgs) -> WorkerPool:
-    args = dataclasses.replace(args, saves=args.saves and not unequal)
+    args = dataclasses.replace(args, saves=args.saves and repeats.check())
     return WorkerPool(label, fields, observation_space, args, infos, action_space=action_space)
 
   spec = HostSpec(
@@ -71,15 +71,32 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   def try_out(deadline: float) -> None:
     args = PoolArgs(2, 2, np.zeros(2, np.uint32), 1, deadline)
     pool = WorkerPool(label, fields, observation_space, args, trial=True)
-    if not _try_out(spec, pool, methods):
-      unequal.add(label)
-      log.warning(
-        '%s: of two environments with the same seed and actions one observed something else; '
-        'so a resumed run begins its environments anew',
-        label,
-      )
+    repeats.holds = _try_out(spec, pool, methods)
 
   return dataclasses.replace(spec, try_out=try_out)
+
+
+class Repeats:
+  """Whether an environment does the same again with the same seed and actions.
+
+  Attributes:
+    holds: False once two copies of it have differed.
+  """
+
+  def __init__(self, label: str) -> None:
+    self._label, self._warned = label, False
+    self.holds = True
+
+  def check(self) -> bool:
+    """Return it, and warn once if it does not."""
+    if not self.holds and not self._warned:
+      self._warned = True
+      log.warning(
+        '%s: two environments with the same seed and actions observed different things, so a '
+        'resumed run begins its environments anew',
+        self._label,
+      )
+    return self.holds
 
 
 def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bool:
