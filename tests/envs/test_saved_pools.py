@@ -240,10 +240,11 @@ def test_an_environment_with_random_numbers_of_its_own_is_told_of(
   with caplog.at_level(logging.WARNING):
     assert spec.try_out is not None
     spec.try_out(60.0)
-  assert 'anew' in caplog.text
-  pool: Any = spec.make(PoolArgs(2, 2, np.zeros(2, np.uint32), 1, 60.0, saves=True))
-  assert not pool.saves
-  pool.close()
+    for saves, warnings in ((False, 0), (True, 1), (True, 1)):  # once, where states are kept
+      pool: Any = spec.make(PoolArgs(2, 2, np.zeros(2, np.uint32), 1, 60.0, saves))
+      assert not pool.saves
+      pool.close()
+      assert caplog.text.count('anew') == warnings
   caplog.clear()
   spec = base.make('gymnasium:host_envs:Masked-v0')
   assert spec.try_out is not None
