@@ -84,8 +84,6 @@ HEALTHY = {  # name -> options
   'sebulba-gymnasium-sac': '--env gymnasium:Pendulum-v1 --agent sac --num-envs 8 --total-steps 10_000 --agent.actor.hidden 64 64 --agent.critic.hidden 64 64',
   'sebulba-envpool-ppo': '--env envpool:CartPole-v1 --agent ppo --total-steps 60_000',
   'sebulba-envpool-impala': '--env envpool:Acrobot-v1 --agent impala --total-steps 60_000',
-  'sebulba-ale-impala': 'pong --total-steps 40_000',
-  'sebulba-ale-ppo': 'ppo-pong --total-steps 40_000',
 }  # fmt: skip
 
 LINES = 40  # of metrics, in a run
