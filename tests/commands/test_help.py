@@ -37,11 +37,11 @@ DEFAULT = re.compile(r'\(default ([^()]*(?:\([^()]*\)[^()]*)*)\)\.$')
 
 def shown_defaults(text: str) -> dict[str, str]:
   """Option -> the default that help tells of it, '' where there is none."""
-  found = {}
+  defaults = {}
   for name, rest in ROW.findall(text.partition('\noptions')[2]):
     default = DEFAULT.search(' '.join(rest.split()))
-    found[name.replace('[no-]', '')] = default[1] if default else ''
-  return found
+    defaults[name.replace('[no-]', '')] = default[1] if default else ''
+  return defaults
 
 
 def flat(record: dict[str, Any], prefix: str = '--') -> Iterator[tuple[str, str]]:

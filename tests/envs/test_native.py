@@ -236,8 +236,8 @@ def test_numbers_for_the_log(tagged: str) -> None:
 def test_spaces(tagged: str) -> None:
   spec = host.make(tagged)
   assert spec.action_space == gymnasium.spaces.MultiDiscrete([5, 7], dtype=np.int32)
-  found = {k: (x.dtype.name, x.shape) for k, x in leaves(spec.observation_space)}
-  assert found == {
+  declared = {k: (x.dtype.name, x.shape) for k, x in leaves(spec.observation_space)}
+  assert declared == {
     'observation/tag': ('int32', (5,)), 'observation/copy': ('float32', (3,)),
     'observation/more': ('int8', (5,)),
   }  # fmt: skip
