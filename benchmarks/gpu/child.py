@@ -13,9 +13,8 @@ from typing import Any
 import session
 from groups import groups
 from kernels import inspect, memory_of
-from session import TINY
-
 from runs import learn
+from session import TINY
 
 
 def limited(function: Any, limit: float) -> Any:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import items
-
 from runs import DETERMINISTIC, PONG, WIDE, evaluated, learn, smoke
 
 GRAPHS = {  # settings of CUDA graphs, which start short kernels together

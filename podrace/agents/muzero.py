@@ -93,7 +93,7 @@ class MuZero:
   # ^ source of the actions: the search, or the policy's prior; learning uses the search
   epsilon: float = 0.0  # share of random actions, drawn from the allowed ones
   target_depth: int = 0
-  # ^ largest depth of a second search, whose plans are learned; 0: the search that acts
+  # ^ largest depth of a second search that makes the targets; 0: the acting search makes them
   considered_actions: int = 16  # gumbel: largest number of actions considered at the root
   value_scale: float = 0.1  # gumbel: weight of values against the prior; 1 for board games
   rescale_values: bool = True

@@ -59,7 +59,7 @@ def take_state(
   serial: np.ndarray,
   keys: np.ndarray,
 ) -> ActorState | None:
-  """Return the state of a group whose environments all wait for actions; None if it has none."""
+  """Return the state of a group between two steps; None if its environments cannot be saved."""
   if isinstance(pool, SavedPool):
     if not pool.saves:
       return None
@@ -191,7 +191,7 @@ def part_of(folder: Path) -> Path:
 
 
 def _write(path: Path, states: Sequence[ActorState]) -> dict[str, Any]:
-  """Write states; returns what reading them needs."""
+  """Write states, and return the record for `_read`."""
   file = io.BytesIO()
   save_arrays(file, {f'{i}/{k}': x for i, s in enumerate(states) for k, x in _arrays(s).items()})
   data = file.getvalue()

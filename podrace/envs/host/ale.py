@@ -39,8 +39,8 @@ DEFAULTS: dict[str, Value] = dict(
 )
 
 
-# An environment is seeded anew at a reset, if its pool is saved, after so many resets, or so many
-# steps where an episode depends on the ones before. It loads the ROM, as long as some 300 steps.
+# If its pool is saved, an environment is seeded anew after SEED_RESETS resets, or after SEED_STEPS
+# steps where an episode depends on the ones before. That loads the ROM: as long as some 300 steps.
 SEED_RESETS, SEED_STEPS = 200, 20_000
 # Frames that two consoles play differently and then alike, to find whether a game remembers.
 TRIALS, TRIAL = ((0, 400), (1200, 37)), 100
@@ -170,7 +170,7 @@ class AtariPool:
     self._first = self._arrival(*self._reset(self._seeds))
 
   def _reset(self, seeds: np.ndarray) -> Results:
-    """Reset all games to their beginnings; returns what `recv` would."""
+    """Reset all games to their beginnings, and return the results of that step."""
     self._stepper.reset()
     self._ended[:], self._lost[:] = True, False
     self._arrived = everyone(self.num_envs)

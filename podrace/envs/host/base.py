@@ -40,7 +40,7 @@ class PoolArgs:
   seeds: np.ndarray  # [num_envs] u32
   threads: int  # threads or worker processes that step the environments
   deadline: float  # seconds that a step may take
-  saves: bool = False  # keep what `SavedPool.state` needs
+  saves: bool = False  # let `SavedPool.state` be called
 
 
 @runtime_checkable

@@ -72,7 +72,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   )
 
 
-# Families whose steps take less than 1 us: two threads take turns at EnvPool's queue for longer.
+# Families with steps of less than 1 us. Taking turns at EnvPool's queue takes two threads longer.
 TINY = ('envpool.classic_control', 'envpool.toy_text')
 
 _WARNINGS = threading.Lock()  # warning filters are global

@@ -58,7 +58,7 @@ class Stepper:
     self._over[env_id] = False
 
   def state(self) -> dict[str, np.ndarray]:
-    """Return what the next timesteps depend on."""
+    """Return the arrays that decide the next timesteps."""
     return dict(opens=self._opens.copy(), over=self._over.copy())
 
   def restore(self, state: Mapping[str, np.ndarray]) -> None:

@@ -31,8 +31,8 @@ log = logging.getLogger('podrace.envs')
 
 RESTARTS, WINDOW = 10, 600.0  # most restarts of a pool in WINDOW seconds; see `Restarts`
 RESTARTS_BEFORE = 2  # most restarts before an environment has answered a step
-# An environment is seeded anew at its first reset after so many steps, if its pool is saved. So a
-# resumed run replays at most these and one episode.
+# If its pool is saved, an environment is seeded anew at its first reset after SEED_STEPS steps. So
+# a resumed run replays at most these and one episode.
 SEED_STEPS = 500
 
 
