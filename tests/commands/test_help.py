@@ -274,6 +274,10 @@ def test_the_option_table_is_fresh() -> None:
   assert option_table.PATH.read_text(encoding='utf-8') == option_table.text(), command
 
 
+def test_each_option_has_a_sentence() -> None:
+  assert [row.name for row in option_table.table().rows if len(row.help) < 10] == []
+
+
 def test_each_agent_has_rows_for_all_its_settings() -> None:
   for name in AGENTS:
     settings = {n for n, _ in flat(to_json(Config(default_agent(name)))['agent'], '--agent.')}

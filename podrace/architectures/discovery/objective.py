@@ -46,11 +46,12 @@ class ValueFunction:
 
   network: ActorCritic = ActorCritic(hidden=(256, 256), initializer='lecun', activation='relu')
   # ^ its policy is not used
-  learning_rate: float = 1e-3
-  adam_epsilon: float = 1e-8
-  discount: float = 0.99
+  learning_rate: float = 1e-3  # learning rate of the value function
+  adam_epsilon: float = 1e-8  # epsilon of Adam, added to the size of gradients
+  discount: float = 0.99  # discount of each step
   lambda_: Annotated[float, tyro.conf.arg(name='lambda')] = 0.96
-  decay: float = 0.99  # of the moving average that advantages are divided by
+  # ^ lambda of the generalised advantage estimates (GAE)
+  decay: float = 0.99  # decay of the moving average that advantages are divided by
 
   def __post_init__(self) -> None:
     check_fields(self)
