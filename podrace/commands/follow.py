@@ -95,7 +95,8 @@ def title(seen: runs.Run) -> str:
   done = f'step {seen.step:,} of {seen.total_steps:,}' if seen.total_steps else ''
   why = f' ({plain(seen.why)})' if seen.why else ''
   path, agent, env = (plain(x) for x in (seen.path, seen.agent, seen.env))
-  return f'{path}: {agent} in {env}, {seen.state}{why}, {done}'
+  signs = ''.join(f', {plain(name)}' for name in seen.diagnostics)
+  return f'{path}: {agent} in {env}, {seen.state}{why}, {done}{signs}'
 
 
 def render(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:

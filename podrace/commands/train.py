@@ -263,6 +263,8 @@ def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> L
 
 
 def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
+  from podrace.run.saved_params import best_step
+
   out = print_summary(run_dir, summary)
   if summary['episode_return'] is None:
     steps = summary['step'] // config.num_envs
@@ -271,7 +273,10 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
       'episode takes (--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
+  for entry in summary.get('diagnostics', ()):
+    print_text(f'from step {entry["step"]:,}: {entry["message"]}', file=out)
   allow = user_code.options(user_code.named_modules(to_json(config)))
-  print_text(
-    f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
-  )
+  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip()
+  if config.eval_every and (step := best_step(run_dir)) is not None:
+    print_text(f'best evaluation: step {step:,}; add --checkpoint best', file=out)
+  print_text(f'next: {command}', file=out)

@@ -25,6 +25,7 @@ COMMAND = Command(
     Option('--max-steps', 'N', 'cut longer episodes', 5000),
     Option('--fps', 'N', 'frames (steps) per second; 0: 30, fewer for short episodes', 0),
     Option('--live', '', 'show the episodes in a window, and write nothing'),
+    Option('--member', 'I', 'index of the seed, from 0, in a run with --seeds', 0),
     CHECKPOINT,
     ALLOW_CODE,
   ),
@@ -60,7 +61,8 @@ def run(args: list[str]) -> int:
   seed, sampled = options.whole('--seed'), '--sample' in options
   settings = film.FilmSettings(episodes, seed, sampled, max_steps, fps)
   out, checkpoint = options.path('--out'), options.text('--checkpoint')
-  result = film.watch(run_dir, out, settings, show, allowed, checkpoint)
+  member = options.whole('--member')
+  result = film.watch(run_dir, out, settings, show, allowed, checkpoint, member)
   if show is None:
     best = result['best']
     tell(f'best of {episodes}: return {best["return"]:g} in {best["steps"]:,} steps, {best["mp4"]}')

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,10 @@ def _read_description(folder: Path) -> dict[str, Any]:
   except UnreadableFile as e:
     raise PolicyError(f'{folder} holds no policy: {e}') from e
   if about is None:
-    raise PolicyError(f'{folder} holds no policy: {POLICY} is not there')
+    hint = ''
+    if os.path.lexists(folder / 'checkpoints'):
+      hint = f'; it is a run directory: write its policy by `podrace export {folder} FOLDER`'
+    raise PolicyError(f'{folder} holds no policy: {POLICY} is not there{hint}')
   if not isinstance(about, dict) or about.get('version') not in READ:
     raise PolicyError(f'{folder / POLICY} is not a policy of version {" or ".join(map(str, READ))}')
   if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):

@@ -93,7 +93,7 @@ def train(
     if config.eval_every and run.leader:
       run.evaluates = resolved
     if warm_start:
-      run.after_init = warm_start.apply
+      run.warm_start = warm_start
     return run.carry_out()
 
 
@@ -150,7 +150,7 @@ class Run:
   """One life of a run, from opening its directory to its summary.
 
   Attributes:
-    after_init: changes the first state of a new run.
+    warm_start: the parameters that a new run begins with, or None.
     after_save: called with the run directory and the state after each checkpoint is begun.
     announcement: a message for the beginning, of addresses for example.
     evaluates: the run to evaluate periodically; None if this process evaluates nothing.
@@ -171,7 +171,7 @@ class Run:
     self.warn, self.say = console.warn, console.say
     self.leader = jax.process_index() == 0
     self.stop = Stop()
-    self.after_init: Callable[[Any], Any] = lambda state: state
+    self.warm_start: WarmStart | None = None
     self.after_save: Callable[[Path, Any], None] = lambda run_dir, state: None
     self.announcement = ''
     self.evaluates: Resolved | None = None
@@ -198,7 +198,10 @@ class Run:
     summary = read_finished(self.config, self.run_dir, self.options.override, self.warn)
     if summary is not None:
       step, value = summary['step'], summary['episode_return']
-      self.warn(f'{self.run_dir} is finished: step {step:,}, return {value}')
+      self.warn(
+        f'{self.run_dir} is finished: step {step:,}, return {value}; for more, give a larger '
+        '--total-steps'
+      )
     return summary
 
   def _listen(self, stack: contextlib.ExitStack) -> None:
@@ -266,7 +269,9 @@ class Run:
       state = self._timed(
         lambda: jax.block_until_ready(init(jax.random.clone(keys))), 'initialisation'
       )
-      state = self.after_init(state)
+      if self.warm_start is not None:
+        state = self.warm_start.apply(state)
+        self.say(f'parameters of {self.warm_start.origin}')
     self.say(f'compiled in {self.compile_s:.1f} s')
     return state, keys
 

@@ -123,7 +123,8 @@ def read_finished(
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(map(str, changed))
-      + '\ngive --override to go on with the new one, or another --run-dir'
+      + '\ngive --override to go on with the new one, or another --run-dir. Without a preset and '
+      'settings the run goes on with its own'
     )
   summary = read_summary(run_dir / 'summary.json', warn)
   if summary is None or not is_finished(summary, config.total_steps, changed):

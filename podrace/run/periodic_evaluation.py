@@ -146,6 +146,8 @@ class Evaluations:
 
     config, folder = self._config, make_folder(self._run_dir / 'videos')
     settings = FilmSettings(episodes=1, seed=config.seed)
+    if config.seeds > 1:
+      params = jax.tree.map(lambda x: x[0], params)
     film(resolved, params, folder, step, settings, env=config.eval_env)
 
 

@@ -55,7 +55,7 @@ def restore_params(
   """
   seeds = resolved.config.seeds
   if member is not None and not 0 <= member < seeds:
-    raise UsageError(f'--member {member}: the run has {seeds} seed(s), counted from 0')
+    raise UsageError(f'seed {member}: {run_dir} has {seeds} seed(s), counted from 0')
   saved = _read(resolved, run_dir, checkpoint)
   if member is None or seeds == 1:
     return saved

@@ -24,6 +24,7 @@ class WarmStart:
 
   def __init__(self, resolved: Resolved) -> None:
     self._config, self._agent = resolved.config, resolved.agent
+    self.origin = ''  # of `params`, once they are read
 
   @functools.cached_property
   def params(self) -> Any:
@@ -41,7 +42,10 @@ class WarmStart:
         'seed, or of as many; --init-member I names one of them'
       )
     _check_units(source, other, config)
-    params = restore_params(Resolved(other), source, config.init_checkpoint, member).params
+    saved = restore_params(Resolved(other), source, config.init_checkpoint, member)
+    seed = '' if member is None else f', seed {member}'
+    self.origin = f'{source} at step {saved.step:,}{seed}'
+    params = saved.params
     if other.seeds == 1 or member is not None:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 import os
 import sysconfig
 import traceback
@@ -94,11 +95,11 @@ def why_not(context: str, extra: str, error: Exception) -> str:
   if extra in NO_EXTRAS:
     named, package = extra, extra
   if isinstance(error, ModuleNotFoundError) and error.name in libraries:
-    return f'{context} needs {named}: pip install {package} ({error})'
+    return f'{context} needs {named}: {installer()} {package} ({error})'
   cause = f'{type(error).__name__}: {error}'.splitlines()[0]
   return (
     f'{context} needs {" and ".join(libraries)}, which is installed but cannot be imported: '
-    f'{cause}. It lacks a module, or its version does not fit: pip install --upgrade {package}'
+    f'{cause}. It lacks a module, or its version does not fit: {installer()} --upgrade {package}'
   )
 
 
@@ -128,3 +129,8 @@ def shorten(path: str) -> str:
   """Return a path relative to the working directory, if it is below that."""
   full, current = Path(path), Path.cwd()
   return str(full.relative_to(current) if full.is_relative_to(current) else full)
+
+
+def installer() -> str:
+  """Return the command that installs into this environment: environments of uv have no pip."""
+  return 'pip install' if importlib.util.find_spec('pip') else 'uv pip install'

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from children import hide_library
 from gymnasium import spaces
+from navix.entities import EntityIds
 
 import podrace.envs
 from podrace.envs import MissingExtra, UnknownName, base, env_names
@@ -459,3 +460,11 @@ def test_select_matches_leading_axes() -> None:
   condition = jnp.asarray([True, False])
   chosen = base.select(condition, {'x': jnp.ones([2, 3])}, {'x': jnp.zeros([2, 3])})
   np.testing.assert_array_equal(chosen['x'], [[1, 1, 1], [0, 0, 0]])
+
+
+def test_locked_doors_of_navix_are_closed() -> None:
+  env = podrace.envs.make('navix:Navix-KeyCorridorS3R1-v0')
+  _, timestep = compiled(env)[0](jax.random.key(0))
+  observation = np.asarray(timestep.observation)
+  doors = observation[observation[..., 0] == int(EntityIds.DOOR)]
+  assert sorted(doors[:, 2]) == [1, 2], 'one is closed, one is locked'

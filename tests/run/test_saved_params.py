@@ -25,6 +25,7 @@ from podrace.run.saved_params import (
   restore_params,
   write_params,
 )
+from podrace.run.video import film
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
 
@@ -181,10 +182,20 @@ def test_a_member_is_one_of_the_seeds(trained: podrace.Result) -> None:
   for i in range(2):
     one = restore_params(resolved, run_dir, member=i).params
     jax.tree.map(lambda x, y, i=i: np.testing.assert_array_equal(x, y[i]), one, both)
-  with pytest.raises(UsageError, match='--member 2'):
+  with pytest.raises(UsageError, match='seed 2'):
     restore_params(resolved, run_dir, member=2)
   result = evaluate(run_dir, 32, acting=('greedy',), member=1)
   assert result['episodes'] == 32 and 'episode_return_mean_by_seed' not in result
+
+
+def test_one_seed_of_several_is_watched(trained: podrace.Result, tmp_path: Path) -> None:
+  both = [
+    film.watch(trained.run_dir, tmp_path / str(i), film.FilmSettings(episodes=16), member=i)
+    for i in range(2)
+  ]
+  assert both[0]['returns'] != both[1]['returns']
+  with pytest.raises(UsageError, match='seed 2'):
+    film.watch(trained.run_dir, tmp_path / '2', member=2)
 
 
 @pytest.mark.parametrize('seeds', [1, 3])

@@ -64,7 +64,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   drawn = kind.startswith('rgb')
   lowest = -1 if kind.startswith('categorical') else 0  # a wall
   space = box(lowest, 255 if drawn else HIGHEST, seen.shape, seen.dtype)
-  dynamics = Navix(env, space, discrete(env.action_space.n), drawn)
+  locks = name.startswith('Navix-KeyCorridor')
+  dynamics = Navix(env, space, discrete(env.action_space.n), drawn, locks)
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 
@@ -76,11 +77,15 @@ class Navix:
   observation_space: gymnasium.spaces.Box
   action_space: gymnasium.spaces.Discrete
   draws: bool
+  locks: bool  # locked doors are open when an episode begins, see `_lock`
 
   @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
     """Begin an episode."""
     start = self.env.reset(raw_key(key))
+    if self.locks:
+      state = _lock(start.state)
+      start = start.replace(state=state, observation=self.env.observation_fn(state))
     return self._state(start), restart(to_space(self.observation_space, start.observation))
 
   @allow_rank_promotion
@@ -110,3 +115,13 @@ class Navix:
   def _state(self, timestep: Timestep) -> Any:
     state = timestep.state if self.draws else timestep.state.replace(cache=None)
     return as_strong_types((timestep.t, state))
+
+
+def _lock(state: Any) -> Any:
+  """Close locked doors.
+
+  navix 0.7.4 creates those of KeyCorridor with `open` 2. That lets the agent pass without the key,
+  and is the byte 254 in observations.
+  """
+  doors = state.entities['door']
+  return state.replace(entities={**state.entities, 'door': doors.replace(open=doors.open % 2)})

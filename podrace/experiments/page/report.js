@@ -145,9 +145,12 @@ function chart(parent, title, xLabel, yLabel, series, hasLegend = false) {
       svg.append(make('path', { class: 'line', d: path(s.points), stroke: s.colour, 'stroke-dasharray': s.dash || '' }))
       if (s.points.length === 1) svg.append(make('circle', { cx: scaleX(s.points[0][0]), cy: scaleY(s.points[0][1]), r: 3, fill: s.colour }))
     }
-    const rows = xs.filter((x, i) => i % Math.ceil(xs.length / 100) === 0 || i === xs.length - 1)
+    // Lines have steps of their own: the rows are those of the longest one, and the rest is taken from nearby.
+    const steps = lines.reduce((a, s) => s.points.length > a.points.length ? s : a).points.map(p => p[0])
+    const rows = steps.filter((x, i) => i % Math.ceil(steps.length / 100) === 0 || i === steps.length - 1)
+    const gap = (xs[xs.length - 1] - xs[0]) / rows.length
     hidden.replaceChildren(make('summary', {}, 'as a table'), table([xLabel(), ...lines.map(s => s.name)],
-      rows.map(x => ({ cells: [number(x), ...lines.map(s => { const p = nearest(s, x); return p[0] === x ? valued(p) : null })] }))))
+      rows.map(x => ({ cells: [number(x), ...lines.map(s => { const p = nearest(s, x); return Math.abs(p[0] - x) <= gap ? valued(p) : null })] }))))
     point(at)
   }
 

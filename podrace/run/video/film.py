@@ -216,6 +216,7 @@ def watch(
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
   checkpoint: str = NEWEST,
+  member: int = 0,
 ) -> dict[str, Any]:
   """Film episodes of a run's policy, and keep the best and the median one.
 
@@ -226,16 +227,17 @@ def watch(
     show: receives the frames, and no file is written. Default: write files.
     allow_code: modules of the user that the run may import.
     checkpoint: newest, best or a step.
+    member: index of the seed, in a run with several.
 
   Raises:
-    UsageError: if there is no run or no checkpoint, the environment cannot be drawn, or a library
-      is missing.
+    UsageError: if there is no run, checkpoint or seed, the environment cannot be drawn, or a
+      library is missing.
   """
   if show is None:
     check_libraries()
   resolved = Resolved(load_config(run_dir, allow_code))
   eval_env(resolved)  # a user's environment may have changed since training
-  step, params, _ = restore_params(resolved, run_dir, checkpoint)
+  step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
     return film(resolved, params, folder, step, settings, tell)
@@ -262,8 +264,6 @@ def _open_stage(
     env = resolved.make_env(other_env)
   if not sampled and can_be_greedy(agent):
     agent = greedily(agent)
-  if config.seeds > 1:  # the first seed
-    params = jax.tree.map(lambda x: x[0], params)
   jitted, ids = jax.jit(agent.act), jnp.asarray(spread_env_ids(1, config.num_envs))
 
   def act(timestep: Any, state: Any, key: Any) -> tuple[Any, Any]:
@@ -292,7 +292,7 @@ def film(
 
   Args:
     resolved: configuration of the run.
-    params: parameters of its agent.
+    params: parameters of its agent, of one seed.
     folder: directory of the videos.
     step: step of the parameters, for the names of the files.
     settings: how to play and film.
