@@ -116,6 +116,7 @@ USES = {
     (dict(anneal_learning_rate=False, clip_value=0.1), dict(action_space=CONTINUOUS)),
     (dict(greedy=True, total_updates=10), dict(action_space=CONTINUOUS, squash=True)),
     (dict(self_tuning=True, total_updates=10), dict()),
+    (dict(normalize_values=True), dict()),
     (dict(total_updates=10), dict(observation_space=IMAGE, torso='grid')),
   ],
   'impala': [
@@ -124,6 +125,7 @@ USES = {
     (dict(normalize_observations=True, normalize_rewards=True), dict(action_space=CONTINUOUS)),
     (dict(greedy=True), dict(observation_space=IMAGE, torso='grid')),
     (dict(self_tuning=True), dict()),
+    (dict(normalize_values=True), dict()),
   ],
 }
 CLASSES = {'ppo': PPO, 'impala': Impala}
@@ -336,6 +338,7 @@ def test_a_field_that_is_not_read_is_found() -> None:
     'rmsprop_decay',
     'total_updates',
     'tuning',
+    'popart',
     'network.initial_log_std',
   }
 

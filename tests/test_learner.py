@@ -150,6 +150,8 @@ AGENTS = {
   'impala, rmsprop': Impala(
     network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9
   ),
+  'ppo, popart': PPO(network(shared=False), total_updates=100, normalize_values=True),
+  'impala, popart': Impala(network(initializer='lecun'), normalize_values=True),
   'impala, self-tuning': Impala(network(core='gru'), self_tuning=True, **NORMALIZE),
   'ppo, self-tuning': PPO(network(shared=False), total_updates=100, self_tuning=True),
 }
@@ -198,6 +200,7 @@ def learn(name: str, devices: int) -> Any:
 FAST = {
   'ppo',
   'impala, normalized',
+  'impala, popart',
   'impala, self-tuning',
 }  # of the others, `make test-all` says as much
 
@@ -358,6 +361,8 @@ RUNS = {
   'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
 }
 SLOW_RUNS = {
+  'impala, popart, 3 seeds': (AGENTS['impala, popart'], 3),
+  'ppo, popart': (AGENTS['ppo, popart'], 1),
   'impala, self-tuning, 3 seeds': (AGENTS['impala, self-tuning'], 3),
   'ppo, normalized, 3 seeds': (AGENTS['ppo, normalized'], 3),
   'ppo, normalized': (AGENTS['ppo, normalized'], 1),

@@ -150,6 +150,17 @@ METRICS = (
   MetricRow('z_target_square', "Square of the mean of the rule's logits of z.", ('disco',)),
   MetricRow('intrinsic_reward', 'Mean learned reward. Near -1 or 1: it is stuck.', ('intrinsic',)),
   MetricRow('intrinsic_square', 'Mean square of the learned reward.', ('intrinsic',)),
+  MetricRow(
+    'value_mean',
+    'With `--agent.normalize-values`: the moving average of the value targets, in raw units.',
+    POLICY_GRADIENT,
+  ),
+  MetricRow(
+    'value_std',
+    'With `--agent.normalize-values`: the deviation of the value targets. Values are in units of '
+    'it, and so is the `value_loss`.',
+    POLICY_GRADIENT,
+  ),
   # self-tuning
   MetricRow('outer_loss', 'With `--agent.self-tuning`: the outer loss.', POLICY_GRADIENT),
   MetricRow(

@@ -31,6 +31,7 @@ from jax.flatten_util import ravel_pytree
 
 from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
+from podrace.agents.popart import PopArt, Units, shrink, to_raw, to_units, with_popart
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, as_vector, clip_norm, flatten, means, sgd
@@ -44,13 +45,14 @@ class PPOBatch(NamedTuple):
 
   timesteps: TimeStep  # [T, B, ...] without the last
   extras: policy_gradient.PolicyExtras
-  value: Array  # before this update
+  value: Array  # before this update, in units as the target
   advantage: Array  # normalized
-  target: Array
+  target: Array  # in units of PopArt; raw without it
   mask: Array
 
 
 @metagradient.self_tuned
+@with_popart
 @dataclasses.dataclass(frozen=True)
 class PPO:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -73,6 +75,8 @@ class PPO:
   normalize_observations: bool = False
   # ^ subtract the running mean of observations, divide by their deviation
   normalize_rewards: bool = False  # divide rewards by the running deviation of returns
+  normalize_values: bool = False  # learn values in units of their targets' deviation (PopArt)
+  popart: PopArt = PopArt()
   self_tuning: bool = False  # learn the settings of tuning.fields during the run
   tuning: metagradient.Tuning = metagradient.Tuning(
     fields=('discount', 'lambda', 'value_cost', 'entropy_cost')
@@ -92,10 +96,12 @@ class PPO:
   initial_state = policy_gradient.initial_state
   act = policy_gradient.act
 
-  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array, units: Units | None = None
+  ) -> Learned:
     """Make all epochs of gradient steps on one trajectory."""
     params, trajectory = train.params, sample.trajectory
-    batch = self.batch(params, trajectory)
+    batch = self.batch(params, trajectory, units)
     moments = policy_gradient.new_moments(params, trajectory)
     shuffle_key, loss_key = jax.random.split(key)
     loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
@@ -137,21 +143,28 @@ class PPO:
     train = TrainState(params._replace(network=to_tree(network)), opt_state)
     return train, jnp.ones_like(sample.weight), to_metrics(jnp.mean(rows, 0))
 
-  def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
+  def batch(
+    self,
+    params: policy_gradient.PolicyParams,
+    trajectory: Trajectory,
+    units: Units | None = None,
+  ) -> PPOBatch:
     """Return advantages and value targets by the parameters before the update."""
     timesteps = policy_gradient.observe(params, trajectory.timesteps)
     output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
-    v_tm1, v_t = output.value[:-1], output.value[1:]
+    value = to_raw(output.value, units)
+    v_tm1, v_t = value[:-1], value[1:]
     step = policy_gradient.transitions(trajectory, params, self.discount, self.lambda_)
     gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
     advantage = gae(step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t)
-    target = advantage + v_tm1
+    target = to_units(advantage + v_tm1, units)
+    advantage = shrink(advantage, units)
     if self.normalize_advantages:
       advantage = standardize(advantage, step.mask)
     return PPOBatch(
       timesteps=jax.tree.map(lambda x: x[:-1], timesteps),
       extras=trajectory.outputs.extras._replace(discounted_return=()),
-      value=v_tm1,
+      value=output.value[:-1],
       advantage=advantage,
       target=target,
       mask=step.mask,

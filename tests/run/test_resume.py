@@ -74,6 +74,10 @@ CASES = {
     2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', '--agent.network.core', 'gru',
         '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
   ),
+  'popart-sebulba': (
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'ppo', '--agent.normalize-values', *SHORT,
+        '--actor-devices', '0', '--learner-devices', '0,1']
+  ),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
   'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
   'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *SHORT]),

@@ -183,6 +183,9 @@ ALL = {
   **AGENTS,
   **{f'{k}, recurrent': v for k, v in RECURRENT.items()},
   'impala, recurrent, self-tuning': TUNING,
+  **{
+    f'{k}, popart': dataclasses.replace(AGENTS[k], normalize_values=True) for k in ('impala', 'ppo')
+  },
 }
 
 
@@ -190,6 +193,7 @@ ALL = {
   ('name', 'threads'),
   slow_after(1,
     ('impala', 1), ('ppo', 2), ('impala, recurrent', 2), ('ppo, recurrent', 1), ('impala', 2),
+    ('ppo, popart', 2), ('impala, popart', 1),
     ('ppo', 1), ('impala, recurrent', 1), ('ppo, recurrent', 2), ('lpg', 1), ('intrinsic', 1),
     ('lpg, recurrent', 2), ('impala, recurrent, self-tuning', 2),
   ),
