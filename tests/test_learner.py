@@ -17,7 +17,7 @@ from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.agents import policy_gradient, ppo
+from podrace.agents import minibatch, policy_gradient, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures.anakin import Anakin
@@ -255,11 +255,12 @@ def test_advantages_of_no_step_at_all() -> None:
 def test_an_epoch_takes_every_step_once(name: str) -> None:
   agent = dataclasses.replace(AGENTS[name], minibatches=4)
   indices = np.asarray(agent.minibatch_indices(jax.random.key(3), trajectory(name, 0)))
-  size = B if agent.recurrent else T * B
+  recurrent = minibatch.is_recurrent(agent)
+  size = B if recurrent else T * B
   epochs = indices.reshape(agent.epochs, 4, size // 4)
   for epoch in epochs:
     assert np.array_equal(np.sort(epoch, axis=None), np.arange(size))
-    if not agent.recurrent:  # and of every environment, a minibatch takes as many
+    if not recurrent:  # and of every environment, a minibatch takes as many
       counts = [np.bincount(part % B, minlength=B) for part in epoch]
       assert np.array_equal(counts, np.full((4, B), T // 4))
   assert len({tuple(np.sort(part)) for part in epochs.reshape(-1, size // 4)}) > 8  # of 16
@@ -267,7 +268,9 @@ def test_an_epoch_takes_every_step_once(name: str) -> None:
 
 @pytest.mark.parametrize('n', [1, 2, 3, 8, 9, 128, 2**16])
 def test_permutations_are_permutations(n: int) -> None:
-  permutations = jax.vmap(lambda k: ppo.permutation(k, n))(jax.random.split(jax.random.key(0), 7))
+  permutations = jax.vmap(lambda k: minibatch.permutation(k, n))(
+    jax.random.split(jax.random.key(0), 7)
+  )
   assert np.array_equal(np.sort(permutations, axis=1), np.tile(np.arange(n), (7, 1)))
   if n > 8:
     assert len(np.unique(permutations, axis=0)) == 7
@@ -275,7 +278,7 @@ def test_permutations_are_permutations(n: int) -> None:
 
 def test_permutations_are_not_too_large() -> None:
   with pytest.raises(ValueError, match='65537 items'):
-    ppo.permutation(jax.random.key(0), 2**16 + 1)
+    minibatch.permutation(jax.random.key(0), 2**16 + 1)
 
 
 @pytest.mark.parametrize(
