@@ -25,6 +25,7 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
@@ -152,6 +153,13 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     )
   ],
+  'pqn': [  # without replay
+    (
+      dict(minibatches=1, total_updates=10),
+      dict(network=(QNetwork, dict(core=core, core_size=4, head_size=4, dueling=True))),
+    )
+    for core in ('none', 'gru')
+  ],
   'sac': [
     (
       dict(target_entropy=target),
@@ -238,7 +246,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'pqn': PQN, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
@@ -246,6 +254,7 @@ RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
   'dqn': {},
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
+  'pqn': {'network': {'num_atoms', 'v_min', 'v_max'}},
   'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'muzero': {},
@@ -258,7 +267,10 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
 
 @pytest.mark.parametrize(
   'name',
-  [n if n in ('r2d2', 'd4pg') else pytest.param(n, marks=pytest.mark.slow) for n in WITH_REPLAY],
+  [
+    n if n in ('r2d2', 'pqn', 'd4pg') else pytest.param(n, marks=pytest.mark.slow)
+    for n in WITH_REPLAY
+  ],
 )
 def test_every_field_is_read_with_replay(name: str) -> None:
   """As above, of an agent, its networks and its buffer, through the learner step."""
