@@ -45,8 +45,7 @@ class _EpochsAgent(Protocol):
 def descend(
   agent: _EpochsAgent,
   loss: Callable[[Any, Any, Any, Array], tuple[Array, tuple[Metrics, Any]]],
-  network: Any,
-  opt_state: Any,
+  start: tuple[Any, Any],
   batch: Any,
   core: Any,
   trajectory: Trajectory,
@@ -56,13 +55,11 @@ def descend(
 
   Args:
     agent: the number of epochs and minibatches, and the optimiser.
-    loss: `loss(network, minibatch, state, key)` returns this device's mean loss, and metrics and
-      any tree of floats, which are averaged over devices with the gradients.
-    network: the parameters.
-    opt_state: the optimiser's state.
+    loss: (network, minibatch, state, key) -> (loss, (metrics, tree of floats)), a device's means.
+    start: the parameters, and the optimiser's state.
     batch: the data, [T, B, ...]. Of a recurrent agent the first axis may have any length.
     core: the recurrent state [B, ...] before the first step.
-    trajectory: the sizes and the ids of environments.
+    trajectory: has the sizes and the ids of environments.
     key: of the permutations and the loss.
 
   Returns:
@@ -72,34 +69,27 @@ def descend(
   loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
   index_rows = indices(agent, shuffle_key, trajectory)
   length = trajectory.timesteps.reward.shape[0] - 1 if is_recurrent(agent) else 1
-  begin, to_tree = as_vector(network)
+  begin, to_tree = as_vector(start[0])
   to_metrics: Any = None
 
   def minibatch_step(carry: Any, index_and_key: Any) -> Any:
     nonlocal to_metrics
-    network, opt_state = carry
-    index, loss_key = index_and_key
+    (network, opt_state), (index, loss_key) = carry, index_and_key
 
     def of_minibatch(network: Any, index: Array) -> tuple[Array, Any]:
       minibatch, state = take(agent, batch, core, index)
       own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
       return loss(to_tree(network), minibatch, state, own_key)
 
+    chunks = policy_gradient.chunks(agent.network, index, length)
     network, opt_state, (metrics, kept) = sgd(
-      of_minibatch,
-      agent.optimiser(),
-      network,
-      opt_state,
-      policy_gradient.chunks(agent.network, index, length),
+      of_minibatch, agent.optimiser(), network, opt_state, chunks
     )
     row, to_metrics = ravel_pytree(metrics)  # one array to write, not one for each metric
     return (network, opt_state), (row, kept)
 
-  (network, opt_state), (rows, kept) = lax.scan(
-    minibatch_step,
-    (begin, opt_state),
-    (index_rows, jax.random.split(loss_key, len(index_rows))),
-  )
+  steps = index_rows, jax.random.split(loss_key, len(index_rows))
+  (network, opt_state), (rows, kept) = lax.scan(minibatch_step, (begin, start[1]), steps)
   kept = jax.tree.map(lambda x: x[-1], kept)
   return to_tree(network), opt_state, to_metrics(jnp.mean(rows, 0)), kept
 

@@ -104,7 +104,7 @@ class PPO:
       return total, (metrics, moments)
 
     network, opt_state, metrics, joined = minibatch.descend(
-      self, loss, params.network, train.rest, batch, trajectory.agent_state.core, trajectory, key
+      self, loss, (params.network, train.rest), batch, trajectory.agent_state.core, trajectory, key
     )
     params = policy_gradient.merge_moments(params, joined, lax.axis_size(AXIS))
     train = TrainState(params._replace(network=network), opt_state)

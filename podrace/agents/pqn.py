@@ -119,7 +119,7 @@ class PQN:
       return total, (metrics, ())
 
     network, opt_state, metrics, _ = minibatch.descend(
-      self, loss, train.params.network, rest.opt_state, self.batch(train.params, trajectory),
+      self, loss, (train.params.network, rest.opt_state), self.batch(train.params, trajectory),
       trajectory.agent_state, trajectory, key,
     )  # fmt: skip
     updates = rest.updates + 1

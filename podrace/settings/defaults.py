@@ -111,7 +111,9 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     CONVOLUTIONS | _buffer(batch_size=8, min_size=20_000, samples_per_insert=0.1)
     | {'sequence': 40, 'learning_rate': 3e-4, 'adam_epsilon': 1e-5, 'target_period': 150},
   ),
-  ('pqn', 'vector'): Defaults(32, 64, {'network.hidden': (128, 128)}),
+  ('pqn', 'vector'): Defaults(
+    32, 64, {'learning_rate': 5e-4, 'epsilon': 0.2, 'network.hidden': (256, 256)}
+  ),
   ('pqn', 'grid'): Defaults(
     128, 32,
     {'learning_rate': 5e-4, 'epochs': 2, 'minibatches': 32, 'lambda_': 0.65, 'epsilon_share': 0.1}

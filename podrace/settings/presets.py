@@ -143,7 +143,7 @@ PRESETS: Mapping[str, Preset] = {
   'pqn-cartpole': Preset(
     'PQN on CartPole: Q-learning without replay and target network.',
     'pqn',
-    {'learning_rate': 1e-4, 'epsilon': 0.2} | _network(hidden=(256, 256)),
+    {'learning_rate': 5e-4, 'epsilon': 0.2} | _network(hidden=(256, 256)),
     {'env': 'gymnax:CartPole-v1', 'num_envs': 32, 'unroll_length': 64, 'total_steps': 500_000},
   ),
   'pqn-minatar': Preset(

@@ -88,8 +88,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   ),
   'dqn, quantiles': (DQN(network=QNetwork(head='quantile', num_atoms=5, hidden=(8,))), VECTOR, THREE),
   'pqn, normalized layers': (
-    PQN(network=QNetwork(torso='grid', hidden=(8, 8), layer_norm=True)),
-    spaces.Box(0, 1, (10, 10, 4), np.float32), THREE,
+    PQN(network=QNetwork(torso='grid', hidden=(16,), layer_norm=True)),
+    spaces.Box(-3, 3, (5, 5, 2), np.float32), THREE,
   ),
   'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
   'sac': (SAC(), VECTOR, BOX),
