@@ -151,9 +151,12 @@ RANGES: Mapping[str, Range] = {
   'replay_share': DECAY,  # with 1 a batch has no new data
   'policy_mean_rate': DECAY,  # with 1 every reward is its own mean, so it teaches nothing
   'target_rate': FOLLOWING,
+  'PopArt.rate': FOLLOWING,
+  **dict.fromkeys(('min_std', 'max_std'), POSITIVE),
   **dict.fromkeys(('adam_epsilon', 'advantage_epsilon', 'Impala.epsilon'), EPSILON),
   **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
   **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
+  **dict.fromkeys(('epsilon_start', 'epsilon_share'), SHARE),
   **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
   'MuZero.discount': Range(-1, 1),  # below 0: games of two players
   **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),

@@ -46,6 +46,17 @@ def gae(r_t: Array, discount_t: Array, lambda_t: Array, v_tm1: Array, v_t: Array
   return discounted_sum(td_error, discount_t * lambda_t)
 
 
+def lambda_returns(r_t: Array, discount_t: Array, lambda_t: Array, v_t: Array) -> Array:
+  """Return lambda-returns G_{t-1} (Sutton and Barto 2018, eq. 12.18). The last bootstraps from v_t.
+
+  With the largest values of actions as `v_t`, they are Peng's Q(lambda) (Peng and Williams 1996).
+
+  Shapes: all [T] f32.
+  """
+  lambda_t = jnp.concatenate([lambda_t[:-1], jnp.zeros_like(lambda_t[-1:])])
+  return discounted_sum(r_t + discount_t * (1 - lambda_t) * v_t, discount_t * lambda_t)
+
+
 class VTrace(NamedTuple):
   """V-trace's estimates, [T] f32 each."""
 

@@ -25,6 +25,7 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
@@ -116,6 +117,7 @@ USES = {
     (dict(anneal_learning_rate=False, clip_value=0.1), dict(action_space=CONTINUOUS)),
     (dict(greedy=True, total_updates=10), dict(action_space=CONTINUOUS, squash=True)),
     (dict(self_tuning=True, total_updates=10), dict()),
+    (dict(normalize_values=True), dict()),
     (dict(total_updates=10), dict(observation_space=IMAGE, torso='grid')),
   ],
   'impala': [
@@ -124,6 +126,7 @@ USES = {
     (dict(normalize_observations=True, normalize_rewards=True), dict(action_space=CONTINUOUS)),
     (dict(greedy=True), dict(observation_space=IMAGE, torso='grid')),
     (dict(self_tuning=True), dict()),
+    (dict(normalize_values=True), dict()),
   ],
 }
 CLASSES = {'ppo': PPO, 'impala': Impala}
@@ -149,6 +152,13 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
         buffer=(Buffer, dict(priority_exponent=0.5)),
       ),
     )
+  ],
+  'pqn': [  # without replay
+    (
+      dict(minibatches=1, total_updates=10),
+      dict(network=(QNetwork, dict(core=core, core_size=4, head_size=4, dueling=True))),
+    )
+    for core in ('none', 'gru')
   ],
   'sac': [
     (
@@ -236,7 +246,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'pqn': PQN, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
@@ -244,6 +254,7 @@ RANKING = {'importance_exponent', 'importance_steps'}
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
   'dqn': {},
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
+  'pqn': {'network': {'num_atoms', 'v_min', 'v_max'}},
   'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'muzero': {},
@@ -256,7 +267,10 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
 
 @pytest.mark.parametrize(
   'name',
-  [n if n in ('r2d2', 'd4pg') else pytest.param(n, marks=pytest.mark.slow) for n in WITH_REPLAY],
+  [
+    n if n in ('r2d2', 'pqn', 'd4pg') else pytest.param(n, marks=pytest.mark.slow)
+    for n in WITH_REPLAY
+  ],
 )
 def test_every_field_is_read_with_replay(name: str) -> None:
   """As above, of an agent, its networks and its buffer, through the learner step."""
@@ -336,6 +350,7 @@ def test_a_field_that_is_not_read_is_found() -> None:
     'rmsprop_decay',
     'total_updates',
     'tuning',
+    'popart',
     'network.initial_log_std',
   }
 

@@ -17,7 +17,7 @@ from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
 from podrace import topology
-from podrace.agents import policy_gradient, ppo
+from podrace.agents import minibatch, policy_gradient, ppo
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures.anakin import Anakin
@@ -150,6 +150,8 @@ AGENTS = {
   'impala, rmsprop': Impala(
     network(), optimizer='rmsprop', anneal_learning_rate=True, total_updates=9
   ),
+  'ppo, popart': PPO(network(shared=False), total_updates=100, normalize_values=True),
+  'impala, popart': Impala(network(initializer='lecun'), normalize_values=True),
   'impala, self-tuning': Impala(network(core='gru'), self_tuning=True, **NORMALIZE),
   'ppo, self-tuning': PPO(network(shared=False), total_updates=100, self_tuning=True),
 }
@@ -198,6 +200,7 @@ def learn(name: str, devices: int) -> Any:
 FAST = {
   'ppo',
   'impala, normalized',
+  'impala, popart',
   'impala, self-tuning',
 }  # of the others, `make test-all` says as much
 
@@ -252,11 +255,12 @@ def test_advantages_of_no_step_at_all() -> None:
 def test_an_epoch_takes_every_step_once(name: str) -> None:
   agent = dataclasses.replace(AGENTS[name], minibatches=4)
   indices = np.asarray(agent.minibatch_indices(jax.random.key(3), trajectory(name, 0)))
-  size = B if agent.recurrent else T * B
+  recurrent = minibatch.is_recurrent(agent)
+  size = B if recurrent else T * B
   epochs = indices.reshape(agent.epochs, 4, size // 4)
   for epoch in epochs:
     assert np.array_equal(np.sort(epoch, axis=None), np.arange(size))
-    if not agent.recurrent:  # and of every environment, a minibatch takes as many
+    if not recurrent:  # and of every environment, a minibatch takes as many
       counts = [np.bincount(part % B, minlength=B) for part in epoch]
       assert np.array_equal(counts, np.full((4, B), T // 4))
   assert len({tuple(np.sort(part)) for part in epochs.reshape(-1, size // 4)}) > 8  # of 16
@@ -264,7 +268,9 @@ def test_an_epoch_takes_every_step_once(name: str) -> None:
 
 @pytest.mark.parametrize('n', [1, 2, 3, 8, 9, 128, 2**16])
 def test_permutations_are_permutations(n: int) -> None:
-  permutations = jax.vmap(lambda k: ppo.permutation(k, n))(jax.random.split(jax.random.key(0), 7))
+  permutations = jax.vmap(lambda k: minibatch.permutation(k, n))(
+    jax.random.split(jax.random.key(0), 7)
+  )
   assert np.array_equal(np.sort(permutations, axis=1), np.tile(np.arange(n), (7, 1)))
   if n > 8:
     assert len(np.unique(permutations, axis=0)) == 7
@@ -272,7 +278,7 @@ def test_permutations_are_permutations(n: int) -> None:
 
 def test_permutations_are_not_too_large() -> None:
   with pytest.raises(ValueError, match='65537 items'):
-    ppo.permutation(jax.random.key(0), 2**16 + 1)
+    minibatch.permutation(jax.random.key(0), 2**16 + 1)
 
 
 @pytest.mark.parametrize(
@@ -358,6 +364,8 @@ RUNS = {
   'impala, recurrent, 3 seeds': (AGENTS['impala, recurrent'], 3),
 }
 SLOW_RUNS = {
+  'impala, popart, 3 seeds': (AGENTS['impala, popart'], 3),
+  'ppo, popart': (AGENTS['ppo, popart'], 1),
   'impala, self-tuning, 3 seeds': (AGENTS['impala, self-tuning'], 3),
   'ppo, normalized, 3 seeds': (AGENTS['ppo, normalized'], 3),
   'ppo, normalized': (AGENTS['ppo, normalized'], 1),

@@ -9,6 +9,7 @@ AGENTS = {  # name on the command line -> module, class
   'ppo': ('podrace.agents.ppo', 'PPO'),
   'dqn': ('podrace.agents.dqn', 'DQN'),
   'r2d2': ('podrace.agents.r2d2', 'R2D2'),
+  'pqn': ('podrace.agents.pqn', 'PQN'),
   'sac': ('podrace.agents.sac', 'SAC'),
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
   'muzero': ('podrace.agents.muzero', 'MuZero'),
@@ -26,6 +27,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
     ('rainbow', 'c51', 'qr-dqn', 'qrdqn', 'ddqn', 'double-dqn', 'iqn', 'ape-x', 'apex'), ('dqn',)
   ),
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
+  **dict.fromkeys(('q-learning', 'qlearning', 'q-lambda'), ('pqn', 'dqn')),
   **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
   **dict.fromkeys(('discorl', 'disco-rl', 'disco103', 'disco-103'), ('disco',)),
   **dict.fromkeys(('learned-policy-gradient', 'groove'), ('lpg',)),
@@ -38,7 +40,7 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'pqn', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic']
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
   return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']

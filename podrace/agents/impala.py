@@ -22,6 +22,7 @@ from jax import lax
 
 from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
+from podrace.agents.popart import PopArt, Units, shrink, to_raw, to_units, with_popart
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, clip_norm, flatten, means, sgd
@@ -31,6 +32,7 @@ from podrace.types import Array, Metrics, Sample, TrainState, Trajectory, take_b
 
 
 @metagradient.self_tuned
+@with_popart
 @dataclasses.dataclass(frozen=True)
 class Impala:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -55,6 +57,8 @@ class Impala:
   normalize_observations: bool = False
   # ^ subtract the running mean of observations, divide by their deviation
   normalize_rewards: bool = False  # divide rewards by the running deviation of returns
+  normalize_values: bool = False  # learn values in units of their targets' deviation (PopArt)
+  popart: PopArt = PopArt()
   self_tuning: bool = False  # learn the settings of tuning.fields during the run
   tuning: metagradient.Tuning = metagradient.Tuning(
     fields=('discount', 'lambda', 'clip_mix', 'policy_cost', 'value_cost', 'entropy_cost')
@@ -69,7 +73,9 @@ class Impala:
   initial_state = policy_gradient.initial_state
   act = policy_gradient.act
 
-  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array, units: Units | None = None
+  ) -> Learned:
     """Make one gradient step."""
     params, trajectory = train.params, sample.trajectory
 
@@ -80,7 +86,7 @@ class Impala:
     def loss(network: Any, index: Array) -> tuple[Array, Any]:
       part = trajectory if index.shape[0] == streams else take_batch(trajectory, index)
       part_key = jax.random.fold_in(own_key, index[0])  # and in each chunk
-      total, metrics = self.loss(params._replace(network=network), part, part_key)
+      total, metrics = self.loss(params._replace(network=network), part, part_key, units)
       return total, (metrics, moments)
 
     chunks = policy_gradient.chunks(self.network, jnp.arange(streams), length + 1)
@@ -92,11 +98,15 @@ class Impala:
     return train, jnp.ones_like(sample.weight), metrics
 
   def loss(
-    self, params: policy_gradient.PolicyParams, trajectory: Trajectory, key: Array
+    self,
+    params: policy_gradient.PolicyParams,
+    trajectory: Trajectory,
+    key: Array,
+    units: Units | None = None,
   ) -> tuple[Array, Metrics]:
     """Return the loss and metrics: equation 1 and section 4.2 of the paper.
 
-    The loss is a mean over [T, B]. Masked transitions count as 0.
+    The loss is a mean over [T, B]. Masked transitions count as 0. V-trace is in raw units.
     """
     policy, extras = self.network.distribution, trajectory.outputs.extras
     output, _ = self.network.unroll(
@@ -104,7 +114,8 @@ class Impala:
       trajectory.agent_state.core,
       policy_gradient.observe(params, trajectory.timesteps),
     )
-    logits, v_tm1, v_t = output.policy[:-1], output.value[:-1], output.value[1:]
+    logits, value = output.policy[:-1], output.value[:-1]
+    v_tm1, v_t = to_raw(value, units), to_raw(output.value[1:], units)
     log_prob = policy.log_prob(logits, extras.sample)
     step = policy_gradient.transitions(trajectory, params, self.discount, self.lambda_)
     one_stream = functools.partial(
@@ -119,13 +130,14 @@ class Impala:
     # The targets are fixed for the network, but not for metaparameters.
     fixed = lax.stop_gradient((v_tm1, v_t, rho_tm1))
     estimate = vtrace(step.reward_t, step.discount_t, step.lambda_t, *fixed)
+    target = to_units(estimate.target, units)
     mean = means(
-      surrogate=step.mask * estimate.advantage * log_prob,
-      value_error=step.mask * jnp.square(estimate.target - v_tm1),
+      surrogate=step.mask * shrink(estimate.advantage, units) * log_prob,
+      value_error=step.mask * jnp.square(target - value),
       entropy=step.mask * policy.entropy(logits, key),
       rho=step.mask * rho_tm1,
       approx_kl=step.mask * (rho_tm1 - 1 - log_rho),
-      **value_moments(estimate.target, v_tm1, step.mask),
+      **value_moments(target, value, step.mask),
     )
     policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
     total = self.policy_cost * policy_loss + self.value_cost * value_loss

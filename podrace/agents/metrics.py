@@ -12,7 +12,7 @@ import dataclasses
 from podrace.agents import AGENTS
 
 POLICY_GRADIENT = ('impala', 'ppo')
-VALUE_BASED = ('dqn', 'r2d2')
+VALUE_BASED = ('dqn', 'r2d2', 'pqn')
 ACTOR_CRITIC = ('sac', 'd4pg')
 MODEL_BASED = ('muzero', 'muesli')
 RULES = ('disco', 'lpg')
@@ -80,10 +80,12 @@ METRICS = (
   ),
   MetricRow('temperature', 'Weight of the entropy, alpha in the paper.', ('sac',)),
   MetricRow(
-    'epsilon', 'Share of random actions. Not logged with an epsilon for each environment.', ('dqn',)
+    'epsilon',
+    'Share of random actions. Not logged with an epsilon for each environment.',
+    ('dqn', 'pqn'),
   ),
   # values
-  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn',)),
+  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'pqn')),
   MetricRow('value', 'Mean predicted value of the actions taken, rescaled.', ('r2d2',)),
   MetricRow('value', "Mean value of the policy's own actions, by the smaller critic.", ('sac',)),
   MetricRow('value', "Mean value of the policy's own actions, by the critic.", ('d4pg',)),
@@ -150,6 +152,17 @@ METRICS = (
   MetricRow('z_target_square', "Square of the mean of the rule's logits of z.", ('disco',)),
   MetricRow('intrinsic_reward', 'Mean learned reward. Near -1 or 1: it is stuck.', ('intrinsic',)),
   MetricRow('intrinsic_square', 'Mean square of the learned reward.', ('intrinsic',)),
+  MetricRow(
+    'value_mean',
+    'With `--agent.normalize-values`: the moving average of the value targets, in raw units.',
+    POLICY_GRADIENT,
+  ),
+  MetricRow(
+    'value_std',
+    'With `--agent.normalize-values`: the deviation of the value targets. Values are in units of '
+    'it, and so is the `value_loss`.',
+    POLICY_GRADIENT,
+  ),
   # self-tuning
   MetricRow('outer_loss', 'With `--agent.self-tuning`: the outer loss.', POLICY_GRADIENT),
   MetricRow(

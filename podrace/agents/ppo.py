@@ -4,9 +4,7 @@ Against the usual code:
 
 - Values of the whole trajectory are computed once when learning, not while acting.
 - Advantages are normalized over the whole batch of all devices, once per update.
-- Each minibatch takes its own random steps of *every* environment (see `minibatch_indices`). That
-  needs no sort, and an update is the same on any number of devices, except for random numbers that
-  the loss draws.
+- Each minibatch takes its own random steps of *every* environment (`minibatch.indices`).
 
 Against the paper:
 
@@ -27,14 +25,14 @@ import jax.numpy as jnp
 import optax
 import tyro
 from jax import lax
-from jax.flatten_util import ravel_pytree
 
 from podrace import distributions, returns
-from podrace.agents import metagradient, policy_gradient
+from podrace.agents import metagradient, minibatch, policy_gradient
+from podrace.agents.popart import PopArt, Units, shrink, to_raw, to_units, with_popart
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
-from podrace.learner import Learned, adam, as_vector, clip_norm, flatten, means, sgd
-from podrace.networks import ActorCritic, merge_time
+from podrace.learner import Learned, adam, clip_norm, flatten, means
+from podrace.networks import ActorCritic
 from podrace.topology import AXIS
 from podrace.types import Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
@@ -44,13 +42,14 @@ class PPOBatch(NamedTuple):
 
   timesteps: TimeStep  # [T, B, ...] without the last
   extras: policy_gradient.PolicyExtras
-  value: Array  # before this update
+  value: Array  # before this update, in units as the target
   advantage: Array  # normalized
-  target: Array
+  target: Array  # in units of PopArt; raw without it
   mask: Array
 
 
 @metagradient.self_tuned
+@with_popart
 @dataclasses.dataclass(frozen=True)
 class PPO:
   """Hyper-parameters, and the four functions of an `Agent`."""
@@ -73,6 +72,8 @@ class PPO:
   normalize_observations: bool = False
   # ^ subtract the running mean of observations, divide by their deviation
   normalize_rewards: bool = False  # divide rewards by the running deviation of returns
+  normalize_values: bool = False  # learn values in units of their targets' deviation (PopArt)
+  popart: PopArt = PopArt()
   self_tuning: bool = False  # learn the settings of tuning.fields during the run
   tuning: metagradient.Tuning = metagradient.Tuning(
     fields=('discount', 'lambda', 'value_cost', 'entropy_cost')
@@ -83,75 +84,54 @@ class PPO:
   def __post_init__(self) -> None:
     check_fields(self)
 
-  @property
-  def gradient_steps(self) -> int:
-    """Gradient steps of one update."""
-    return self.epochs * self.minibatches
-
+  gradient_steps = property(minibatch.gradient_steps)
+  minibatch_indices = minibatch.indices
   init = policy_gradient.init
   initial_state = policy_gradient.initial_state
   act = policy_gradient.act
 
-  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
+  def learn(
+    self, train: TrainState, sample: Sample, key: Array, units: Units | None = None
+  ) -> Learned:
     """Make all epochs of gradient steps on one trajectory."""
     params, trajectory = train.params, sample.trajectory
-    batch = self.batch(params, trajectory)
+    batch = self.batch(params, trajectory, units)
     moments = policy_gradient.new_moments(params, trajectory)
-    shuffle_key, loss_key = jax.random.split(key)
-    loss_key = jax.random.fold_in(loss_key, lax.axis_index(AXIS))  # other noise on each device
-    core = trajectory.agent_state.core
-    indices = self.minibatch_indices(shuffle_key, trajectory)
-    length = trajectory.outputs.extras.log_prob.shape[0] if self.recurrent else 1
-    begin, to_tree = as_vector(params.network)
-    to_metrics: Any = None
 
-    def minibatch_step(carry: Any, index_and_key: Any) -> Any:
-      nonlocal to_metrics
-      network, opt_state = carry
-      index, loss_key = index_and_key
+    def loss(network: Any, part: PPOBatch, state: Any, key: Array) -> tuple[Array, Any]:
+      current = params._replace(network=network)
+      total, metrics = self.loss(current, state, part, key)
+      return total, (metrics, moments)
 
-      def loss(network: Any, index: Array) -> tuple[Array, Any]:
-        minibatch, state = self.take(batch, core, index)
-        own_key = jax.random.fold_in(loss_key, index[0])  # and in each chunk
-        current = params._replace(network=to_tree(network))
-        total, metrics = self.loss(current, state, minibatch, own_key)
-        return total, (metrics, moments)
-
-      network, opt_state, (metrics, joined) = sgd(
-        loss,
-        self.optimiser(),
-        network,
-        opt_state,
-        policy_gradient.chunks(self.network, index, length),
-      )
-      row, to_metrics = ravel_pytree(metrics)  # one array to write, not one for each metric
-      return (network, opt_state), (row, joined)
-
-    (network, opt_state), (rows, joined) = lax.scan(
-      minibatch_step,
-      (begin, train.rest),
-      (indices, jax.random.split(loss_key, len(indices))),
+    network, opt_state, metrics, joined = minibatch.descend(
+      self, loss, (params.network, train.rest), batch, trajectory.agent_state.core, trajectory, key
     )
-    joined = jax.tree.map(lambda x: x[-1], joined)  # the same in every step
     params = policy_gradient.merge_moments(params, joined, lax.axis_size(AXIS))
-    train = TrainState(params._replace(network=to_tree(network)), opt_state)
-    return train, jnp.ones_like(sample.weight), to_metrics(jnp.mean(rows, 0))
+    train = TrainState(params._replace(network=network), opt_state)
+    return train, jnp.ones_like(sample.weight), metrics
 
-  def batch(self, params: policy_gradient.PolicyParams, trajectory: Trajectory) -> PPOBatch:
+  def batch(
+    self,
+    params: policy_gradient.PolicyParams,
+    trajectory: Trajectory,
+    units: Units | None = None,
+  ) -> PPOBatch:
     """Return advantages and value targets by the parameters before the update."""
     timesteps = policy_gradient.observe(params, trajectory.timesteps)
     output, _ = self.network.unroll(params.network, trajectory.agent_state.core, timesteps)
-    v_tm1, v_t = output.value[:-1], output.value[1:]
+    value = to_raw(output.value, units)
+    v_tm1, v_t = value[:-1], value[1:]
     step = policy_gradient.transitions(trajectory, params, self.discount, self.lambda_)
     gae = jax.vmap(returns.gae, in_axes=1, out_axes=1)
     advantage = gae(step.reward_t, step.discount_t, step.lambda_t, v_tm1, v_t)
-    target = advantage + v_tm1
+    target = to_units(advantage + v_tm1, units)
+    advantage = shrink(advantage, units)
     if self.normalize_advantages:
       advantage = standardize(advantage, step.mask)
     return PPOBatch(
       timesteps=jax.tree.map(lambda x: x[:-1], timesteps),
       extras=trajectory.outputs.extras._replace(discounted_return=()),
-      value=v_tm1,
+      value=output.value[:-1],
       advantage=advantage,
       target=target,
       mask=step.mask,
@@ -199,48 +179,9 @@ class PPO:
     batch = lax.stop_gradient(self.batch(params, trajectory))
     return self.loss(params, trajectory.agent_state.core, batch, key)
 
-  def minibatch_indices(self, key: Array, trajectory: Trajectory) -> Array:
-    """Which part of the batch each gradient step takes, [epochs * minibatches, size] i32.
-
-    Feed-forward: indices into the merged [T*B]. In every epoch each environment's steps are
-    permuted by t -> a*t + b (mod T), with `a` (prime to T) and `b` drawn from the key for each
-    epoch and environment, and minibatch i takes the i-th part of every environment's. That is a
-    sample without replacement, stratified over environments.
-    Recurrent: indices into [B], whole unrolls, permuted in the same manner.
-    """
-    time, envs = trajectory.outputs.extras.log_prob.shape
-    keys = jax.random.split(key, self.epochs)
-    if self.recurrent:
-      require_divisible(envs, self.minibatches, 'environments on a device')
-      columns = jax.vmap(lambda k: permutation(k, envs))(keys)
-      return columns.reshape(self.epochs * self.minibatches, -1)
-    require_divisible(time, self.minibatches, 'steps of an unroll')
-
-    def one(key: Array, env_id: Array) -> Array:
-      return permutation(jax.random.fold_in(key, env_id), time)
-
-    steps = jax.vmap(jax.vmap(one, (None, 0)), (0, None))(keys, trajectory.env_id)  # [epochs, B, T]
-    index = steps * envs + jnp.arange(envs)[None, :, None]
-    index = index.reshape(self.epochs, envs, self.minibatches, -1)
-    return index.swapaxes(1, 2).reshape(self.epochs * self.minibatches, -1)
-
-  def take(self, batch: PPOBatch, core: Any, index: Array) -> tuple[PPOBatch, Any]:
-    """Return the minibatch at `index`, and the recurrent state before it."""
-    if self.recurrent:
-      return jax.tree.map(lambda x: x[:, index], batch), jax.tree.map(lambda x: x[index], core)
-    return jax.tree.map(lambda x: x[index][None], merge_time(batch)), ()
-
-  @property
-  def recurrent(self) -> bool:
-    """Whether the network has a recurrent state."""
-    return bool(jax.tree.leaves(self.network.initial_state(1)))
-
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""
-    rate: Any = self.learning_rate
-    if self.anneal_learning_rate:
-      steps = float(self.total_updates) * self.epochs * self.minibatches  # beyond 32 bits, maybe
-      rate = optax.linear_schedule(self.learning_rate, 0.0, steps)
+    rate = minibatch.learning_rate(self)
     return flatten(
       optax.chain(
         clip_norm(self.max_grad_norm, differentiable=self.self_tuning),
@@ -265,19 +206,3 @@ def standardize(advantage: Array, mask: Array) -> Array:
   between = jnp.where(between > 1e-6 * of_means, between, 0.0)  # else it is rounding
   variance = squares / jnp.maximum(count, 1) + between
   return (advantage - mean) / (jnp.sqrt(variance) + 1e-8)
-
-
-def permutation(key: Array, n: int) -> Array:
-  """Return a random affine permutation of range(n), [n] i32: t -> a*t + b (mod n), a prime to n."""
-  if n > 2**16:
-    raise ValueError(f'{n} items to permute: the products overflow past {2**16}')
-  units = jnp.asarray([a for a in range(1, max(n, 2)) if math.gcd(a, n) == 1], jnp.uint32)
-  a, b = jax.random.bits(key, (2,))
-  t = jnp.arange(n, dtype=jnp.uint32)
-  return ((units[a % len(units)] * t % n + b % n) % n).astype(jnp.int32)
-
-
-def require_divisible(size: int, parts: int, what: str) -> None:
-  """Raise ValueError with the numbers if `size` does not divide into `parts`."""
-  if size % parts:
-    raise ValueError(f'{size} {what} do not divide into {parts} minibatches')

@@ -138,9 +138,10 @@ class Body:
     """The activation function."""
     return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
 
-  def make_torso(self) -> nn.Module:
+  def make_torso(self, layer_norm: bool = False) -> nn.Module:
     """Return the layers from prepared observations to features."""
-    return Torso(self.image_torso, self.hidden, self.activate, self.kernel_init, self.transformer)
+    sizes = self.image_torso, self.hidden, self.activate, self.kernel_init, self.transformer
+    return Torso(*sizes, layer_norm)
 
   def make_core(self) -> Core | None:
     """Return the recurrent core; None if there is none."""

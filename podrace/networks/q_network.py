@@ -23,7 +23,7 @@ class _QNetwork(nn.Module):
 
   def setup(self) -> None:
     s = self.settings
-    self.torso = s.make_torso()
+    self.torso = s.make_torso(s.layer_norm)
     self.rnn = s.make_core()
     size = s.num_actions * s.atoms
     self.advantage_hidden, self.advantage_head = self._layers(size)
@@ -70,6 +70,7 @@ class QNetwork(Body):
 
   activation: Literal['tanh', 'relu'] = 'relu'  # activation of the layers
   initializer: Literal['orthogonal', 'lecun'] = 'lecun'  # initialiser of the kernels
+  layer_norm: bool = False  # normalize the outputs of each layer of the torso over its channels
   head: Literal['value', 'categorical', 'quantile'] = 'value'
   # ^ form of the values: a number, atoms (C51) or quantiles
   num_atoms: int = 51  # atoms or quantiles of the distributional heads

@@ -59,6 +59,9 @@ class Operations(Protocol):
   def sigmoid(self, x: Tensor) -> Tensor:
     """Return the logistic function."""
 
+  def sqrt(self, x: Tensor) -> Tensor:
+    """Return the square root."""
+
   def softmax(self, x: Tensor) -> Tensor:
     """Return the softmax over the last axis."""
 
@@ -185,14 +188,24 @@ class PolicyNetwork:
     out = self._ops.concat(features)
     activation = {'tanh': self._ops.tanh, 'relu': self._ops.relu}[self._net['activation']]
     for i in range(self._net['layers']):
-      out = activation(self._dense(f'{name}/Mlp_0/Dense_{i}', out))
+      out = self._dense(f'{name}/Mlp_0/Dense_{i}', out)
+      out = activation(self._layer_norm(f'{name}/Mlp_0/LayerNorm_{i}', out, 1))
     return out
+
+  def _layer_norm(self, name: str, x: Tensor, axis: int) -> Tensor:
+    """As flax.linen.LayerNorm over `axis`, the last one; nothing without its parameters."""
+    if f'{name}/scale' not in self._params:
+      return x
+    x = x - self._ops.mean(x, axis)
+    x = x / self._ops.sqrt(self._ops.mean(x * x, axis) + np.float32(1e-6))
+    return x * self._params[f'{name}/scale'] + self._params[f'{name}/bias']
 
   def _image(self, kind: str, name: str, x: Tensor) -> Tensor:
     if kind == 'impala-deep':
       return self._residual(name, x)
     for i, stride in enumerate(STRIDES[kind]):
-      x = self._ops.relu(self._conv(f'{name}/Conv_{i}', x, stride))
+      x = self._conv(f'{name}/Conv_{i}', x, stride)
+      x = self._ops.relu(self._layer_norm(f'{name}/LayerNorm_{i}', x, 3))
     return x
 
   def _residual(self, name: str, x: Tensor) -> Tensor:
@@ -306,6 +319,9 @@ class Numpy:
   def sigmoid(self, x: np.ndarray) -> np.ndarray:
     half = np.float32(0.5)
     return half * (np.tanh(half * x) + np.float32(1))  # this form does not overflow
+
+  def sqrt(self, x: np.ndarray) -> np.ndarray:
+    return np.sqrt(x)
 
   def softmax(self, x: np.ndarray) -> np.ndarray:
     e = np.exp(x - x.max(-1, keepdims=True))

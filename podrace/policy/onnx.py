@@ -180,6 +180,9 @@ class GraphOperations:
   def sigmoid(self, x: GraphValue) -> GraphValue:
     return self.node('Sigmoid', x)
 
+  def sqrt(self, x: GraphValue) -> GraphValue:
+    return self.node('Sqrt', x)
+
   def softmax(self, x: GraphValue) -> GraphValue:
     return self.node('Softmax', x, axis=-1)
 

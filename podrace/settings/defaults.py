@@ -111,6 +111,19 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     CONVOLUTIONS | _buffer(batch_size=8, min_size=20_000, samples_per_insert=0.1)
     | {'sequence': 40, 'learning_rate': 3e-4, 'adam_epsilon': 1e-5, 'target_period': 150},
   ),
+  ('pqn', 'vector'): Defaults(
+    32, 64, {'learning_rate': 5e-4, 'epsilon': 0.2, 'network.hidden': (256, 256)}
+  ),
+  ('pqn', 'grid'): Defaults(
+    128, 32,
+    {'learning_rate': 5e-4, 'epochs': 2, 'minibatches': 32, 'lambda_': 0.65, 'epsilon_share': 0.1}
+    | {'network.torso': 'grid', 'network.hidden': (128,)},
+  ),
+  ('pqn', 'pixels'): Defaults(
+    16, 32,
+    {'network.torso': 'nature', 'network.hidden': (512,), 'epochs': 2, 'minibatches': 32}
+    | {'lambda_': 0.65, 'epsilon': 0.01, 'epsilon_share': 0.1, 'anneal_learning_rate': False},
+  ),
   ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
   ('muesli', 'grid'): Defaults(
     64, 16,

@@ -140,6 +140,20 @@ PRESETS: Mapping[str, Preset] = {
     {'env': 'gymnax:Breakout-MinAtar', 'num_envs': 16, 'unroll_length': 4,
       'total_steps': 1_000_000},
   ),
+  'pqn-cartpole': Preset(
+    'PQN on CartPole: Q-learning without replay and target network.',
+    'pqn',
+    {'learning_rate': 5e-4, 'epsilon': 0.2} | _network(hidden=(256, 256)),
+    {'env': 'gymnax:CartPole-v1', 'num_envs': 32, 'unroll_length': 64, 'total_steps': 500_000},
+  ),
+  'pqn-minatar': Preset(
+    'PQN on MinAtar Breakout; give another game by --env.',
+    'pqn',
+    {'learning_rate': 5e-4, 'epochs': 2, 'minibatches': 32, 'lambda_': 0.65, 'epsilon_share': 0.1}
+    | _network(torso='grid', hidden=(128,)),
+    {'env': 'gymnax:Breakout-MinAtar', 'num_envs': 128, 'unroll_length': 32,
+      'total_steps': 10_000_000},
+  ),
   'r2d2-memory': Preset(
     'R2D2 on the memory task: remember a cue over 20 steps, with stored states and burn-in.',
     'r2d2',

@@ -29,6 +29,7 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.architectures.discovery.objective import ValueFunction
@@ -142,6 +143,7 @@ BASES: dict[str, Any] = {
   'ppo': PPO(network=ActorCritic(hidden=(4,), shared=False), minibatches=2, epochs=2),
   'dqn': DQN(network=QNetwork(hidden=(4,))),
   'r2d2': R2D2(network=QNetwork(hidden=(4,), core='gru', core_size=4), sequence=6, burn_in=2),
+  'pqn': PQN(network=QNetwork(hidden=(4,), layer_norm=True), minibatches=2, epochs=2),
   'sac': SAC(actor=Actor(hidden=(4,)), critic=Critic(hidden=(4,), critics=2)),
   'd4pg': D4PG(
     actor=Actor(hidden=(4,), deterministic=True), critic=Critic(hidden=(4,), atoms=11), v_min=-3, v_max=3

@@ -618,7 +618,7 @@ BAD = [
   (['train', '--agent.network.torso', 'nature', '--env', 'gymnax:CartPole-v1'], 'needs an image'),
   (['train', '--agent', 'sac'],
    'sac cannot act in podrace:catch, whose action space is Discrete(3, dtype=int32): take --agent '
-   'impala, ppo, dqn, r2d2, muzero, muesli, disco, lpg or intrinsic'),
+   'impala, ppo, dqn, r2d2, pqn, muzero, muesli, disco, lpg or intrinsic'),
   (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
    'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
    '--agent impala, ppo, sac, d4pg or muzero'),

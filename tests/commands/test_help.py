@@ -81,7 +81,7 @@ def train_help(*args: str) -> str:
     *(
       ('--env', ENVS['continuous'], '--agent', agent) for agent in ('sac', 'd4pg', 'ppo', 'muzero')
     ),
-    *(('--env', ENVS['grid'], '--agent', agent) for agent in ('ppo', 'dqn', 'muesli')),
+    *(('--env', ENVS['grid'], '--agent', agent) for agent in ('ppo', 'dqn', 'pqn', 'muesli')),
     ('--env', ENVS['vector']),
     ('--env', 'gymnasium:CartPole-v1'),
     ('--env', 'podrace:maze,size=5'),

@@ -25,6 +25,7 @@ from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
+from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.envs.spaces import map_leaves
@@ -86,6 +87,10 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     DQN(network=QNetwork(head='categorical', noisy=True, dueling=True, head_size=16, torso='impala')), STACK, THREE,
   ),
   'dqn, quantiles': (DQN(network=QNetwork(head='quantile', num_atoms=5, hidden=(8,))), VECTOR, THREE),
+  'pqn, normalized layers': (
+    PQN(network=QNetwork(torso='grid', hidden=(16,), layer_norm=True)),
+    spaces.Box(-3, 3, (5, 5, 2), np.float32), THREE,
+  ),
   'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
   'sac': (SAC(), VECTOR, BOX),
   'd4pg': (D4PG(), VECTOR, BOX),
@@ -99,6 +104,7 @@ FAST = {
   'ppo, odd spaces',
   'ppo, masked',
   'ppo, grid',
+  'pqn, normalized layers',
   'dqn',
   'sac',
 }

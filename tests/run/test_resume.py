@@ -74,6 +74,16 @@ CASES = {
     2, ['--architecture', 'sebulba', '--lag', '1', '--agent.self-tuning', '--agent.network.core', 'gru',
         '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
   ),
+  'popart-sebulba': (
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'ppo', '--agent.normalize-values', *SHORT,
+        '--actor-devices', '0', '--learner-devices', '0,1']
+  ),
+  'pqn': (1, ['--agent', 'pqn', '--agent.epochs', '2', '--agent.minibatches', '2', *SHORT]),
+  'pqn-gru-sebulba': (
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'pqn', '--agent.epochs', '2', '--agent.minibatches', '1',
+        '--agent.network.core', 'gru', '--agent.network.core-size', '8', *SHORT,
+        '--actor-devices', '0', '--learner-devices', '0,1']
+  ),
   'two-seeds': (1, ['--seeds', '2', *TINY]),
   'two-devices': (2, [*PPO, *TINY, '--devices', '2']),
   'sebulba-lag-0': (1, ['--architecture', 'sebulba', '--lag', '0', *PPO, *SHORT]),
@@ -232,6 +242,9 @@ def test_killed_while_compiling(tmp_path: Path, cache: Path) -> None:
 
 
 SLOW = {
+  'popart-sebulba',
+  'pqn',
+  'pqn-gru-sebulba',
   'replay-continuous',
   'impala-gru',
   'self-tuning',

@@ -22,6 +22,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.intrinsic import Intrinsic
 from podrace.agents.lpg import LPG
 from podrace.agents.ppo import PPO
+from podrace.agents.pqn import PQN
 from podrace.architectures import sebulba as sebulba_
 from podrace.architectures.anakin import Anakin
 from podrace.architectures.sebulba import (
@@ -36,7 +37,7 @@ from podrace.envs.host import base as host
 from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.errors import RunError, UnknownName, UsageError
 from podrace.experiments.bench import acting_program, advise, measure_inference, measure_threads
-from podrace.networks import ActorCritic, LifetimeNetwork, PolicyPredictor
+from podrace.networks import ActorCritic, LifetimeNetwork, PolicyPredictor, QNetwork
 from podrace.replay import on_policy
 from podrace.run import build
 from podrace.settings.agents import bind
@@ -47,6 +48,7 @@ RECALLING = LifetimeNetwork(hidden=(8,), core_size=8)
 AGENTS: dict[str, Any] = {
   'impala': Impala(network=SMALL),
   'ppo': PPO(network=SMALL, epochs=2, minibatches=2),
+  'pqn': PQN(QNetwork(hidden=(16,), layer_norm=True), epochs=2, minibatches=2),
   'lpg': LPG(
     rule_files.small_lpg(),
     network=PolicyPredictor(hidden=(16,), predictions=rule_files.LPG.predictions),
@@ -183,6 +185,9 @@ ALL = {
   **AGENTS,
   **{f'{k}, recurrent': v for k, v in RECURRENT.items()},
   'impala, recurrent, self-tuning': TUNING,
+  **{
+    f'{k}, popart': dataclasses.replace(AGENTS[k], normalize_values=True) for k in ('impala', 'ppo')
+  },
 }
 
 
@@ -190,6 +195,7 @@ ALL = {
   ('name', 'threads'),
   slow_after(1,
     ('impala', 1), ('ppo', 2), ('impala, recurrent', 2), ('ppo, recurrent', 1), ('impala', 2),
+    ('ppo, popart', 2), ('impala, popart', 1), ('pqn', 1), ('pqn', 2), ('pqn, recurrent', 1),
     ('ppo', 1), ('impala, recurrent', 1), ('ppo, recurrent', 2), ('lpg', 1), ('intrinsic', 1),
     ('lpg, recurrent', 2), ('impala, recurrent, self-tuning', 2),
   ),
