@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.experiments import curves, plot
+from podrace.experiments import curves, plot, statistics
 from podrace.experiments.curves import CurveGroup
 from podrace.experiments.labels import make_labels
 
@@ -101,7 +101,11 @@ def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[s
   unit, scaled = _normalize(scores_by_name, envs, normalize)
   numbers = plot.draw_aggregate(scaled, unit, out)
   pairs = [
-    {'better': a, 'than': b, 'probability': curves.probability_of_improvement(scaled[a], scaled[b])}
+    {
+      'better': a,
+      'than': b,
+      'probability': float(statistics.probability_of_improvement(scaled[a], scaled[b])),
+    }
     for a, b in itertools.permutations(scaled, 2)
   ]
   games = [atari_game(e) for e in envs]
