@@ -156,9 +156,9 @@ def _list() -> None:
     folder = Path(RECORDS) / name
     done = sum((folder / f'{p.name}.json').exists() for p in suite.programs)
     seeds = sum(p.count for p in suite.programs)
-    print_text(f'{name:14}{suite.about}')
+    print_text(f'{name:16}{suite.about}')
     print_text(
-      f'{"":14}{len(suite.tasks)} tasks, {len(suite.agents)} agents, {seeds} runs; '
+      f'{"":16}{len(suite.tasks)} tasks, {len(suite.agents)} agents, {seeds} runs; '
       f'{suite.seconds / 7200:.1f} h on two cores; {done} of {len(suite.programs)} programs '
       'recorded'
     )

@@ -234,9 +234,9 @@ def _efficiency(
 def _on_grid(
   suite: Suite, task: str, records: Sequence[Record], grid: np.ndarray, unit: float
 ) -> np.ndarray:
-  """Return the normalized curves [runs, GRID] of a task. Before its first point a curve is 0."""
+  """Return the normalized curves [runs, GRID] of a task."""
   rows = [
-    np.interp(grid * unit, c.x, suite.tasks[task].normalize(c.y), left=0.0)
+    np.interp(grid * unit, c.x, suite.tasks[task].normalize(c.y))
     for r in records
     for c in r.curves()
   ]
@@ -249,7 +249,8 @@ def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
     if program.name in records:
       shown.setdefault((program.task, program.agent), program)
   ways = dict.fromkeys(
-    f'{e.episodes:,} {e.acting} episodes for each seed, of at most {e.max_steps:,} steps'
+    f'{e.episodes:,} {e.acting} episodes for each seed'
+    + (f' in `{e.env}`' if e.env else f' of at most {e.max_steps:,} steps')
     for e in (p.evaluation for p in shown.values())
   )
   notes = [
@@ -272,7 +273,8 @@ def _origin(records: Mapping[str, Record]) -> str:
     machine = record.content['machine']
     names = ('device', 'cores', 'jax', 'python')
     where = ', '.join(f'{n} {machine[n]}' for n in names if n in machine)
-    key = record.content['commit'][:12], where
+    commit, dash, dirty = record.content['commit'].partition('-')
+    key = f'{commit[:12]}{dash}{dirty}', where
     origins[key] = origins.get(key, 0) + 1
   rows = [[commit, where, count] for (commit, where), count in origins.items()]
   return f'## Origin\n\n{_rows(["commit", "machine", "programs"], rows)}'

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import json
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ from podrace.experiments.curves import RunCurve
 from podrace.experiments.suites.suite import Evaluation, Program, Suite
 from podrace.run import metrics
 from podrace.settings.record import changes, complete
-from podrace.system.files import NotOwn, make_user_folder, write_json
+from podrace.system.files import NotOwn, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import COUNT, NUMBER, TEXT, Member, needed
 from podrace.version import __version__
@@ -156,7 +157,8 @@ def write_record(folder: Path, program: Program, record: dict[str, Any]) -> Path
   path = record_path(folder, program)
   with failing(path):
     make_user_folder(folder)
-    write_json(path, record)
+    rows = [f'{json.dumps(name)}: {json.dumps(x)}' for name, x in record.items()]
+    write_whole(path, '{\n' + ',\n'.join(rows) + '\n}\n')
   return path
 
 

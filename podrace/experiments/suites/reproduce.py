@@ -162,15 +162,19 @@ def _check(plan: Reproduction, say: Callable[[str], None]) -> None:
 def _describe_differences(
   plan: Reproduction, records: Mapping[str, Record], differ: Mapping[Program, list[str]]
 ) -> str:
-  lines = []
+  groups: dict[tuple[str, ...], list[Program]] = {}
   for program, differences in differ.items():
-    record = records.get(program.name)
-    by = f'by commit {record.content["commit"]:.20}' if record else 'begun'
-    place = record.path if record else plan.run_dir(program)
-    lines += [f'{place}, {by}:', *(f'  {text}' for text in differences)]
+    groups.setdefault(tuple(differences), []).append(program)
+  lines = []
+  for texts, programs in groups.items():
+    record = records.get(programs[0].name)
+    by = f'by commit {record.content["commit"]:.20}' if record else 'begun and not finished'
+    place = record.path if record else plan.run_dir(programs[0])
+    more = f', and {len(programs) - 1} like it' if programs[1:] else ''
+    lines.append(f'{place}{more}, {by}: {"; ".join(texts)}')
   return '\n'.join([
-    f'{len(differ)} programs of {plan.suite.name} have other settings than the suite:', *lines[:12],
-    *(['  ...'] if len(lines) > 12 else []),
+    f'{len(differ)} programs of {plan.suite.name} have other settings than the suite:', *lines[:3],
+    *(['  ...'] if len(lines) > 3 else []),
     'give another --to and --dir, or --again to train these programs again',
   ])  # fmt: skip
 
@@ -205,7 +209,7 @@ def run_program(
     how = program.evaluation
     evaluated = evaluate(
       run_dir, how.episodes, EVALUATION_SEED + program.first, (how.acting,), how.max_steps,
-      change=lambda recorded: change(recorded, how.options), say=say,
+      change=lambda recorded: change(recorded, how.options), say=say, env=how.env,
     )  # fmt: skip
     record = make_record(
       plan.suite, program, to_json(config), summary, run_dir, evaluated, killed_at

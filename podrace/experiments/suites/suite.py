@@ -32,7 +32,8 @@ SETTINGS = {
   'episodes': POSITIVE,  # of the final evaluation of each seed
   'acting': TEXT,  # in the final evaluation: greedy or sampled
   'evaluate': TEXT,  # options of the agent in the final evaluation
-  'max_steps': POSITIVE,  # of an episode of the final evaluation
+  'eval_env': TEXT,  # environment of the final evaluation, if not that of training
+  'max_steps': POSITIVE,  # longest episode of the final evaluation, which fails beyond
   'steps_per_s': POSITIVE,  # estimate: of all seeds of a program together, on one core
   'kills': COUNT,  # how often a program is killed while it trains
 }
@@ -51,6 +52,7 @@ SUITE = SETTINGS | {
 }  # fmt: skip
 DEFAULTS: Mapping[str, Any] = {
   'preset': '', 'seeds': 5, 'together': 1, 'episodes': 100, 'acting': GREEDY, 'evaluate': '',
+  'eval_env': '',
   'max_steps': 1_000_000, 'steps_per_s': 10_000, 'kills': 0,
 }  # fmt: skip
 
@@ -89,6 +91,7 @@ class Evaluation:
   acting: str
   max_steps: int  # of an episode
   options: tuple[str, ...]  # of the agent
+  env: str = ''  # if not that of training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +226,7 @@ def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
   words = ['--env', content['tasks'][task]['env'], '--total-steps', str(values['steps']), *words]
   evaluation = Evaluation(
     values['episodes'], values['acting'], values['max_steps'],
-    tuple(shlex.split(values['evaluate'])),
+    tuple(shlex.split(values['evaluate'])), values['eval_env'],
   )  # fmt: skip
   seeds, together = values['seeds'], values['together']
   for first in range(0, seeds, together):
