@@ -13,14 +13,13 @@ from podrace.experiments.suites import suite as suites
 from podrace.run import compile_cache
 from podrace.run.directory import check_directory
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import print_json, print_text, results_alone, tell
+from podrace.system.output import print_json, print_text, results, results_alone, tell
 from podrace.system.scheduling import cores
 
 if TYPE_CHECKING:
   from podrace.experiments.suites.reproduce import Reproduction
   from podrace.settings.config import Config
 
-RECORDS = 'benchmarks/results/suites'
 COMMAND = Command(
   'reproduce',
   'NAME [OPTIONS]',
@@ -31,7 +30,7 @@ COMMAND = Command(
       'repeated'),
     Option('--seeds', 'N', 'only programs with a seed below N (default: all)'),
     Option('--jobs', 'N', 'programs at a time (default: one for each core)'),
-    Option('--to', 'DIR', f'directory of the records (default: {RECORDS}/NAME)'),
+    Option('--to', 'DIR', f'directory of the records (default: {suites.RECORDS}/NAME)'),
     Option('--dir', 'DIR', 'directory of the run directories (default: runs/suites/NAME)'),
     Option('--again', '', 'discard records and runs of other settings, and train them again'),
     Option('--page', 'FILE', 'train nothing, and write a page about the records, such as '
@@ -64,7 +63,7 @@ def run(args: list[str]) -> int:
     _list()
     return 0
   suite = suites.load(options.one_argument('suite'))
-  to = options.path('--to') or Path(RECORDS) / suite.name
+  to = options.path('--to') or Path(suites.RECORDS) / suite.name
   folder = options.path('--dir') or Path('runs/suites') / suite.name
   for name, path in (('--to', to), ('--dir', folder)):
     check_directory(path, name)
@@ -153,12 +152,13 @@ def _list() -> None:
   """Print the suites."""
   for name in suites.names():
     suite = suites.load(name)
-    folder = Path(RECORDS) / name
+    folder = Path(suites.RECORDS) / name
     done = sum((folder / f'{p.name}.json').exists() for p in suite.programs)
     seeds = sum(p.count for p in suite.programs)
-    print_text(f'{name:16}{suite.about}')
+    print_text(f'{name:16}{suite.about}', file=results())
     print_text(
       f'{"":16}{len(suite.tasks)} tasks, {len(suite.agents)} agents, {seeds} runs; '
       f'{suite.seconds / 7200:.1f} h on two cores; {done} of {len(suite.programs)} programs '
-      'recorded'
+      'recorded',
+      file=results(),
     )

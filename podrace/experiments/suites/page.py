@@ -249,7 +249,7 @@ def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
     if program.name in records:
       shown.setdefault((program.task, program.agent), program)
   ways = dict.fromkeys(
-    f'{e.episodes:,} {e.acting} episodes for each seed'
+    f'{e.episodes:,} {e.acting} episodes for each seed,'
     + (f' in `{e.env}`' if e.env else f' of at most {e.max_steps:,} steps')
     for e in (p.evaluation for p in shown.values())
   )

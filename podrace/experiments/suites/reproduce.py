@@ -22,7 +22,7 @@ from podrace.experiments.suites.records import (
 )
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.experiments.sweep import processes
-from podrace.run.directory import changes_of, locked
+from podrace.run.directory import changes_of, is_running, locked
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -80,9 +80,13 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     f'{plan.jobs} at a time'
   )
   failed: list[str] = []
+  held: list[Path] = []  # which a child of an earlier, killed `podrace reproduce` trains
 
   def ended(path: Path, code: int) -> None:
     program = remaining[path]
+    if code and is_running(path):
+      held.append(path)
+      return
     estimate.end(program.name)
     left = f'{estimate.describe()}, {format_time(estimate.seconds_left())} left'
     if code or not _is_recorded(plan, program):
@@ -100,10 +104,14 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
   with failing(plan.folder):
     make_user_folder(plan.folder)
     make_user_folder(plan.to)
-    processes.run_trials(
-      [(path, _child_arguments(plan, program)) for path, program in remaining.items()],
-      plan.jobs, ended, line, say, lambda path: _is_recorded(plan, remaining[path]),
-    )  # fmt: skip
+    paths = list(remaining)
+    while paths:
+      processes.run_trials(
+        [(path, _child_arguments(plan, remaining[path])) for path in paths],
+        plan.jobs, ended, line, say, lambda path: _is_recorded(plan, remaining[path]),
+      )  # fmt: skip
+      paths = held[:]
+      held.clear()
   if failed:
     raise RunError(
       '\n'.join(

@@ -9,6 +9,7 @@ A setting of SETTINGS may stand at the top of the file, in `[tasks.TASK]`, `[age
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -21,6 +22,7 @@ from podrace.system.files.schema import COUNT, POSITIVE, TEXT, Member, check_mem
 
 GREEDY, SAMPLED, HASHES = 'greedy', 'sampled', 'hashes'
 SUFFIX = '.toml'
+RECORDS = 'benchmarks/results/suites'  # has a directory for each suite
 NUMBER = Member('a number')
 TEXTS = Member('a list', each=TEXT)
 SETTINGS = {
@@ -185,6 +187,9 @@ def load(name: str) -> Suite:
 def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   _check('the file', content, SUITE)
   agents = content['agents']
+  for part in (*agents, *content['tasks']):
+    if not re.fullmatch(r'[\w-]+', part):
+      raise ValueError(f'{part!r} names a task or an agent, expected letters, digits, _ and -')
   for agent, settings in agents.items():
     _check(f'agents.{agent}', settings, SETTINGS)
   for task, settings in content['tasks'].items():
