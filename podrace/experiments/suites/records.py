@@ -217,9 +217,9 @@ def commit() -> str:
     return f'version {__version__}'
   git = ['git', '-C', str(root)]
   try:
-    head = subprocess.run([*git, 'rev-parse', 'HEAD'], capture_output=True, text=True, check=True)
+    head = subprocess.run([*git, 'rev-parse', 'HEAD'], capture_output=True, check=True).stdout
     status = [*git, 'status', '--porcelain', '--', 'podrace']
-    changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
+    changed = subprocess.run(status, capture_output=True, check=True).stdout.strip()
   except (OSError, subprocess.CalledProcessError):  # no git, or a checkout of another user
     return f'version {__version__}'
-  return head.stdout.strip() + ('-dirty' if changed else '')
+  return head.decode().strip() + ('-dirty' if changed else '')

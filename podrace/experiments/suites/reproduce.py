@@ -73,34 +73,12 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
   """
   _check(plan, say)
   remaining = {plan.run_dir(p): p for p in plan.programs if not _is_recorded(plan, p)}
-  estimate = Estimate(list(remaining.values()), plan.jobs)
+  watch = _Watch(plan, remaining, say)
   say(
     f'{plan.suite.name}: {len(plan.programs) - len(remaining)} of {len(plan.programs)} programs '
-    f'are recorded in {plan.to}; the rest takes {format_time(estimate.seconds_left())}, '
+    f'are recorded in {plan.to}; the rest takes {format_time(watch.estimate.seconds_left())}, '
     f'{plan.jobs} at a time'
   )
-  failed: list[str] = []
-  held: list[Path] = []  # which a child of an earlier, killed `podrace reproduce` trains
-
-  def ended(path: Path, code: int) -> None:
-    program = remaining[path]
-    if code and is_running(path):
-      held.append(path)
-      return
-    estimate.end(program.name)
-    left = f'{estimate.describe()}, {format_time(estimate.seconds_left())} left'
-    if code or not _is_recorded(plan, program):
-      failed.append(f'{program.name} ended with {code}: {_last_line(path / "output.txt")}')
-      say(f'{failed[-1]}; {left}')
-      return
-    record = read_records(plan.to, plan.suite)[program.name]
-    say(f'{program.name}: {describe_scores(record)}; {left}')
-
-  def line(path: Path, values: Line) -> bool:
-    if estimate.update(remaining[path], values):
-      say(f'{estimate.describe()}, {format_time(estimate.seconds_left())} left')
-    return False
-
   with failing(plan.folder):
     make_user_folder(plan.folder)
     make_user_folder(plan.to)
@@ -108,17 +86,55 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     while paths:
       processes.run_trials(
         [(path, _child_arguments(plan, remaining[path])) for path in paths],
-        plan.jobs, ended, line, say, lambda path: _is_recorded(plan, remaining[path]),
+        plan.jobs, watch.end, watch.line, say, lambda path: _is_recorded(plan, remaining[path]),
       )  # fmt: skip
-      paths = held[:]
-      held.clear()
-  if failed:
-    raise RunError(
-      '\n'.join(
-        [f'{len(failed)} of {len(remaining)} programs of {plan.suite.name} failed:', *failed]
-      )
-    )
+      paths, watch.held = watch.held, []
+  if watch.failed:
+    count = f'{len(watch.failed)} of {len(remaining)} programs of {plan.suite.name} failed:'
+    raise RunError('\n'.join([count, *watch.failed]))
   return read_records(plan.to, plan.suite)
+
+
+class _Watch:
+  """Receives the ends and the lines of metrics of the programs' processes, and shows them.
+
+  Attributes:
+    estimate: the time left.
+    failed: a message about each program that failed.
+    held: run directories that a child of an earlier, killed `podrace reproduce` uses.
+  """
+
+  def __init__(
+    self, plan: Reproduction, remaining: Mapping[Path, Program], say: Callable[[str], None]
+  ) -> None:
+    self._plan, self._remaining, self._say = plan, remaining, say
+    self.estimate = Estimate(list(remaining.values()), plan.jobs)
+    self.failed: list[str] = []
+    self.held: list[Path] = []
+
+  def end(self, path: Path, code: int) -> None:
+    """Take the exit code of a program."""
+    program = self._remaining[path]
+    if code and is_running(path):
+      self.held.append(path)
+      return
+    self.estimate.end(program.name)
+    if code or not _is_recorded(self._plan, program):
+      result = f'ended with {code}: {_last_line(path / "output.txt")}'
+      self.failed.append(f'{program.name} {result}')
+    else:
+      result = describe_scores(read_records(self._plan.to, self._plan.suite)[program.name])
+    self._show(f'{program.name}: {result}; ')
+
+  def line(self, path: Path, values: Line) -> bool:
+    """Take a line of metrics. No program is to end early."""
+    if self.estimate.update(self._remaining[path], values):
+      self._show('')
+    return False
+
+  def _show(self, begin: str) -> None:
+    left = format_time(self.estimate.seconds_left())
+    self._say(f'{begin}{self.estimate.describe()}, {left} left')
 
 
 def _is_recorded(plan: Reproduction, program: Program) -> bool:
@@ -189,7 +205,7 @@ def _describe_differences(
 
 def _last_line(path: Path) -> str:
   try:
-    lines = path.read_text('utf-8', 'replace').rstrip().splitlines()
+    lines = path.read_text(encoding='utf-8', errors='replace').rstrip().splitlines()
   except OSError:
     return 'it left no output'
   return lines[-1][:300] if lines else 'it left no output'
