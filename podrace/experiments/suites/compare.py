@@ -62,7 +62,7 @@ def compare(
   result = {
     'suite': suite.name, 'tasks': tasks, 'normalized': suite.scale, 'groups': numbers,
     'probability_of_improvement': [p for p in compare_pairs(scaled) if p['better'] in yours],
-    'published': [dataclasses.asdict(p) for p in suite.published if p.task in tasks],
+    'published': [dataclasses.asdict(p) for p in suite.published],
   }  # fmt: skip
   return result, _table(suite, tasks, yours | recorded)
 
@@ -94,8 +94,8 @@ def _table(suite: Suite, tasks: Sequence[str], scores: Mapping[str, Any]) -> lis
       if task in of_tasks:
         lines.append(f'  {name}: {describe(of_tasks[task])}, {len(of_tasks[task])} seeds')
     lines += [
-      f'  published, {p.who}: {p.score:g}{p.spread} ({p.protocol})'
+      f'  published, {p.who}: {p.scores[task]} ({p.protocol})'
       for p in suite.published
-      if p.task == task
+      if task in p.scores
     ]
   return lines

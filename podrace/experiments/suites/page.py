@@ -33,7 +33,7 @@ def by_pair(suite: Suite, records: Mapping[str, Record]) -> Pairs:
 
 def scores_of(records: Sequence[Record], name: str) -> np.ndarray:
   """Return a score of all seeds of some records."""
-  return np.concatenate([r.scores(name) for r in records])
+  return np.concatenate([np.array([]), *(r.scores(name) for r in records)])
 
 
 def describe(scores: np.ndarray) -> str:
@@ -148,18 +148,22 @@ def _hashes(suite: Suite, pairs: Pairs) -> str:
 
 
 def _published(suite: Suite, pairs: Pairs) -> str:
+  tasks = [t for t in suite.tasks if any(t in row.scores for row in suite.published)]
   rows = []
+  for agent in suite.agents:
+    for name, how in (('evaluated', 'final evaluation'), ('training', 'training, last tenth')):
+      cells = [_mean(scores_of(pairs.get((t, agent), ()), name)) for t in tasks]
+      if any(cells):
+        rows.append([f'**{agent}, here**', *cells, how, 'this page'])
   for row in suite.published:
-    ours = {a: scores_of(some, 'evaluated') for (t, a), some in pairs.items() if t == row.task}
-    means = {a: x.mean() for a, x in ours.items() if len(x)}
-    best = max(means, key=lambda a: means[a]) if means else ''
-    here = f'{best} {_number(means[best])}' if best else 'not run'
-    rows.append([row.task, row.who, f'{row.score:g}{row.spread}', here, row.protocol, row.source])
-  head = ['task', 'published by', 'score', 'highest here', 'protocol', 'source']
-  return (
-    '## Published scores\n\nScores compare only where the protocols agree. Those here are final '
-    f'evaluations.\n\n{_rows(head, rows)}'
+    rows.append([row.who, *(row.scores.get(t, '') for t in tasks), row.protocol, row.source])
+  return '## Published scores\n\nScores compare only where the protocols agree.\n\n' + _rows(
+    ['', *tasks, 'protocol', 'source'], rows
   )
+
+
+def _mean(scores: np.ndarray) -> str:
+  return _number(float(scores.mean())) if len(scores) else ''
 
 
 def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:

@@ -43,8 +43,8 @@ TASK = SETTINGS | {
   'env': needed(TEXT), 'agents': TEXTS, 'low': needed(NUMBER), 'high': needed(NUMBER),
 }  # fmt: skip
 PUBLISHED = {
-  'task': needed(TEXT), 'who': needed(TEXT), 'score': needed(NUMBER), 'spread': TEXT,
-  'protocol': needed(TEXT), 'source': needed(TEXT),
+  'who': needed(TEXT), 'scores': needed(Member('an object')), 'protocol': needed(TEXT),
+  'source': needed(TEXT),
 }  # fmt: skip
 TABLES = Member('an object')
 SUITE = SETTINGS | {
@@ -75,14 +75,12 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-  """A published score of a task."""
+  """Published scores, by task, each as text, such as 24.7 +- 0.5."""
 
-  task: str
   who: str
-  score: float
+  scores: Mapping[str, str]
   protocol: str
   source: str
-  spread: str = ''
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,8 +200,9 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   _check_names('pairs has', pairs, known)
   for pair, settings in pairs.items():
     _check(f'pairs."{pair}"', settings, SETTINGS)
-  published = tuple(Published(**row) for row in content.get('published', ()))
-  _check_names('published has a task', (p.task for p in published), content['tasks'])
+  published = [_published(row) for row in content.get('published', ())]
+  for row in published:
+    _check_names('published has a task', row.scores, content['tasks'])
   if content.get('compare', HASHES) != HASHES:
     raise ValueError(f'compare is {content["compare"]!r}, expected {HASHES!r}')
   programs = (p for pair in known for p in _programs(pair, content))
@@ -211,8 +210,16 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   return Suite(
     name, source, content['title'], content['about'], content['scale'],
     tuple(content.get('notes', ())), 'compare' in content, tasks, tuple(agents), tuple(programs),
-    published,
+    tuple(published),
   )  # fmt: skip
+
+
+def _published(row: dict[str, Any]) -> Published:
+  """Return published scores, each of which is a number, or a text that begins with one."""
+  scores = {task: str(score) for task, score in row['scores'].items()}
+  for score in scores.values():
+    float(score.partition(' ')[0])
+  return Published(row['who'], scores, row['protocol'], row['source'])
 
 
 def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
