@@ -7,8 +7,9 @@ RUN_DIR := runs/minatar-breakout-$(shell date +%Y%m%d-%H%M%S)
 endif
 WORKERS ?= 2
 STEPS ?= 1_000_000
+NAME ?= classic
 
-.PHONY: setup train test test-all lint format docs bench bench-gpu clean
+.PHONY: setup train reproduce test test-all lint format docs bench bench-gpu clean
 
 # Everything: all environments, tests, documentation. `make train` installs less.
 setup: .venv/ready
@@ -41,6 +42,11 @@ train: .venv/gymnax
 	@echo "play episodes:    $(BIN)/podrace eval $(RUN_DIR) --episodes 100"
 	@echo "train the full preset (3 minutes, a return of 90): make train STEPS=10_000_000"
 	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
+
+# Trains, evaluates and records a suite, or goes on with it, and writes its page: make reproduce NAME=minatar
+reproduce: setup
+	$(BIN)/podrace reproduce $(NAME)
+	$(BIN)/podrace reproduce $(NAME) --page docs/results/$(NAME).md
 
 test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m 'not slow'

@@ -26,7 +26,7 @@ import numpy as np
 import seeds as trainer
 from scipy.stats import binomtest
 
-from podrace.experiments import curves
+from podrace.experiments import statistics
 from podrace.settings.presets import PRESETS
 
 DEVICES, SEEDS = 8, 30
@@ -60,11 +60,11 @@ def describe(numbers: dict[str, Any], bound: float) -> dict[str, Any]:
   distance = [p['consensus_distance'] for p in numbers['curve'] if 'consensus_distance' in p]
   return dict(
     steps=numbers['steps'], seeds=n, converged=converged, share=converged / n, share_interval=tuple(binomtest(converged, n).proportion_ci(method='wilson')),
-    return_mean=float(returns.mean()), return_interval=curves.bootstrap_interval([returns], np.mean),
+    return_mean=float(returns.mean()), return_interval=statistics.interval(statistics.mean, [returns]),
     returns=returns.round(4).tolist(),
     curve=[dict(step=s, mean=float(r.mean()), lowest=float(r.min())) for s, r in zip(steps, every, strict=True)],
     return_over_run=float(every.mean()),  # early learning counts as well
-    return_over_run_interval=curves.bootstrap_interval([every.mean(0)], np.mean),
+    return_over_run_interval=statistics.interval(statistics.mean, [every.mean(0)]),
     consensus_distance=[float(np.mean(d)) for d in distance],
     seconds=round(numbers['seconds'], 1), compile_s=round(numbers['compile_s'], 1),
   )  # fmt: skip

@@ -35,7 +35,7 @@ from podrace.agents.population import with_values
 from podrace.architectures import unroll as actor
 from podrace.envs import make
 from podrace.envs.base import batch
-from podrace.experiments import curves
+from podrace.experiments import statistics
 from podrace.networks import ActorCritic, LifetimeNetwork
 from podrace.settings.agents import bind
 from podrace.types import FIRST, LAST, Sample
@@ -233,7 +233,7 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
 
 def interval(x: np.ndarray) -> dict[str, float]:
   """Returns the mean of numbers [lives], and the bootstrap's 95%."""
-  low, high = curves.bootstrap_interval([x], np.mean)
+  low, high = statistics.interval(statistics.mean, [x])
   return dict(mean=float(x.mean()), low=float(low), high=float(high))
 
 

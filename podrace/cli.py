@@ -27,6 +27,7 @@ podrace: reinforcement learning at scale in JAX
   podrace train [PRESET] [OPTIONS]    train an agent; without arguments, IMPALA on Catch
   podrace discover [PRESET] ...       train a rule by which agents learn
   podrace sweep [PRESET] --vary ...   train with many settings and show the best
+  podrace reproduce NAME              train a suite of published experiments, and compare
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
   podrace watch RUN                   write videos of its policy
   podrace export RUN DIR              write its policy, for use without training code
@@ -66,6 +67,7 @@ FOREIGN = {  # a command, with other names for it
   'eval': 'test evaluate rollout',
   'watch': 'enjoy play render record video',
   'sweep': 'tune optimize hpo search',
+  'reproduce': 'suite benchmark experiment',
   'runs': 'ls status ps',
   'follow': 'tail log logs',
   'report RUN or podrace plot RUN': 'tensorboard dashboard',
@@ -75,7 +77,17 @@ FOREIGN = {  # a command, with other names for it
 }
 HELP = {'-h', '--help', '--help-all'}
 # Commands that continue if nothing reads their output.
-LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')
+LASTING = (
+  'train',
+  'discover',
+  'sweep',
+  'reproduce',
+  'act',
+  'reanalyse',
+  'envs',
+  'replay',
+  'launch',
+)
 LEAVE_SECONDS = 2.0  # grace for the other processes of a run, if this one could not save all
 UNREAD = 141  # exit code of the remaining commands on a closed pipe, as a shell reports SIGPIPE
 
@@ -168,7 +180,7 @@ def _guarded(args: list[str]) -> int:
   except Stopped as e:
     from podrace.run.processes import leave_processes
 
-    option = '--dir' if args[0] == 'sweep' else '--run-dir'
+    option = '--dir' if args[0] in ('sweep', 'reproduce') else '--run-dir'
     advice = (
       f'start again with the same {option} to go on'
       if e.kept

@@ -77,6 +77,8 @@ DOORS = {  # command -> what it calls when it begins its work
   'train': 'podrace.run.loop.train',
   'discover': 'podrace.run.loop.discover',
   'sweep': 'podrace.experiments.sweep.plan.run_sweep',
+  'reproduce': 'podrace.experiments.suites.reproduce.reproduce',
+  'reproduce --page': 'podrace.experiments.suites.page.write_page',
   'bench': 'podrace.experiments.bench.bench_sebulba',
   'act': 'podrace.distributed.acting.act',
   'reanalyse': 'podrace.distributed.reanalyse.reanalyse',

@@ -10,6 +10,7 @@ from podrace.commands import init, train
 from podrace.commands.option_table import table
 from podrace.envs import libraries, registry
 from podrace.errors import UsageError
+from podrace.experiments.suites import suite
 from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
 from podrace.system.options import Command, Options
@@ -65,6 +66,7 @@ FIRST = {
   'init': tuple(init.KINDS),
   'completion': tuple(SHELLS),
   'discover': tuple(DISCOVERIES),
+  'reproduce': tuple(suite.names()),
 }  # first arguments of commands that take no preset of train
 
 

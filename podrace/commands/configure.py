@@ -27,7 +27,8 @@ from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Command, Options
 
 C = typing.TypeVar('C', bound=Basics)
-NO_OPTIONS = Options((), Command('train', '', '', (AGENT,), others_pass=True))
+TRAIN = Command('train', '', '', (AGENT,), others_pass=True)
+NO_OPTIONS = Options((), TRAIN)
 
 
 def take_preset(
@@ -149,6 +150,12 @@ def parse_config(
   if needs_defaults(preset, None, options):
     config = parse_with_defaults(base, config.env, rest, prog)
   return config
+
+
+def parse_words(words: Sequence[str], prog: str) -> Config:
+  """Return the configuration of arguments of `podrace train`, which may begin with a preset."""
+  args = list(words)
+  return parse_config(take_preset(args), Options(args, TRAIN), prog)
 
 
 def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:

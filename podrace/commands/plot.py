@@ -7,6 +7,7 @@ from typing import Any
 
 from podrace.errors import UsageError
 from podrace.experiments.runs import find
+from podrace.experiments.suites.suite import RECORDS
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, tell
 
@@ -30,6 +31,10 @@ COMMAND = Command(
       'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
       'minmax',
       choices=('human', 'minmax')),
+    Option('--suite', 'NAME', 'compare the runs with the records and the published scores of a '
+      'suite of `podrace reproduce`, over the tasks that all the runs have'),
+    Option('--records', 'DIR', 'for --suite: directory of its records (default: '
+      f'{RECORDS}/NAME)'),
   ),
   """
 The band is a 95% bootstrap interval over the curves of a configuration (with --aggregate stratified
@@ -68,7 +73,11 @@ def run(args: list[str]) -> int:
   result: dict[str, Any] = {'out': str(out)}
   result['runs'] = len({c.run for g in groups for c in g.curves})
   result['curves'] = sum(len(g.curves) for g in groups)
-  if '--aggregate' in options:
+  if '--suite' in options:
+    if others := {'--metric', '--x', '--center', '--aggregate', '--normalize'} & {*options.names}:
+      raise UsageError(f'--suite compares returns by its own scale: leave out {min(others)}')
+    result |= _compare(options, groups, out)
+  elif '--aggregate' in options:
     from podrace.experiments import scores
 
     result |= scores.aggregate(groups, options.text('--normalize'), out)
@@ -85,6 +94,18 @@ def run(args: list[str]) -> int:
     ]
   print_json(result)
   return 0
+
+
+def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
+  from podrace.experiments.suites.compare import compare
+  from podrace.experiments.suites.suite import load
+
+  suite = load(options.text('--suite'))
+  folder = options.path('--records') or Path(RECORDS) / suite.name
+  result, lines = compare(suite, folder, groups, out)
+  for line in lines:
+    tell(line)
+  return result
 
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:

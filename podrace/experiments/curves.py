@@ -1,7 +1,7 @@
 """Curves of runs: read them, group them by configuration, and aggregate them.
 
-This uses NumPy only. `podrace.experiments.plot` draws. The statistics are from Agarwal et al. 2021
-(Deep Reinforcement Learning at the Edge of the Statistical Precipice, arXiv 2108.13264).
+This uses NumPy only. `podrace.experiments.plot` draws, and `podrace.experiments.statistics`
+aggregates over tasks.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments.statistics import trimmed_mean
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
 from podrace.system.files.reading import read_object
@@ -211,43 +212,12 @@ def _positions(lines: list[metrics.Line], x: X, path: Path) -> Floats:
   return at
 
 
-# --- statistics ---------------------------------------------------------------------------------
+# --- one curve for a group ----------------------------------------------------------------------
 
 
-def iqm(x: Floats, axis: int = -1) -> Floats:
-  """Return the interquartile mean: the mean without the lowest and the highest quarter.
-
-  Like `scipy.stats.trim_mean(x, 0.25)`, it cuts n // 4 values at each end.
-  """
-  cut = x.shape[axis] // 4
-  kept = np.take(np.sort(x, axis), np.arange(cut, x.shape[axis] - cut), axis)
-  return np.mean(kept, axis)
-
-
-CENTERS: dict[str, Callable[..., Floats]] = {'mean': np.mean, 'median': np.median, 'iqm': iqm}
-
-
-def bootstrap_interval(
-  scores: Sequence[Floats],
-  center: Callable[..., Floats],
-  level: float = 0.95,
-  resamples: int = RESAMPLES,
-) -> tuple[float, float]:
-  """Return a percentile interval of `center` over all scores by stratified bootstrap.
-
-  Runs are drawn within each task.
-
-  Args:
-    scores: scores [runs] of each task.
-    center: statistic of the scores.
-    level: level of the interval.
-    resamples: number of bootstrap samples.
-  """
-  rng = np.random.default_rng(0)
-  drawn = [s[rng.integers(len(s), size=(resamples, len(s)))] for s in scores]
-  values = center(np.concatenate(drawn, axis=1), axis=1)
-  low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
-  return float(low), float(high)
+CENTERS: dict[str, Callable[..., Floats]] = {
+  'mean': np.mean, 'median': np.median, 'iqm': trimmed_mean,
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,25 +276,3 @@ def _bootstrap_columns(values: Floats, center: Callable[..., Floats], level: flo
 def final_mean(curve: RunCurve, part: float = 0.1) -> float:
   """Return the mean of a curve's last `part`, a tenth of its range."""
   return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
-
-
-def performance_profile(scores: Sequence[Floats], thresholds: Floats) -> Floats:
-  """Return the share of runs above each threshold, averaged over tasks (paper, section 4.3)."""
-  each = [np.mean(s[:, None] > thresholds[None], axis=0) for s in scores]
-  return np.mean(each, axis=0)
-
-
-def probability_of_improvement(ours: Sequence[Floats], theirs: Sequence[Floats]) -> float:
-  """Return the probability that a run of `ours` beats one of `theirs` (paper, section 4.3).
-
-  The task is drawn at random, and a tie counts as half.
-
-  Args:
-    ours: scores [runs] of each task.
-    theirs: scores [runs] of the same tasks.
-  """
-  each = []
-  for a, b in zip(ours, theirs, strict=True):
-    difference = a[:, None] - b[None]
-    each.append(np.mean((difference > 0) + 0.5 * (difference == 0)))
-  return float(np.mean(each))

@@ -5,14 +5,14 @@ from __future__ import annotations
 import io
 import textwrap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.experiments import curves
+from podrace.experiments import curves, statistics
 from podrace.experiments.curves import Band, CurveGroup
 from podrace.experiments.labels import make_labels, shorten
 from podrace.system.files import write_whole
@@ -162,7 +162,11 @@ def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
 
 
 def draw_aggregate(
-  scores: dict[str, list[np.ndarray]], unit: str, out: Path
+  scores: Mapping[str, Sequence[np.ndarray]],
+  unit: str,
+  out: Path,
+  efficiency: Mapping[str, Band] | None = None,
+  x_label: str = '',
 ) -> dict[str, dict[str, Any]]:
   """Draw median, IQM and performance profiles with intervals, and return the numbers.
 
@@ -170,56 +174,72 @@ def draw_aggregate(
     scores: scores [runs] of each task of each algorithm. All have the same order of tasks.
     unit: unit of the scores, in words.
     out: path of the picture.
+    efficiency: the interquartile mean of each algorithm while it learns, for a fourth panel.
+    x_label: name of that panel's horizontal axis.
   """
   summary = {name: summarize_tasks(tasks) for name, tasks in scores.items()}
   order = list(scores)
   outside = max(map(len, order)) > 12 or len(order) > 4
-  figure, axes = _figure(
-    1, 3, 4.2, 3.2, extra=max(0.3 * (len(order) - 6), LEGEND_LINE * len(order) * outside, 0)
-  )
+  height = max(0.3 * (len(order) - 6), LEGEND_LINE * len(order) * outside, 0)
+  figure, axes = _figure(1, 4 if efficiency else 3, 4.2, 3.2, extra=height)
   for axis, statistic in zip(axes[:2], ('iqm', 'median'), strict=True):
-    for i, name in enumerate(order):
-      value, (low, high) = summary[name][statistic], summary[name][f'{statistic}_interval']
-      axis.plot(
-        [low, high],
-        [i, i],
-        linewidth=7,
-        alpha=0.35,
-        solid_capstyle='butt',
-        color=line_style(i)['color'],
-      )
-      axis.plot([value], [i], '|', markersize=14, markeredgewidth=2, color=line_style(i)['color'])
+    _draw_intervals(axis, summary, statistic)
     ticks = [_escape(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
     axis.set_yticks(range(len(order)), ticks, fontsize=8)
-    axis.set_ylim(len(order) - 0.3, -0.7)  # the first algorithm is at the top
-    axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
-    axis.set_xlabel('normalized score', fontsize=9)
-    _clean_axis(axis)
   all_scores = np.concatenate([x for tasks in scores.values() for x in tasks])
   thresholds = np.linspace(all_scores.min(), all_scores.max(), 200)
-  for i, tasks in enumerate(scores.values()):
-    axes[2].plot(
-      thresholds, curves.performance_profile(tasks, thresholds), linewidth=1.6, **line_style(i)
-    )
-  axes[2].set_title('performance profile', fontsize=10)
-  axes[2].set_xlabel('normalized score', fontsize=9)
-  axes[2].set_ylabel('share of runs above', fontsize=9)
+  profiles = [_profile(tasks, thresholds) for tasks in scores.values()]
+  _draw_bands(axes[2], profiles, 'performance profile', 'normalized score', 'share of runs above')
+  for axis in axes[3:]:
+    bands = [(efficiency or {})[name] for name in order]
+    _draw_bands(axis, bands, 'sample efficiency', x_label, 'interquartile mean')
   if outside:
     _legend_below(axes[2], axes[2].lines, list(map(_escape, order)))
   else:
     axes[2].legend(axes[2].lines, list(map(_escape, order)), fontsize=7.5, frameon=False)
-  _clean_axis(axes[2])
-  _save(figure, out, f'{unit}; bars: 95% stratified bootstrap intervals')
+  _save(figure, out, f'{unit}; bars and bands: 95% stratified bootstrap intervals')
   return summary
 
 
-def summarize_tasks(tasks: list[np.ndarray]) -> dict[str, Any]:
+def _draw_intervals(axis: Any, summary: dict[str, dict[str, Any]], statistic: str) -> None:
+  """Draw a statistic of each algorithm as a bar from low to high. The first one is at the top."""
+  for i, numbers in enumerate(summary.values()):
+    color, limits = line_style(i)['color'], numbers[f'{statistic}_interval']
+    axis.plot(limits, [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=color)
+    axis.plot([numbers[statistic]], [i], '|', markersize=14, markeredgewidth=2, color=color)
+  axis.set_ylim(len(summary) - 0.3, -0.7)
+  axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
+  axis.set_xlabel('normalized score', fontsize=9)
+  _clean_axis(axis)
+
+
+def _profile(tasks: Sequence[np.ndarray], thresholds: np.ndarray) -> Band:
+  def profile(drawn: Sequence[np.ndarray]) -> np.ndarray:
+    return statistics.performance_profile(drawn, thresholds)
+
+  low, high = statistics.interval(profile, tasks, resamples=statistics.CURVE_RESAMPLES)
+  count = np.full(len(thresholds), sum(map(len, tasks)))
+  return Band(thresholds, profile(tasks), low, high, count)
+
+
+def _draw_bands(axis: Any, bands: Sequence[Band], title: str, x_label: str, y_label: str) -> None:
+  """Draw a line with its band for each algorithm."""
+  for i, band in enumerate(bands):
+    axis.plot(band.x, band.center, linewidth=1.6, **line_style(i))
+    color = line_style(i)['color']
+    axis.fill_between(band.x, band.low, band.high, color=color, alpha=0.18, linewidth=0)
+  axis.set_title(title, fontsize=10)
+  axis.set_xlabel(x_label, fontsize=9)
+  axis.set_ylabel(y_label, fontsize=9)
+  _clean_axis(axis)
+
+
+def summarize_tasks(tasks: Sequence[np.ndarray]) -> dict[str, Any]:
   """Return the aggregates of one algorithm's scores, with intervals."""
-  scores = np.concatenate(tasks)
-  summary: dict[str, Any] = {'tasks': len(tasks), 'curves': len(scores)}
-  for name, center in curves.CENTERS.items():
-    summary[name] = float(center(scores))
-    summary[f'{name}_interval'] = list(curves.bootstrap_interval(tasks, center))
+  summary: dict[str, Any] = {'tasks': len(tasks), 'curves': sum(map(len, tasks))}
+  for name, statistic in statistics.AGGREGATES.items():
+    summary[name] = float(statistic(tasks))
+    summary[f'{name}_interval'] = list(statistics.interval(statistic, tasks))
   return summary
 
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from podrace.agents.metrics import MOST_TELLING, meanings_of
 from podrace.errors import UsageError
-from podrace.experiments import curves
+from podrace.experiments import curves, statistics
 from podrace.experiments.curves import CurveGroup, LoggedRun, RunCurve
 from podrace.experiments.labels import make_labels
 from podrace.experiments.runs import agent_of
@@ -115,7 +115,7 @@ def _interval(values: Sequence[float]) -> dict[str, Any] | None:
   if not values:
     return None
   array = np.array(values)
-  low, high = curves.bootstrap_interval([array], np.mean) if len(values) > 1 else (None, None)
+  low, high = statistics.interval(statistics.mean, [array]) if len(values) > 1 else (None, None)
   return {'mean': float(array.mean()), 'low': low, 'high': high, 'n': len(values)}
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.experiments import curves, plot
+from podrace.experiments import curves, plot, statistics
 from podrace.experiments.curves import CurveGroup
 from podrace.experiments.labels import make_labels
 
@@ -100,10 +100,6 @@ def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[s
       )
   unit, scaled = _normalize(scores_by_name, envs, normalize)
   numbers = plot.draw_aggregate(scaled, unit, out)
-  pairs = [
-    {'better': a, 'than': b, 'probability': curves.probability_of_improvement(scaled[a], scaled[b])}
-    for a, b in itertools.permutations(scaled, 2)
-  ]
   games = [atari_game(e) for e in envs]
   if set(ATARI5) <= set(games):
     for name, tasks in scores_by_name.items():
@@ -111,7 +107,24 @@ def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[s
         g: normalize_human(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
       }
       numbers[name]['atari5'] = atari5(means)
-  return {'normalized': unit, 'tasks': envs, 'groups': numbers, 'probability_of_improvement': pairs}
+  return {
+    'normalized': unit,
+    'tasks': envs,
+    'groups': numbers,
+    'probability_of_improvement': compare_pairs(scaled),
+  }
+
+
+def compare_pairs(scores: Mapping[str, Sequence[np.ndarray]]) -> list[dict[str, Any]]:
+  """Return the probability that a run of one configuration beats one of another, for each pair."""
+  return [
+    {
+      'better': a,
+      'than': b,
+      'probability': float(statistics.probability_of_improvement(scores[a], scores[b])),
+    }
+    for a, b in itertools.permutations(scores, 2)
+  ]
 
 
 def _normalize(

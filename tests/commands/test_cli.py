@@ -785,6 +785,7 @@ def test_types_are_for_all_who_install_it() -> None:
       'envs/native/*.h',
       'envs/native/examples/*.c',
       'experiments/page/*',
+      'experiments/suites/*.toml',
       'settings/*.toml',
     ]
   }

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from scipy import stats
 from shorthand import Capture
 from test_runs import called
 
@@ -122,26 +121,6 @@ def test_runs_that_have_nothing_to_show_are_named(tmp_path: Path) -> None:
   assert 'no value of entropy; it has' in wrong[0] and 'episode_return' in wrong[0]
 
 
-def test_the_interquartile_mean_is_scipys() -> None:
-  for n in range(1, 30):
-    x = np.random.default_rng(n).normal(size=n)
-    np.testing.assert_allclose(curves.iqm(x), stats.trim_mean(x, 0.25))
-    np.testing.assert_allclose(
-      curves.iqm(np.stack([x, 2 * x]), axis=1), stats.trim_mean([x, 2 * x], 0.25, axis=1)
-    )
-
-
-def test_intervals_have_the_truth_as_often_as_they_say() -> None:
-  rng, hits = np.random.default_rng(0), 0
-  for _ in range(300):
-    tasks = [rng.normal(mean, 1.0, 20) for mean in (0.0, 10.0)]
-    low, high = curves.bootstrap_interval(tasks, np.mean, resamples=500)
-    hits += low <= 5.0 <= high
-  assert 0.90 <= hits / 300 <= 0.98
-  # Not stratified it would be as wide as tasks differ.
-  assert high - low < 1.5
-
-
 def test_a_band_follows_each_curve_as_far_as_it_goes() -> None:
   x = np.arange(0.0, 101.0)
   found = curves.make_band([
@@ -159,21 +138,6 @@ def test_a_band_follows_each_curve_as_far_as_it_goes() -> None:
 def test_the_end_of_a_curve_is_its_last_tenth() -> None:
   x = np.arange(1.0, 101.0)
   assert curves.final_mean(curves.RunCurve(x, np.where(x >= 90, x, 0.0), Path())) == 95.0
-
-
-def test_profiles_and_probabilities_weigh_tasks_alike() -> None:
-  ours, theirs = (
-    [np.array([1.0, 3.0]), np.array([5.0])],
-    [np.array([2.0, 3.0]), np.array([5.0, 4.0])],
-  )
-  assert curves.probability_of_improvement(ours, theirs) == pytest.approx((1.5 / 4 + 1.5 / 2) / 2)
-  assert curves.probability_of_improvement(ours, ours) == 0.5
-  assert curves.performance_profile(ours, np.array([0.0, 2.0, 4.0, 6.0])).tolist() == [
-    1.0,
-    0.75,
-    0.5,
-    0.0,
-  ]
 
 
 def test_human_normalised_scores() -> None:

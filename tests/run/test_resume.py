@@ -18,6 +18,7 @@ import jax
 import pytest
 import rule_files
 from children import until
+from disks import small_disk
 from processes import (
   DEADLINE,
   Podrace,
@@ -613,19 +614,6 @@ def test_another_machine_is_told(here: Here, half: Path, monkeypatch: Patch) -> 
 
 
 # --- full disk ----------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-  folder.mkdir()
-  size = f'size={kilobytes}k'
-  mounted = subprocess.run(['mount', '-t', 'tmpfs', '-o', size, 'none', folder], check=False)
-  if mounted.returncode:
-    pytest.skip('mounting a small tmpfs needs root, or user namespaces')
-  try:
-    yield
-  finally:
-    subprocess.run(['umount', '-l', folder], check=True)
 
 
 @pytest.mark.slow

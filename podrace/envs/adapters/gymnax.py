@@ -4,6 +4,10 @@
 holds for every family in gymnax 1.0. In the tasks of `_LIMIT_IS_TASK` the observation tells the
 time and nothing but the limit ends the episode: there the limit is part of the task, so
 reaching it is termination.
+
+MinAtar's own rules, which published results use, differ from gymnax's: an action repeats with
+probability 0.1, and there is no time limit, except that Freeway ends after 2,500 steps. They are
+`sticky=0.1,max_steps_in_episode=0`.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from podrace.envs.adapters.adapt import (
   discrete,
   to_space,
 )
+from podrace.envs.adapters.sticky import StickyActions
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import at_least, options_error, read_options
 from podrace.envs.options import Value
@@ -60,14 +65,20 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   built = _scalars({k: p.default for k, p in inspect.signature(factory).parameters.items()})
   params = gymnax.make(name)[1]
   scalars = _scalars({f.name: getattr(params, f.name) for f in dataclasses.fields(params)})
-  values = read_options(f'gymnax:{name}', options, {'fresh_fraction': 1.0, **built, **scalars})
+  minatar = name.endswith('-MinAtar')
+  ours: dict[str, Value] = {'fresh_fraction': 1.0} | ({'sticky': 0.0} if minatar else {})
+  values = read_options(f'gymnax:{name}', options, {**ours, **built, **scalars})
   if 'max_steps_in_episode' in options:
-    at_least(f'gymnax:{name}', values, max_steps_in_episode=1)
+    at_least(f'gymnax:{name}', values, max_steps_in_episode=0 if minatar else 1)
+  if minatar and not 0 <= values['sticky'] < 1:
+    raise UnknownName(
+      f'gymnax:{name}: sticky is a probability, from 0 to below 1, not {values["sticky"]}'
+    )
   try:
     env, params = gymnax.make(name, **{k: values[k] for k in built})
     changed = {k: values[k] for k in scalars if k in options}
     params = params.replace(**changed)
-    dynamics = Gymnax(
+    dynamics: Any = Gymnax(
       name, env, params, _observation_space(name, env, params), _action_space(env, params)
     )
   except UnknownName:
@@ -76,6 +87,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     if not options:
       raise
     raise options_error(f'gymnax:{name}', options, error) from error
+  if minatar and values['sticky']:
+    dynamics = StickyActions(dynamics, values['sticky'])
   return NextStepReset(dynamics, values['fresh_fraction'])
 
 
@@ -123,11 +136,20 @@ class Gymnax:
     """Take one action."""
     action = jnp.asarray(action, self.action_space.dtype)
     observation, state, reward, terminated, _ = self.env.step_env(key, state, action, self.params)
-    truncated = self.env.is_truncated(state, self.params)
+    if self.params.max_steps_in_episode == 0:
+      terminated, truncated = terminated | self._is_over(state), False
+    else:
+      truncated = self.env.is_truncated(state, self.params)
     if self.name in _LIMIT_IS_TASK:
       terminated, truncated = terminated | truncated, False
     observation = to_space(self.observation_space, observation)
     return as_strong_types(state), transition(observation, reward, terminated, truncated)
+
+  def _is_over(self, state: Any) -> Any:
+    """Return whether a game of MinAtar without a time limit ends by its own clock."""
+    if self.name != 'Freeway-MinAtar':
+      return False
+    return self.env.is_truncated(state, self.env.default_params)
 
   @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:

@@ -187,7 +187,7 @@ def _mean(returns: list[float | None]) -> float | None:
 def _train_in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
   results: Trials = []
-  commands = ((p, processes.make_arguments(sweep.options, s)) for p, s in paths.items())
+  commands = ((p, processes.make_arguments(sweep.options, s, p)) for p, s in paths.items())
 
   def record_end(path: Path, code: int) -> None:
     results.append(processes.make_result(path, paths[path], code))
@@ -200,7 +200,7 @@ def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   """Train settings that Optuna proposes."""
   study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  commands = ((path, processes.make_arguments(sweep.options, s)) for path, s in study.settings())
+  commands = ((p, processes.make_arguments(sweep.options, s, p)) for p, s in study.settings())
   processes.run_trials(commands, sweep.jobs, study.finish, study.report, say)
   return study.results()
 

@@ -24,7 +24,7 @@ GRACE = 60.0  # seconds within which a trial must save and end
 
 
 class Trial:
-  """A running process that trains one setting.
+  """A running process that trains one setting, or one program of a suite.
 
   Owner: the sweep, which calls `stop`.
   Ends when: the run ends, or after `stop`.
@@ -33,7 +33,7 @@ class Trial:
   def __init__(self, command: list[str], run_dir: Path) -> None:
     self.run_dir, self._read = run_dir, 0
     with open_append(make_folder(run_dir) / 'output.txt') as output:
-      words = python('-m', 'podrace', *command, '--run-dir', str(run_dir))
+      words = python('-m', 'podrace', *command)
       self._process = ChildProcess(words, stdout=output, stderr=output)
 
   @property
@@ -70,10 +70,10 @@ class Trial:
     self._process.finish(GRACE)
 
 
-def make_arguments(options: list[str], setting: Setting) -> list[str]:
+def make_arguments(options: list[str], setting: Setting, run_dir: Path | None = None) -> list[str]:
   """Return the command of a setting: the sweep's own options, then the varied ones."""
   varied = [word for name, value in setting.items() for word in option_words(name, value)]
-  return ['train', *options, *varied]
+  return ['train', *options, *varied, *(['--run-dir', str(run_dir)] if run_dir else [])]
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -107,6 +107,7 @@ def run_trials(
   ended: Callable[[Path, int], None],
   line: Callable[[Path, Line], bool] = lambda path, line: False,
   say: Callable[[str], None] = tell,
+  finished: Callable[[Path], bool] = lambda path: read_summary(path) is not None,
 ) -> None:
   """Run trials, `jobs` at a time. Finished trials are not run again.
 
@@ -119,6 +120,7 @@ def run_trials(
     ended: receives the run directory and exit code of each trial.
     line: receives each new line of metrics. Returns whether the trial is to end.
     say: receives progress messages.
+    finished: returns whether a trial is finished.
 
   Raises:
     Stopped: on a signal, after the trials have saved.
@@ -139,7 +141,7 @@ def run_trials(
           orphan = trial
           break
         orphan = None
-        if read_summary(path) is not None:
+        if finished(path):
           ended(path, 0)
         else:
           running.append(Trial(command, path))

@@ -1,0 +1,164 @@
+"""podrace reproduce: run a suite of published experiments again, and write its page."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from podrace.commands import configure
+from podrace.errors import MissingExtra, UnknownName, UsageError
+from podrace.experiments.suites import suite as suites
+from podrace.run import compile_cache
+from podrace.run.directory import check_directory
+from podrace.system.options import Command, Option, Options
+from podrace.system.output import print_json, print_text, results, results_alone, tell
+from podrace.system.scheduling import cores
+
+if TYPE_CHECKING:
+  from podrace.experiments.suites.reproduce import Reproduction
+  from podrace.settings.config import Config
+
+COMMAND = Command(
+  'reproduce',
+  'NAME [OPTIONS]',
+  'train, evaluate and record all agents, tasks and seeds of a suite; started again, it goes on',
+  (
+    Option('--list', '', 'the suites, with their hours on two cores and what is recorded'),
+    Option('--only', 'TASK/AGENT', 'a part of the suite, as cartpole/ppo or cartpole/*; may be '
+      'repeated'),
+    Option('--seeds', 'N', 'only programs with a seed below N (default: all)'),
+    Option('--jobs', 'N', 'programs at a time (default: one for each core)'),
+    Option('--to', 'DIR', f'directory of the records (default: {suites.RECORDS}/NAME)'),
+    Option('--dir', 'DIR', 'directory of the run directories (default: runs/suites/NAME)'),
+    Option('--again', '', 'discard records and runs of other settings, and train them again'),
+    Option('--page', 'FILE', 'train nothing, and write a page about the records, such as '
+      'docs/results/NAME.md, with its pictures'),
+    Option('--program', 'NAME', 'only this program, such as cartpole.ppo.0, in this process'),
+  ),
+  """
+NAME is a suite of --list, or your own file, NAME.toml. A program is one `podrace train`, with one
+seed or more. Its record has the curve, the final scores, the configuration and the commit. The last
+line printed is JSON.
+""",
+  jax=True,
+  foreign={
+    '--list': 'show all',
+    '--only TASK/AGENT': 'task tasks agent agents env env-id filter algo',
+    '--seeds': 'num-seeds n-seeds seed',
+    '--jobs': 'n-jobs workers parallel num-workers',
+    '--to DIR': 'out output results save',
+    '--dir DIR': 'run-dir runs logdir',
+  },
+)  # fmt: skip
+
+
+@results_alone()
+def run(args: list[str]) -> int:
+  """Run the suite."""
+  options = Options(args, COMMAND)
+  if '--list' in options:
+    options.no_arguments()
+    _list()
+    return 0
+  suite = suites.load(options.one_argument('suite'))
+  to = options.path('--to') or Path(suites.RECORDS) / suite.name
+  folder = options.path('--dir') or Path('runs/suites') / suite.name
+  for name, path in (('--to', to), ('--dir', folder)):
+    check_directory(path, name)
+  jobs = options.whole('--jobs') if '--jobs' in options else cores()
+  if jobs < 1:
+    raise UsageError('--jobs must be at least 1')
+  if '--page' in options:
+    from podrace.experiments.suites.page import write_page
+
+    print_json(write_page(suite, to, Path(options.text('--page'))))
+    return 0
+  from podrace.experiments.suites.reproduce import Reproduction
+
+  programs = _select(suite, options)
+  configs = {p.name: _configure(suite, p) for p in programs}
+  plan = Reproduction(suite, programs, configs, folder, to, jobs, '--again' in options)
+  return _run_alone(plan) if '--program' in options else _run_all(plan)
+
+
+def _run_all(plan: Reproduction) -> int:
+  from podrace.experiments.suites.page import summarize
+  from podrace.experiments.suites.reproduce import reproduce
+
+  records = reproduce(plan, tell)
+  numbers = summarize(plan.suite, records)
+  for task, agents in numbers.items():
+    for agent, row in agents.items():
+      tell(f'{task} {agent}: {row["evaluated"]}, training {row["training"]}')
+  print_json({
+    'suite': plan.suite.name, 'to': str(plan.to), 'programs': len(plan.suite.programs),
+    'recorded': len(records), 'scores': numbers,
+  })  # fmt: skip
+  return 0
+
+
+def _run_alone(plan: Reproduction) -> int:
+  """Run one program in this process."""
+  from podrace.experiments.suites.reproduce import run_program
+
+  compile_cache.enable(tell)
+  (program,) = plan.programs
+
+  def change(config: Config, words: Sequence[str]) -> Config:
+    return configure.parse(config, list(words), 'podrace reproduce') if words else config
+
+  print_json({'record': str(run_program(plan, program, change, tell))})
+  return 0
+
+
+def _select(suite: suites.Suite, options: Options) -> list[suites.Program]:
+  """Return the programs that the options name."""
+  programs = list(suite.programs)
+  if '--program' in options:
+    name = options.text('--program')
+    programs = [p for p in programs if p.name == name]
+    if not programs:
+      raise UsageError(f'--program {name}: {suite.name} has no such program')
+  for pattern in options.every('--only'):
+    if not any(fnmatch.fnmatch(f'{p.task}/{p.agent}', pattern) for p in programs):
+      pairs = dict.fromkeys(f'{p.task}/{p.agent}' for p in suite.programs)
+      raise UsageError(f'--only {pattern}: {suite.name} has {", ".join(pairs)}')
+  if patterns := options.every('--only'):
+    programs = [
+      p for p in programs if any(fnmatch.fnmatch(f'{p.task}/{p.agent}', x) for x in patterns)
+    ]
+  if '--seeds' in options:
+    programs = [p for p in programs if p.first < options.whole('--seeds')]
+    if not programs:
+      raise UsageError('--seeds must be at least 1')
+  return programs
+
+
+def _configure(suite: suites.Suite, program: suites.Program) -> Config:
+  """Return the configuration of a program, as `podrace train` makes it."""
+  try:
+    config = configure.parse_words(program.command, 'podrace reproduce')
+    configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
+  except MissingExtra as e:
+    raise UsageError(f'{program.name}: {e}; --only leaves out parts of {suite.name}') from e
+  except (UsageError, UnknownName) as e:
+    raise UsageError(f'{suite.source}: {program.name}: {e}') from e
+  return config
+
+
+def _list() -> None:
+  """Print the suites."""
+  for name in suites.names():
+    suite = suites.load(name)
+    folder = Path(suites.RECORDS) / name
+    done = sum((folder / f'{p.name}.json').exists() for p in suite.programs)
+    seeds = sum(p.count for p in suite.programs)
+    print_text(f'{name:16}{suite.about}', file=results())
+    print_text(
+      f'{"":16}{len(suite.tasks)} tasks, {len(suite.agents)} agents, {seeds} runs; '
+      f'{suite.seconds / 7200:.1f} h on two cores; {done} of {len(suite.programs)} programs '
+      'recorded',
+      file=results(),
+    )

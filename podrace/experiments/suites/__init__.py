@@ -1,0 +1,1 @@
+"""Suites: published experiments as data, run again, recorded and written as pages."""

@@ -1,0 +1,87 @@
+"""Programs that are killed by SIGKILL at random while they train."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from podrace.errors import RunError, Stopped, UnreadableFile
+from podrace.experiments.suites.suite import Program
+from podrace.experiments.sweep.processes import GRACE
+from podrace.run.directory import last_line
+from podrace.system.child import ChildProcess, python
+from podrace.system.files import make_folder, open_append, write_json
+from podrace.system.files.reading import read_json
+from podrace.system.signals import Stop
+
+POLL = 0.02  # seconds between looks at the program
+LONGEST = 1.0  # most seconds that a kill comes after its step
+FILE = 'kills.json'
+KILLED = 128 + signal.SIGKILL  # exit code
+
+
+def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None]) -> list[int]:
+  """Train a program in a child process that is killed `program.kills` times.
+
+  The parts of the run at which it is killed are random, and a random delay follows. A program that
+  is finished earlier is not killed again.
+
+  Args:
+    program: the program.
+    run_dir: its run directory, which also keeps the kills. A second call goes on.
+    say: receives a message at each kill.
+
+  Returns:
+    The step at each kill.
+
+  Raises:
+    RunError: if the child fails by itself.
+  """
+  rng = np.random.default_rng([program.first, program.kills])
+  targets = np.sort(rng.uniform(0.02, 0.98, program.kills)) * program.steps
+  delays = rng.uniform(0.0, LONGEST, program.kills)
+  killed_at: list[int] = read_json(run_dir / FILE) or []
+  for target, delay in list(zip(targets, delays, strict=True))[len(killed_at) :]:
+    code = _train_until(program, run_dir, target, delay)
+    if code == 0:
+      break
+    if code != KILLED:
+      raise RunError(f'{program.name}: its child ended with {code}: see {run_dir}/output.txt')
+    killed_at.append(_step(run_dir))
+    write_json(run_dir / FILE, killed_at)
+    say(f'killed at step {killed_at[-1]:,}')
+  return killed_at
+
+
+def _train_until(program: Program, run_dir: Path, target: float, delay: float) -> int:
+  """Train in a child that is killed `delay` seconds after step `target`. Returns its exit code.
+
+  Raises:
+    Stopped: on a signal, after the child has saved.
+  """
+  with Stop() as stop:
+    with open_append(make_folder(run_dir) / 'output.txt') as output:
+      words = python('-m', 'podrace', 'train', *program.command, '--run-dir', str(run_dir))
+      child = ChildProcess(words, stdout=output, stderr=output)
+    try:
+      while child.poll() is None and not stop.signum and _step(run_dir) < target:
+        child.wait(POLL)
+      if stop.signum:
+        child.stop(GRACE)
+        raise Stopped(stop.signum)
+      child.wait(delay)
+    finally:
+      child.signal(signal.SIGKILL)
+    return child.finish()
+
+
+def _step(run_dir: Path) -> int:
+  """Return the last step in a run's metrics, 0 without any."""
+  try:
+    step: int = last_line(run_dir / 'metrics.jsonl')[0].get('step', 0)
+  except UnreadableFile:  # a line is being written
+    return 0
+  return step

@@ -1,0 +1,284 @@
+"""The page of a suite: tables, pictures, published scores, protocol and origin of its records."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace.errors import UsageError
+from podrace.experiments import plot, statistics
+from podrace.experiments.curves import Band, CurveGroup
+from podrace.experiments.labels import NAME
+from podrace.experiments.suites.records import Record, failing, read_records
+from podrace.experiments.suites.suite import Program, Suite
+from podrace.system.files import make_user_folder, write_whole
+from podrace.system.output import printable
+
+GRID = 100  # points of a sample efficiency curve
+Pairs = Mapping[tuple[str, str], Sequence[Record]]  # records of each task and agent
+
+
+def by_pair(suite: Suite, records: Mapping[str, Record]) -> Pairs:
+  """Return the records of each task and agent, in the order of the suite."""
+  pairs: dict[tuple[str, str], list[Record]] = {}
+  for program in suite.programs:
+    if program.name in records:
+      pairs.setdefault((program.task, program.agent), []).append(records[program.name])
+  return pairs
+
+
+def scores_of(records: Sequence[Record], name: str) -> np.ndarray:
+  """Return a score of all seeds of some records."""
+  return np.concatenate([np.array([]), *(r.scores(name) for r in records)])
+
+
+def describe(scores: np.ndarray) -> str:
+  """Return a mean and its 95% bootstrap interval as text."""
+  if not len(scores):
+    return 'none'
+  value = _number(float(scores.mean()))
+  if len(scores) == 1:
+    return value
+  low, high = statistics.interval(statistics.mean, [scores])
+  return f'{value} [{_number(float(low))}, {_number(float(high))}]'
+
+
+def _number(x: float) -> str:
+  return f'{x:,.2f}' if abs(x) < 1000 else f'{x:,.0f}'
+
+
+def summarize(suite: Suite, records: Mapping[str, Record]) -> dict[str, dict[str, Any]]:
+  """Return the scores of each task and agent, as texts."""
+  result: dict[str, dict[str, Any]] = {}
+  for (task, agent), some in by_pair(suite, records).items():
+    row: dict[str, Any] = {n: describe(scores_of(some, n)) for n in ('evaluated', 'training')}
+    result.setdefault(task, {})[agent] = row | {'seeds': len(scores_of(some, 'evaluated'))}
+  return result
+
+
+def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
+  """Write the page of a suite and its pictures beside it, and return their paths.
+
+  Args:
+    suite: the suite.
+    folder: directory of its records.
+    out: the page.
+
+  Raises:
+    UsageError: if there is no record, or matplotlib is not installed.
+    RunError: if a file cannot be written.
+  """
+  if out.suffix != '.md':
+    raise UsageError(f'--page {out}: its name must end with .md')
+  records = read_records(folder, suite)
+  if not records:
+    raise UsageError(
+      f'{folder} has no record of {suite.name}: run podrace reproduce {suite.source}'
+    )
+  pairs = by_pair(suite, records)
+  curves, aggregate = (out.with_name(f'{out.stem}-{x}.png') for x in ('curves', 'aggregate'))
+  plot.check_out(curves)
+  with failing(out):
+    make_user_folder(out.parent)
+  groups = [
+    CurveGroup({'env': suite.tasks[task].env, NAME: agent}, [c for r in some for c in r.curves()])
+    for (task, agent), some in pairs.items()
+  ]
+  plot.draw([g for g in groups if g.curves], 'episode_return', 'steps', 'mean', curves)
+  sections = [
+    f'# {suite.title}', _head(suite), f'![Learning curves]({curves.name})', _table(suite, pairs),
+    *([_hashes(suite, pairs)] if suite.hashes else []),
+    *([_published(suite, pairs)] if suite.published else []),
+    *_aggregate(suite, pairs, aggregate), _protocol(suite, records), _origin(records),
+  ]  # fmt: skip
+  with failing(out):
+    write_whole(out, '\n\n'.join(sections) + '\n')
+  return {'page': str(out), 'recorded': len(records), 'programs': len(suite.programs)}
+
+
+def _head(suite: Suite) -> str:
+  name = shlex.quote(suite.source)
+  return (
+    f'{suite.about}. This page is made from records, and these commands make both again:\n\n'
+    f'```\npodrace reproduce {name}\npodrace reproduce {name} --page docs/results/{suite.name}.md\n'
+    '```'
+  )
+
+
+def _rows(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+  lines = [head, ['---'] * len(head), *rows]
+  cells = [[printable(str(c), lines=False).replace('|', r'\|') for c in line] for line in lines]
+  return '\n'.join(f'| {" | ".join(line)} |' for line in cells)
+
+
+def _table(suite: Suite, pairs: Pairs) -> str:
+  programs = {(p.task, p.agent): p for p in suite.programs}
+  rows = []
+  for (task, agent), some in pairs.items():
+    hours = sum(r.content.get('wall_s') or 0.0 for r in some) / 3600
+    planned = sum(p.count for p in suite.programs if (p.task, p.agent) == (task, agent))
+    seeds = sum(len(r.content['seeds']) for r in some)
+    rows.append([
+      task, agent, f'{seeds}' if seeds == planned else f'{seeds} of {planned}',
+      f'{programs[task, agent].steps:,}', describe(scores_of(some, 'evaluated')),
+      describe(scores_of(some, 'training')), f'{hours:.2f}',
+    ])  # fmt: skip
+  head = ['task', 'agent', 'seeds', 'steps', 'final evaluation', 'training, last tenth', 'hours']
+  return (
+    '## Scores\n\nMean over the seeds, and its 95% bootstrap interval. Hours are of all seeds.\n\n'
+    + _rows(head, rows)
+  )
+
+
+def _hashes(suite: Suite, pairs: Pairs) -> str:
+  rows = []
+  for task in suite.tasks:
+    hashes = {a: r.content for (t, a), some in pairs.items() if t == task for r in some}
+    same = len({x['params_sha256'] for x in hashes.values()}) == 1
+    killed = [f'{step:,}' for x in hashes.values() for step in x.get('killed_at', ())]
+    if len(hashes) > 1:
+      first = next(iter(hashes.values()))['params_sha256'][:16]
+      rows.append([task, ', '.join(killed) or 'never', first, 'yes' if same else '**no**'])
+  head = ['task', 'killed at step', 'first hash of the parameters', 'all hashes are equal']
+  return f'## Killed and resumed\n\n{_rows(head, rows)}'
+
+
+def _published(suite: Suite, pairs: Pairs) -> str:
+  tasks = [t for t in suite.tasks if any(t in row.scores for row in suite.published)]
+  rows = []
+  for agent in suite.agents:
+    for name, how in (('evaluated', 'final evaluation'), ('training', 'training, last tenth')):
+      cells = [_mean(scores_of(pairs.get((t, agent), ()), name)) for t in tasks]
+      if any(cells):
+        rows.append([f'**{agent}, here**', *cells, how, 'this page'])
+  for row in suite.published:
+    rows.append([row.who, *(row.scores.get(t, '') for t in tasks), row.protocol, row.source])
+  return '## Published scores\n\nScores compare only where the protocols agree.\n\n' + _rows(
+    ['', *tasks, 'protocol', 'source'], rows
+  )
+
+
+def _mean(scores: np.ndarray) -> str:
+  return _number(float(scores.mean())) if len(scores) else ''
+
+
+def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:
+  """Yield the aggregates over tasks, of the agents that have all recorded tasks."""
+  tasks = [t for t in suite.tasks if any(t == task for task, _ in pairs)]
+  agents = [a for a in suite.agents if all((t, a) in pairs for t in tasks)]
+  if not agents:
+    return
+  scores = {
+    a: [suite.tasks[t].normalize(scores_of(pairs[t, a], 'evaluated')) for t in tasks]
+    for a in agents
+  }
+  numbers = plot.draw_aggregate(
+    scores, f'score: {suite.scale}', out, *_efficiency(suite, pairs, scores)
+  )
+  rows = [
+    [name, *(_interval(values, s) for s in statistics.AGGREGATES)]
+    for name, values in numbers.items()
+  ]
+  yield (
+    f'## Over the tasks\n\nNormalized final evaluations over {", ".join(tasks)}: {suite.scale}. '
+    'Intervals: 95%, stratified bootstrap.\n\n'
+    + _rows(['agent', 'interquartile mean', 'median', 'mean', 'optimality gap'], rows)
+  )
+  if len(agents) > 1:
+    table = [[a, *(_improvement(scores, a, b) for b in agents)] for a in agents]
+    yield 'Probability that the row beats the column in a task:\n\n' + _rows(['', *agents], table)
+  yield f'![Aggregates]({out.name})'
+
+
+def _interval(values: Mapping[str, Any], statistic: str) -> str:
+  low, high = values[f'{statistic}_interval']
+  return f'{values[statistic]:.3f} [{low:.3f}, {high:.3f}]'
+
+
+def _improvement(scores: Mapping[str, Sequence[np.ndarray]], a: str, b: str) -> str:
+  if a == b:
+    return ''
+  value = statistics.probability_of_improvement(scores[a], scores[b])
+  low, high = statistics.interval(
+    statistics.probability_of_improvement,
+    scores[a],
+    scores[b],
+    resamples=statistics.CURVE_RESAMPLES,
+  )
+  return f'{value:.2f} [{low:.2f}, {high:.2f}]'
+
+
+def _efficiency(
+  suite: Suite, pairs: Pairs, scores: Mapping[str, Sequence[np.ndarray]]
+) -> tuple[dict[str, Band], str]:
+  """Return the interquartile mean of each agent over its steps, and the name of that axis.
+
+  If an agent has different numbers of steps in its tasks, positions are parts of the runs.
+  """
+  tasks = [t for t in suite.tasks if any(t == task for task, _ in pairs)]
+  totals = {(p.task, p.agent): p.steps for p in suite.programs}
+  equal = all(len({totals[t, a] for t in tasks}) == 1 for a in scores)
+  bands = {}
+  for agent in scores:
+    last = totals[tasks[0], agent] if equal else 1.0
+    grid = np.linspace(last / GRID, last, GRID)
+    each = [
+      _on_grid(suite, t, pairs[t, agent], grid, 1.0 if equal else totals[t, agent]) for t in tasks
+    ]
+    low, high = statistics.interval(statistics.iqm, each, resamples=statistics.CURVE_RESAMPLES)
+    count = np.full(GRID, sum(map(len, each)))
+    bands[agent] = Band(grid, statistics.iqm(each), low, high, count)
+  return bands, 'environment steps' if equal else 'part of the run'
+
+
+def _on_grid(
+  suite: Suite, task: str, records: Sequence[Record], grid: np.ndarray, unit: float
+) -> np.ndarray:
+  """Return the normalized curves [runs, GRID] of a task."""
+  rows = [
+    np.interp(grid * unit, c.x, suite.tasks[task].normalize(c.y))
+    for r in records
+    for c in r.curves()
+  ]
+  return np.array(rows)
+
+
+def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
+  shown: dict[tuple[str, str], Program] = {}
+  for program in suite.programs:
+    if program.name in records:
+      shown.setdefault((program.task, program.agent), program)
+  ways = dict.fromkeys(
+    f'{e.episodes:,} {e.acting} episodes for each seed,'
+    + (f' in `{e.env}`' if e.env else f' of at most {e.max_steps:,} steps')
+    for e in (p.evaluation for p in shown.values())
+  )
+  notes = [
+    f'Final evaluation: {"; ".join(ways)}. The training return is the mean over the episodes that '
+    'end in the last tenth of a run.',
+    f'Normalization: {suite.scale}. '
+    + '; '.join(f'{t.name} {t.low:g} to {t.high:g}' for t in suite.tasks.values()) + '.',
+    *suite.notes,
+  ]  # fmt: skip
+  commands = [shlex.join(['podrace', 'train', *p.command]) for p in shown.values()]
+  return (
+    '## Protocol\n\n' + '\n'.join(f'- {note}' for note in notes)
+    + '\n\nThe first program of each task and agent:\n\n```\n' + '\n'.join(commands) + '\n```'
+  )  # fmt: skip
+
+
+def _origin(records: Mapping[str, Record]) -> str:
+  origins: dict[tuple[str, str], int] = {}
+  for record in records.values():
+    machine = record.content['machine']
+    names = ('device', 'cores', 'jax', 'python')
+    where = ', '.join(f'{n} {machine[n]}' for n in names if n in machine)
+    commit, dash, dirty = record.content['commit'].partition('-')
+    key = f'{commit[:12]}{dash}{dirty}', where
+    origins[key] = origins.get(key, 0) + 1
+  rows = [[commit, where, count] for (commit, where), count in origins.items()]
+  return f'## Origin\n\n{_rows(["commit", "machine", "programs"], rows)}'

@@ -1,0 +1,526 @@
+"""Suites: data, runs that go on, records, pages and comparisons."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from children import Process, hide_library, until
+from disks import small_disk
+from processes import as_users_have_it, cache, command, summary
+from shorthand import Capture, Patch, TempPaths, slow_after
+from test_runs import called
+
+from podrace.errors import RunError
+from podrace.experiments.suites import suite as suites
+from podrace.experiments.suites.records import thin, write_record
+from podrace.experiments.suites.reproduce import Estimate
+
+ROOT = Path(__file__).parents[2]
+TINY = """
+title = 'Tiny'
+about = 'Two tasks, two agents and two seeds'
+scale = 'the worst is 0, the best 1'
+seeds = 2
+together = 2
+episodes = 4
+max_steps = 600
+steps = 1_280
+train = '--num-envs 8 --unroll-length 8 --log-every 320 --devices 1'
+
+[tasks.catch]
+env = 'podrace:catch'
+low = -1
+high = 1
+
+[tasks.cartpole]
+env = 'gymnax:CartPole-v1'
+low = 0
+high = 500
+
+[agents.impala]
+train = '--agent impala --agent.network.hidden 8'
+
+[agents.ppo]
+train = '--agent ppo --agent.minibatches 1 --agent.epochs 1 --agent.network.hidden 8'
+acting = 'sampled'
+
+[pairs.'catch/ppo']
+together = 1
+
+[[published]]
+who = 'Nobody | all'
+scores = { cartpole = '495.1 +- 6.9' }
+protocol = 'none'
+source = 'a test'
+"""
+PROGRAMS = [
+  'cartpole.impala.0',
+  'cartpole.ppo.0',
+  'catch.impala.0',
+  'catch.ppo.0',
+  'catch.ppo.1',
+]
+
+
+@pytest.fixture(scope='module')
+def tiny(tmp_path_factory: TempPaths, cache: Path) -> Path:
+  """A directory with the suite, its records and its runs."""
+  folder = tmp_path_factory.mktemp('tiny')
+  (folder / 'tiny.toml').write_text(TINY)
+  done = command('reproduce', *arguments(folder))
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert (result['programs'], result['recorded']) == (5, 5)
+  assert '5 of 5 programs done' in done.stderr
+  return folder
+
+
+def arguments(folder: Path, *more: str) -> list[str]:
+  places = ('--to', str(folder / 'records'), '--dir', str(folder / 'runs'))
+  return [str(folder / 'tiny.toml'), *places, *more]
+
+
+def copy(tiny: Path, tmp_path: Path) -> Path:
+  """A copy that a test may change."""
+  shutil.copytree(tiny, tmp_path / 'copy')
+  return tmp_path / 'copy'
+
+
+def records(folder: Path) -> dict[str, Any]:
+  return {p.stem: json.loads(p.read_text()) for p in sorted((folder / 'records').glob('*.json'))}
+
+
+# --- the data -------------------------------------------------------------------------------------
+
+
+def test_the_suites_of_podrace_can_be_read() -> None:
+  expected = {'classic', 'minatar', 'minatar-gymnax', 'memory', 'control', 'atari-pong', 'exact'}
+  assert set(suites.names()) == expected
+  for name in suites.names():
+    suite = suites.load(name)
+    assert len({p.name for p in suite.programs}) == len(suite.programs)
+    assert {p.task for p in suite.programs} == set(suite.tasks)
+    assert {p.agent for p in suite.programs} == set(suite.agents)
+  minatar = suites.load('minatar')
+  assert minatar.tasks['breakout'].normalize(np.array([0.37, 57.7])).tolist() == [0, 1]
+  (rdq,) = [p.scores for p in minatar.published if p.who == 'regularised dueling, 1e7 steps']
+  assert rdq['breakout'] == '57.7 +- 1.5'
+  assert all(t.high == float(rdq[n].split()[0]) for n, t in minatar.tasks.items())
+
+
+FAST = ('atari-pong', 'memory')
+
+
+@pytest.mark.parametrize('name', slow_after(2, *FAST, *sorted({*suites.names()} - {*FAST})))
+def test_every_program_of_a_suite_is_a_command_of_train(name: str, capsys: Capture) -> None:
+  """Each is parsed and its environment made; a program fails before it has a directory."""
+  from podrace.commands.reproduce import _configure
+
+  suite = suites.load(name)
+  first = {(p.task, p.agent): p for p in suite.programs if p.first == 0}
+  for program in first.values():
+    config = _configure(suite, program)
+    assert (config.env, config.total_steps) == (suite.tasks[program.task].env, program.steps)
+    assert (config.seed, config.seeds) == (0, program.count)
+    assert config.architecture == 'anakin' or program.count == 1
+
+
+def test_settings_of_later_places_win_and_options_are_joined(tmp_path: Path) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  programs = {p.name: p for p in suites.load(str(tmp_path / 'tiny.toml')).programs}
+  assert sorted(programs) == PROGRAMS
+  assert [p.count for _, p in sorted(programs.items())] == [2, 2, 2, 1, 1]
+  assert programs['catch.ppo.1'].evaluation.acting == 'sampled'
+  assert programs['catch.impala.0'].evaluation.acting == 'greedy'
+  assert programs['catch.ppo.1'].command == [
+    '--env', 'podrace:catch', '--total-steps', '1280', '--num-envs', '8', '--unroll-length', '8',
+    '--log-every', '320', '--devices', '1', '--agent', 'ppo', '--agent.minibatches', '1',
+    '--agent.epochs', '1', '--agent.network.hidden', '8', '--seed', '1',
+  ]  # fmt: skip
+
+
+BAD = [
+  ("title = 'Tiny'", '', 'the file has no title'),
+  ('seeds = 2', 'seeds = 0', 'the file has a seeds out of range'),
+  ('seeds = 2', 'sseds = 2', "the file has 'sseds'"),
+  ('steps = 1_280', '', 'catch/impala has no steps'),
+  ('low = 0', 'low = 500', 'tasks.cartpole has low = high'),
+  ("acting = 'sampled'", "acting = 'best'", "acting of catch/ppo is 'best'"),
+  ("[pairs.'catch/ppo']", "[pairs.'catch/dqn']", "pairs has 'catch/dqn'"),
+  ('{ cartpole', '{ pong', "published has a task 'pong'"),
+  ("'495.1 +-", "'about 495.1 +-", "'about'"),
+  ("env = 'podrace:catch'", '', 'tasks.catch has no env'),
+  ('[tasks.catch]', "[tasks.'../x']", "'../x'"),
+  ('[tasks.catch]', '[tasks.catch', 'tiny.toml: '),
+  ('--agent.epochs 1', '--agent.epoch 1', '--agent.epoch'),
+  ('podrace:catch', 'podrace:cath', 'nearest: catch'),
+]
+
+
+@pytest.mark.parametrize(('was', 'now', 'message'), BAD, ids=[b[2] for b in BAD])
+def test_a_suite_that_is_wrong_is_refused(
+  was: str, now: str, message: str, tmp_path: Path, capsys: Capture
+) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY.replace(was, now, 1))
+  code, out, err = called(capsys, 'reproduce', *arguments(tmp_path))
+  assert (code, out) == (2, '') and message in err
+  assert len(err.splitlines()) <= 3 and not (tmp_path / 'runs').exists()
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['clasic'], "unknown suite 'clasic': did you mean classic"),
+    ([], 'reproduce takes one suite'),
+    (['none.toml'], 'none.toml does not exist'),
+    (['classic', '--only', 'pong/*'], '--only pong/*: classic has cartpole/ppo'),
+    (['classic', '--program', 'x'], '--program x: classic has no such program'),
+    (['classic', '--seeds', '0'], '--seeds must be at least 1'),
+    (['classic', '--jobs', '0'], '--jobs must be at least 1'),
+    (['classic', '--to', '/dev/null'], '--to /dev/null'),
+    (['classic', '--to', 'x', '--page', 'x.md'], 'x has no record of classic'),
+    (['classic', '--page', 'x.html'], '--page x.html'),
+    (['classic', '--task', 'x'], '--only TASK/AGENT'),
+  ],
+)
+def test_bad_usage(
+  args: list[str], message: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  code, out, err = called(capsys, 'reproduce', *args)
+  assert (code, out) == (2, '') and message in err and len(err.splitlines()) == 1
+  assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_library_is_named_before_anything_runs(
+  tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  hide_library(monkeypatch, 'brax')
+  code, out, err = called(capsys, 'reproduce', 'control')
+  assert (code, out) == (2, '') and len(err.splitlines()) == 1
+  assert "pip install 'podrace[brax]'" in err and '--only' in err
+  assert not list(tmp_path.iterdir())
+
+
+def test_the_list_names_suites_with_their_hours(capsys: Capture) -> None:
+  code, out, _ = called(capsys, 'reproduce', '--list')
+  assert code == 0
+  for name in suites.names():
+    suite = suites.load(name)
+    _, _, rest = out.partition(f'{name:16}{suite.about}')
+    runs = sum(p.count for p in suite.programs)
+    assert f'{runs} runs; {suite.seconds / 7200:.1f} h on two cores' in rest.splitlines()[1]
+
+
+# --- runs and records -----------------------------------------------------------------------------
+
+
+def test_each_program_has_a_record(tiny: Path) -> None:
+  every = records(tiny)
+  assert sorted(every) == PROGRAMS
+  for name, record in every.items():
+    ended = summary(tiny / 'runs' / name)
+    assert record['params_sha256'] == ended['params_sha256'] and record['step'] == 1_280
+    training = ended.get('episode_return_by_seed') or [ended['episode_return']]
+    np.testing.assert_allclose(record['training'], training, rtol=1e-5)
+    seeds = record['seeds']
+    assert len(record['evaluated']) == len(seeds) == record['config']['seeds']
+    curve = record['curve']
+    assert curve['step'] == [320, 640, 960, 1280]
+    assert [len(row) for row in curve['returns']] == [4] * len(seeds)
+    assert re.match(r'[0-9a-f]{40}|version ', record['commit'])
+    assert record['machine']['cores'] >= 1 and record['machine']['python']
+    assert (tiny / 'records' / f'{name}.json').stat().st_size < 5_000
+  assert [every[f'catch.ppo.{i}']['seeds'] for i in range(2)] == [[0], [1]]
+  hashes = {r['params_sha256'] for r in every.values()}
+  assert len(hashes) == 5
+
+
+def test_an_evaluation_is_that_of_the_eval_command(tiny: Path, capsys: Capture) -> None:
+  for name, way in (('catch.impala.0', '--greedy'), ('catch.ppo.1', '--sample')):
+    record = records(tiny)[name]
+    seed = str(1_000_000 + record['seeds'][0])
+    run = str(tiny / 'runs' / name)
+    code, out, _ = called(capsys, 'eval', run, way, '--episodes', '4', '--seed', seed)
+    result = json.loads(out.splitlines()[-1])
+    means = result.get('episode_return_mean_by_seed') or [result['episode_return_mean']]
+    assert code == 0 and record['evaluated'] == means
+
+
+def test_a_recorded_suite_is_not_trained_again(tiny: Path, capsys: Capture) -> None:
+  before = {p: p.stat().st_mtime_ns for p in tiny.rglob('*.json')}
+  code, out, err = called(capsys, 'reproduce', *arguments(tiny))
+  assert code == 0 and '5 of 5 programs are recorded' in err
+  assert json.loads(out)['recorded'] == 5
+  assert {p: p.stat().st_mtime_ns for p in tiny.rglob('*.json')} == before
+
+
+def test_other_settings_are_named_and_not_mixed(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  changed = TINY.replace('--agent ppo', '--agent ppo --agent.learning-rate 3e-3', 1)
+  (folder / 'tiny.toml').write_text(changed.replace('episodes = 4', 'episodes = 5', 1))
+  before = records(folder)
+  code, out, err = called(capsys, 'reproduce', *arguments(folder))
+  assert (code, out) == (2, '') and records(folder) == before
+  assert (
+    'config.agent.learning_rate: 0.001 -> 0.003' in err and 'evaluation.episodes: 4 -> 5' in err
+  )
+  assert before['catch.ppo.0']['commit'][:20] in err and '--again' in err
+  # without a record, the run that was begun has other settings
+  (folder / 'records' / 'catch.ppo.0.json').unlink()
+  code, _, err = called(
+    capsys, 'reproduce', *arguments(folder, '--only', 'catch/ppo', '--seeds', '1')
+  )
+  assert code == 2 and 'agent.learning_rate: 0.001 -> 0.003' in err and 'runs/catch.ppo.0' in err
+
+
+@pytest.mark.slow
+def test_again_trains_what_has_changed(tiny: Path, tmp_path: Path, cache: Path) -> None:
+  folder = copy(tiny, tmp_path)
+  (folder / 'tiny.toml').write_text(
+    TINY.replace('--agent ppo', '--agent ppo --agent.learning-rate 3e-3', 1)
+  )
+  before = records(folder)
+  only = ('--only', 'catch/ppo', '--seeds', '1', '--again')
+  done = command('reproduce', *arguments(folder, *only))
+  assert done.returncode == 0, done.stderr
+  after = records(folder)
+  assert after['catch.ppo.0']['config']['agent']['learning_rate'] == 3e-3
+  assert after['catch.ppo.0']['params_sha256'] != before['catch.ppo.0']['params_sha256']
+  assert {k: v for k, v in after.items() if k != 'catch.ppo.0'} == {
+    k: v for k, v in before.items() if k != 'catch.ppo.0'
+  }
+
+
+def test_another_commit_with_the_same_settings_is_named(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  path = folder / 'records' / 'catch.ppo.0.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | {'commit': 'c0ffee' * 6}))
+  code, _, err = called(capsys, 'reproduce', *arguments(folder))
+  assert code == 0
+  assert '1 programs were recorded by another commit, c0ffeec0ffeec0ffeec0' in err
+
+
+@pytest.mark.parametrize(
+  ('content', 'message'),
+  [
+    ('{', 'is not JSON'), ('{}', 'has no suite'), ({'task': 'cartpole'}, 'of another program'),
+    ({'seeds': [7]}, 'has the seeds [7]'), ({'training': ['x']}, 'training'),
+    ({'curve': {'step': [1], 'returns': 3}}, 'curve'),
+  ],
+)  # fmt: skip
+def test_a_damaged_record_is_named(
+  content: Any, message: str, tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  path = folder / 'records' / 'catch.ppo.0.json'
+  record = json.loads(path.read_text())
+  path.write_text(content if isinstance(content, str) else json.dumps(record | content))
+  for more in ((), ('--page', str(tmp_path / 'x.md'))):
+    code, _, err = called(capsys, 'reproduce', *arguments(folder, *more))
+    assert code == 2 and 'catch.ppo.0.json' in err and message in err
+    assert len(err.splitlines()) == 1
+
+
+def test_it_goes_on_after_a_kill_and_ends_with_the_same_parameters(
+  tiny: Path, tmp_path: Path, cache: Path
+) -> None:
+  """The children of a killed one train on: the next one waits for them, or starts them again."""
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  args = arguments(tmp_path, '--only', 'catch/*')
+  environment = {k: v for k, v in os.environ.items() if k == 'JAX_NUM_CPU_DEVICES'}
+  os.environ.pop('JAX_NUM_CPU_DEVICES', None)
+  try:
+    with Process(tmp_path / 'log', '-m', 'podrace', 'reproduce', *args) as process:
+      until(lambda: list((tmp_path / 'runs').glob('*/config.json')))
+      process.kill()
+  finally:
+    os.environ.update(environment)
+  done = command('reproduce', *args)
+  assert done.returncode == 0, done.stderr
+  known = records(tiny)
+  for name, record in records(tmp_path).items():
+    assert record['params_sha256'] == known[name]['params_sha256'], name
+    assert (
+      record['curve'] == known[name]['curve'] and record['evaluated'] == known[name]['evaluated']
+    )
+  assert len(records(tmp_path)) == 3
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_and_its_children(tmp_path: Path, cache: Path) -> None:
+  from podrace.run.directory import is_running
+
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  with Process(tmp_path / 'log', '-m', 'podrace', 'reproduce', *arguments(tmp_path)) as process:
+    until(lambda: list((tmp_path / 'runs').glob('*/lock')))
+    process.signal(signal.SIGTERM)
+    assert process.wait() == 143, process.output
+  assert not any(is_running(p) for p in (tmp_path / 'runs').iterdir())
+  assert '--dir' in process.output
+
+
+@pytest.mark.slow
+def test_a_program_that_fails_is_named_after_the_others(tmp_path: Path, cache: Path) -> None:
+  """An episode longer than max_steps ends the evaluation."""
+  (tmp_path / 'tiny.toml').write_text(TINY.replace('max_steps = 600', 'max_steps = 9', 1))
+  done = command('reproduce', *arguments(tmp_path, '--only', '*/impala', '--jobs', '1'))
+  assert done.returncode == 1 and sorted(records(tmp_path)) == ['catch.impala.0']
+  last = done.stderr.splitlines()[-2:]
+  assert last[0].endswith('1 of 2 programs of tiny failed:')
+  assert last[1].startswith('cartpole.impala.0 ended with 1: podrace: ') and '9 steps' in last[1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason='mounting a small tmpfs needs root')
+def test_a_full_disk_is_named(tiny: Path, tmp_path: Path) -> None:
+  suite = suites.load(str(tiny / 'tiny.toml'))
+  with small_disk(tmp_path / 'disk', 4):
+    with pytest.raises(RunError, match=r'catch\.impala\.0\.json cannot be written: No space left'):
+      write_record(tmp_path / 'disk', suite.programs[0], {'x': 'y' * 9_000})
+    assert not list((tmp_path / 'disk').glob('*.json'))
+
+
+# --- killed programs ------------------------------------------------------------------------------
+
+
+def test_killed_programs_end_with_the_parameters_of_the_undisturbed(
+  tmp_path: Path, cache: Path, capsys: Capture
+) -> None:
+  text = TINY.replace('[agents.impala]', '[agents.whole]').replace(
+    '[agents.ppo]', '[agents.killed]\nkills = 2'
+  )
+  text = text.replace('--agent ppo --agent.minibatches 1 --agent.epochs 1', '--agent impala')
+  text = text.replace("[pairs.'catch/ppo']", "[pairs.'catch/killed']\nseeds = 1")
+  text = text.replace('scale', "compare = 'hashes'\nscale").replace(
+    'steps = 1_280', 'steps = 400_000'
+  )
+  text = text.replace(
+    'low = -1', "low = -1\nseeds = 1\ntogether = 1\ntrain = '--checkpoint-every 20_000'"
+  )
+  (tmp_path / 'tiny.toml').write_text(text.replace("acting = 'sampled'", ''))
+  done = command('reproduce', *arguments(tmp_path, '--only', 'catch/*'))
+  assert done.returncode == 0, done.stderr
+  whole, killed = (records(tmp_path)[f'catch.{agent}.0'] for agent in ('whole', 'killed'))
+  assert whole['params_sha256'] == killed['params_sha256']
+  assert whole['curve'] == killed['curve'] and whole['evaluated'] == killed['evaluated']
+  assert whole['killed_at'] == [] and 1 <= len(killed['killed_at']) <= 2
+  output = (tmp_path / 'runs/catch.killed.0/output.txt').read_text()
+  assert output.count('compiled in') == len(killed['killed_at']) + 1  # each life
+  page = tmp_path / 'x.md'
+  assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
+  assert f'| {whole["params_sha256"][:16]} | yes |' in page.read_text()
+  path = tmp_path / 'records/catch.killed.0.json'
+  path.write_text(json.dumps(killed | {'params_sha256': '0' * 64}))
+  assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
+  assert f'| {whole["params_sha256"][:16]} | **no** |' in page.read_text()
+
+
+# --- pages and comparisons ------------------------------------------------------------------------
+
+
+def test_a_page_has_the_recorded_numbers(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+  page = tmp_path / 'results' / 'tiny.md'
+  code, out, _ = called(capsys, 'reproduce', *arguments(tiny, '--page', str(page)))
+  assert code == 0 and json.loads(out) == {'page': str(page), 'recorded': 5, 'programs': 5}
+  text = page.read_text()
+  every = records(tiny)
+  for task, agent in (('catch', 'impala'), ('cartpole', 'ppo')):
+    record = every[f'{task}.{agent}.0']
+    (row,) = re.findall(
+      rf'^\| {task} \| {agent} \| 2 \| 1,280 \| (\S+) \[.* \| (\S+) \[', text, re.M
+    )
+    assert row == tuple(f'{np.mean(record[k]):.2f}' for k in ('evaluated', 'training'))
+  assert '| Nobody \\| all | 495.1 +- 6.9 | none | a test |' in text
+  training = np.mean(every['cartpole.ppo.0']['training'])
+  assert f'| **ppo, here** | {training:.2f} | training, last tenth | this page |' in text
+  scaled = [(np.array(every[f'{t}.impala.0']['evaluated']) - low) / width
+            for t, low, width in (('catch', -1, 2), ('cartpole', 0, 500))]  # fmt: skip
+  # of four scores the interquartile mean is that of the middle two
+  iqm = np.sort(np.concatenate(scaled))[1:3].mean()
+  assert re.search(rf'^\| impala \| {iqm:.3f} \[', text, re.M)
+  pictures = re.findall(r'!\[[^]]*\]\(([^)]*)\)', text)
+  assert len(pictures) == 2
+  for name in pictures:
+    assert (page.parent / name).read_bytes()[:4] == b'\x89PNG'
+  assert 'podrace train --env podrace:catch' in text and every['catch.ppo.0']['commit'][:12] in text
+
+
+def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capture) -> None:
+  runs = [str(tiny / 'runs' / name) for name in ('catch.ppo.0', 'catch.ppo.1', 'cartpole.ppo.0')]
+  args = ('--suite', str(tiny / 'tiny.toml'), '--records', str(tiny / 'records'))
+  out = tmp_path / 'x.png'
+  code, printed, err = called(capsys, 'plot', *runs, *args, '--out', str(out))
+  result = json.loads(printed)
+  assert code == 0 and out.exists() and result['tasks'] == ['catch', 'cartpole']
+  assert list(result['groups']) == ['yours: ppo', 'impala', 'ppo']
+  for name in ('iqm', 'mean', 'optimality_gap'):  # they are the recorded runs
+    assert result['groups']['yours: ppo'][name] == pytest.approx(
+      result['groups']['ppo'][name], rel=0.05
+    )
+  chances = {
+    (p['better'], p['than']): p['probability'] for p in result['probability_of_improvement']
+  }
+  assert set(chances) == {('yours: ppo', 'impala'), ('yours: ppo', 'ppo')}
+  assert result['published'][0]['scores'] == {'cartpole': '495.1 +- 6.9'}
+  assert 'published, Nobody | all: 495.1 +- 6.9 (none)' in err
+  code, printed, _ = called(capsys, 'plot', runs[0], *args, '--out', str(out))
+  assert code == 0 and json.loads(printed)['tasks'] == ['catch']
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (('--suite', 'minatar'), 'no task is in all configurations of your runs, which are in podrace:catch'),
+    (('--suite', 'nope'), "unknown suite 'nope'"),
+    (('--suite', 'classic', '--aggregate'), 'leave out --aggregate'),
+  ],
+)  # fmt: skip
+def test_comparisons_that_cannot_be(
+  args: tuple[str, ...], message: str, tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  run, out = str(tiny / 'runs' / 'catch.ppo.0'), str(tmp_path / 'x.png')
+  code, _, err = called(capsys, 'plot', run, *args, '--out', out)
+  assert code == 2 and message in err and len(err.splitlines()) == 1
+
+
+# --- numbers --------------------------------------------------------------------------------------
+
+
+def test_a_thinned_curve_weighs_episodes_alike() -> None:
+  lines = [
+    {'step': i, 'episode_return': float(i), 'episodes': 1 + i % 2} for i in range(1, 201)
+  ] + [{'step': 201, 'episode_return': None, 'episodes': 0}]
+  curve = thin(lines, 1)
+  assert len(curve['step']) == 100 and curve['step'][-1] == 201
+  # lines 1 to 3 have 2, 1 and 2 episodes
+  assert curve['step'][0] == 3 and curve['returns'][0][0] == pytest.approx((2 + 2 + 6) / 5)
+  both = thin([{'step': 5, 'episode_return_by_seed': [1.0, None], 'episodes_by_seed': [3, 0]}], 2)
+  assert both == {'step': [5], 'returns': [[1.0], [None]]}
+  assert thin([], 2) == {'step': [], 'returns': [[], []]}
+
+
+def test_the_time_left_is_that_of_this_machine() -> None:
+  programs = [p for p in suites.load('classic').programs if p.agent == 'ppo'][:4]
+  estimate = Estimate(programs, jobs=2)
+  seconds = programs[0].seconds
+  assert estimate.seconds_left() == pytest.approx(4 * seconds / 2)
+  half = programs[0].steps // 2
+  estimate.update(programs[0], {'step': half, 'wall_s': seconds})  # twice as slow as estimated
+  assert estimate.seconds_left() == pytest.approx(2 * 3.5 * seconds / 2)
+  assert f'0 of 4 programs done, {programs[0].name} 50%' == estimate.describe()
+  estimate.end(programs[0].name)
+  assert estimate.describe() == '1 of 4 programs done'
