@@ -23,7 +23,7 @@ from podrace.replay import sum_tree
 from podrace.replay.buffer import Buffer, Schedule
 from podrace.replay.frame_stacks import newest_frames, what_is_before
 from podrace.replay.rings import Memory, read_windows
-from podrace.types import Array, Replay, Sample, Trajectory
+from podrace.types import FIRST, Array, Replay, Sample, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Windows:
   keep_state: bool  # windows start with unrolls and include the agent's state
   stack: int  # frames in an observation, along its first axis; 0: no stack
   initial_priority: Callable[[Trajectory], Array] | None
+  at_first: bool = False  # windows that do not begin with FIRST have priority 0
 
   @property
   def period(self) -> int:
@@ -70,6 +71,16 @@ class Windows:
     """Whether windows are sampled by priority instead of uniformly."""
     return self.buffer.priority_exponent > 0
 
+  @property
+  def has_priorities(self) -> bool:
+    """Whether windows have priorities, also if these only say where windows may begin."""
+    return self.prioritised or self.at_first
+
+  @property
+  def exponent(self) -> float:
+    """Exponent of the priorities."""
+    return self.buffer.priority_exponent if self.prioritised else 1.0
+
   def record(self) -> dict[str, float]:
     """Return the settings that the contents of a memory depend on, by their names in messages.
 
@@ -82,6 +93,7 @@ class Windows:
       'steps of a window': self.length,
       'steps between windows': self.period,
       'frames of a stack': self.stack,
+      **({'windows at FIRST only': 1} if self.at_first else {}),
     }
 
   # --- init, add, sample, update
@@ -106,7 +118,7 @@ class Windows:
       ),
       env_id=jnp.zeros(streams, jnp.int32),
       head=jnp.zeros(1, jnp.int32),
-      tree=sum_tree.empty(streams * self.starts) if self.prioritised else (),
+      tree=sum_tree.empty(streams * self.starts) if self.has_priorities else (),
       highest=jnp.ones(1),
     )
 
@@ -145,7 +157,7 @@ class Windows:
     if self.stack:
       stacks = what_is_before(trajectory.timesteps)
       memory = memory._replace(stacks=put_all(memory.stacks, stacks))
-    return self._admit(memory) if self.prioritised else memory
+    return self._admit(memory) if self.has_priorities else memory
 
   def sample(self, memory: Memory, key: Array) -> Sample:
     """Sample windows [L+1, n, ...] with importance weights [n], and indices [n] for `update`.
@@ -161,11 +173,12 @@ class Windows:
     start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
     index = stream * self.starts + start % self.rows // self.period
     weight = jnp.ones([size])
-    if self.prioritised:
+    if self.has_priorities:
       total = sum_tree.total(memory.tree)
       some = total > 0  # otherwise sampling is uniform, as in podrace.tables
       index = jnp.where(some, sum_tree.sample(memory.tree, tree_key, size), index)
       stream, start = index // self.starts, index % self.starts * self.period
+    if self.prioritised:
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
       weight = jnp.where(some, self.buffer.weights(streams * count, probability, steps), 1.0)
@@ -210,7 +223,9 @@ class Windows:
     again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # reused by a new window
     gone_index = jnp.where(((gone >= 0) & ~again)[None], index(gone), none)
     new_index = jnp.where((new >= 0)[None], index(new), none)
-    if self.initial_priority is None:
+    if not self.prioritised:
+      priority = jnp.ones(new_index.shape)
+    elif self.initial_priority is None:
       priority = jnp.full(new_index.shape, memory.highest[0])
     else:
       stream, start = (
@@ -219,7 +234,10 @@ class Windows:
       timesteps = memory.timesteps._replace(observation=())
       window = self._read(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
-    priority = priority**self.buffer.priority_exponent
+    priority = priority**self.exponent
+    if self.at_first:
+      step_type = memory.timesteps.step_type[streams, (new % self.rows)[None]]
+      priority = jnp.where(step_type == FIRST, priority, 0.0)
     # at least one index of each node
     some = sorted({*range(0, len(steps), sum_tree.FAN), len(steps) - 1})
     ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may cross the seam of the ring
@@ -244,6 +262,7 @@ def windows(
   keep_state: bool = False,
   stack: int = 0,
   initial_priority: Callable[[Trajectory], Array] | None = None,
+  at_first: bool = False,
 ) -> Replay:
   """Make a Replay of windows of `length` steps.
 
@@ -259,6 +278,8 @@ def windows(
       0: observations are not stacks.
     initial_priority: computes priorities [n] of new windows [L+1, n] without observations, from
       the extras of acting. Default: the highest priority so far.
+    at_first: only windows that begin with FIRST are sampled, if there are any. Not with
+      `keep_state`.
 
   Returns:
     The replay, which has its `Windows` as `windows`.
@@ -266,7 +287,8 @@ def windows(
   Raises:
     ValueError: the settings do not fit each other. The message has the numbers.
   """
-  w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
+  sizes = (length, num_envs, unroll_length)
+  w = Windows(buffer, *sizes, keep_state, stack, initial_priority, at_first)
   if w.starts * num_envs >= 2**30:
     raise ValueError(
       f'a capacity of {buffer.capacity} for {num_envs} environments and windows '
