@@ -49,8 +49,28 @@ class Resolved:
 
   @functools.cached_property
   def replay(self) -> Replay:
-    """The replay of the agent, with the sizes of the run."""
-    return memory(self.agent, self.env, self.config.num_envs, self.config.unroll_length)
+    """The replay of the agent, with the sizes of the run.
+
+    Raises:
+      ValueError: if windows of whole episodes are longer than any episode.
+    """
+    replay = memory(self.agent, self.env, self.config.num_envs, self.config.unroll_length)
+    w, longest = replay.windows, longest_episode(self.env)
+    if w is not None and w.at_first and longest is not None and w.length > longest:
+      raise ValueError(
+        f'a sequence of {w.length} steps is longer than the episodes of {self.config.env}, of at '
+        f'most {longest}: take --agent.recurrence.sequence {longest} or less'
+      )
+    return replay
+
+
+def longest_episode(env: Any) -> int | None:
+  """Return the steps of the longest episode of an environment; None if they are not known."""
+  while env is not None:
+    if (steps := getattr(env, 'longest_episode', None)) is not None:
+      return int(steps)
+    env = getattr(env, 'jax', None) or getattr(env, 'dynamics', None)  # a HostSpec has its own
+  return None
 
 
 def resolve(config: Config) -> Resolved:

@@ -130,6 +130,12 @@ class Gymnax:
     return as_strong_types(state), transition(observation, reward, terminated, truncated)
 
   @property
+  def longest_episode(self) -> int | None:
+    """Steps of the longest episode; None if there is no limit."""
+    steps = getattr(self.params, 'max_steps_in_episode', None)
+    return None if steps is None else int(steps)
+
+  @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:
     """Function from a state to its picture, or None if there is none for this environment."""
     drawing = DRAWINGS.get(self.name)

@@ -28,7 +28,7 @@ _WORLDS: dict[str, Any] = {
 _DEFAULTS: dict[str, dict[str, Value]] = {
   'catch': {'rows': 10, 'columns': 5},
   'maze': {'size': 7, 'levels': 0, 'unseen': False, 'density': 0.3},
-  'memory': {'length': 10},
+  'memory': {'length': 10, 'continuous': False},
   'empty_rooms': {'size': 9, 'steps': 80, 'episodes': 200},
   'random_abc': {'size': 5, 'steps': 20, 'episodes': 50},
   'nonstationary_abc': {'size': 5, 'steps': 20, 'period': 250, 'episodes': 1000},
