@@ -75,6 +75,11 @@ class R2D2:
     check_fields(self)
     if self.network.head != 'value' or self.network.noisy:
       raise ValueError('r2d2 learns values: its network has the head value and no noise')
+    if self.network.previous_action or self.network.previous_reward or self.network.shortcut:
+      raise ValueError(
+        'the network of r2d2 sees observations only: previous_action, previous_reward and shortcut '
+        'are settings of dqn with a core'
+      )
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """Return the replay: sequences that begin with unrolls, with the state of acting.

@@ -196,6 +196,20 @@ class Batch:
       seen = jax.tree.map(lambda x: x[sequences.burn_in :], observation)
     return sequences.pick(seen, after)
 
+  def acted(self, extras: value_based.ValueExtras) -> value_based.ValueExtras:
+    """Return the values of acting [N]: `value` at the steps, `best` where they bootstrap from.
+
+    Acting has not seen the last timestep of a window; the one before stands for it.
+    """
+    sequences = self.sequences
+    start, end = (0, self.step.end) if sequences is None else (sequences.burn_in, sequences.end)
+    value, best = extras.value[start:], extras.best[start:]
+    last = jnp.minimum(end, best.shape[0] - 1)
+    streams = jnp.arange(best.shape[1])
+    if sequences is None:
+      return value_based.ValueExtras(value[0], best[last, streams])
+    return merge_time(value_based.ValueExtras(value, best[last, streams[None]]))
+
   def mean(self, x: Array, weight: Array | None = None) -> Array:
     """Return the mean of x [..., N], multiplied by `weight` [N]; by default the mask.
 

@@ -76,6 +76,8 @@ class QNetwork(RecurrentBody):
   v_max: float = 10.0  # largest return that the categorical head can represent
   head_size: int = 0  # units of a hidden layer in each stream; 0: no such layer
   dueling: bool = False  # separate streams for the value and the advantages
+  previous_action: bool = False  # the core sees the previous action; 0 where an episode begins
+  shortcut: bool = False  # the heads see the newest observation besides the core
   noisy: bool = False  # noise in the heads, which explores; each environment has its own sample
 
   def __post_init__(self) -> None:
