@@ -53,7 +53,6 @@ class D4PG:
 
   actor: Actor = Actor(deterministic=True)
   critic: Critic = Critic(atoms=51)
-  recurrence: Recurrence = Recurrence()
   buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
   v_min: float = -150.0  # smallest discounted return that the critic can represent
   v_max: float = 150.0  # largest discounted return that the critic can represent
@@ -66,6 +65,7 @@ class D4PG:
   target_rate: float = 1.0
   # ^ share of the online networks in an update of the target networks; 1: a copy
   greedy: bool = False  # act without noise, for evaluation
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -71,7 +71,6 @@ class DQN:
   """Hyper-parameters, and the functions of an `Agent`."""
 
   network: QNetwork = QNetwork(previous_action=True, shortcut=True)
-  recurrence: Recurrence = Recurrence()
   buffer: Buffer = Buffer()
   learning_rate: float = 2.5e-4  # learning rate of the optimiser
   adam_epsilon: float = 1.5e-4  # epsilon of Adam, added to the size of gradients
@@ -95,6 +94,7 @@ class DQN:
   # ^ compute first priorities from the values of acting (Ape-X); needs an n-step of 2 or more
   greedy: bool = False  # act without random actions and noise, for evaluation
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -54,7 +54,6 @@ class SAC:
 
   actor: Actor = Actor()
   critic: Critic = Critic(critics=2)
-  recurrence: Recurrence = Recurrence()
   buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
   actor_learning_rate: float = 3e-4  # learning rate of the policy
   critic_learning_rate: float = 3e-4  # learning rate of the critics
@@ -68,6 +67,7 @@ class SAC:
   n_step: int = 1  # rewards before a value is bootstrapped from
   target_rate: float = 0.005  # share of the critics in each update of the target critics
   greedy: bool = False  # act by the mode of the policy, for evaluation
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)

@@ -33,6 +33,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
+from podrace.agents.recurrent import Recurrence
 from podrace.agents.sac import SAC
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
@@ -74,10 +75,32 @@ AGENTS: dict[str, Any] = {
     ),
   ),
 }
+CORE: dict[str, Any] = dict(hidden=(16,), core='gru', core_size=8)
+MEMORY: dict[str, Any] = {  # the same agents with memory, by each way to begin a sequence
+  'dqn-stored': DQN(
+    QNetwork(**CORE, previous_action=True, shortcut=True, noisy=True),
+    RANKED, recurrence=Recurrence('stored', 6, 2), n_step=2, target_period=3,
+  ),
+  'dqn-episode': DQN(
+    QNetwork(**CORE | dict(core='lstm')), RANKED, recurrence=Recurrence('episode', 9), target_period=3
+  ),
+  'sac-zero': SAC(
+    Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence(sequence=6, burn_in=2)
+  ),
+  'sac-episode': SAC(
+    Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence('episode', 5)
+  ),
+  'd4pg-stored': D4PG(
+    Actor(**CORE, deterministic=True), Critic(**CORE, atoms=11), RANKED, recurrence=Recurrence('stored', 6)
+  ),
+}  # fmt: skip
 ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
+  if name == 'sac-episode':
+    return 'podrace:memory,length=4,continuous=true'
+  name = name.partition('-')[0]
   return ENVS.get(name, 'gymnax:Pendulum-v1')
 
 
@@ -116,7 +139,8 @@ def test_every_agent_is_here_or_there() -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(1,
-    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg',
+    'dqn', 'sac-zero', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'dqn-stored', 'dqn-episode',
+    'sac-episode', 'd4pg-stored',
   ),
 )  # fmt: skip
 def test_the_same_under_both_architectures(name: str) -> None:
@@ -124,9 +148,10 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
   On one device: several would each draw samples of their own.
   """
-  program = anakin(AGENTS[name], env_of(name))
+  agent = (AGENTS | MEMORY)[name]
+  program = anakin(agent, env_of(name))
   state = program.run(program.init(keys(0)), jnp.int32(20))
-  with Running(sebulba(AGENTS[name], env_of(name))) as run:
+  with Running(sebulba(agent, env_of(name))) as run:
     other = run.advance(20)
   assert_close(state.train, other.train, rtol=5e-4, atol=5e-6)
   one, two = (jax.device_get(s.memory.timesteps) for s in (state, other))
@@ -136,11 +161,15 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  'name', [n if n in ('dqn', 'sac', 'disco') else pytest.param(n, marks=SLOW) for n in AGENTS]
+  'name',
+  [
+    n if n in ('dqn', 'sac', 'disco', 'sac-episode') else pytest.param(n, marks=SLOW)
+    for n in AGENTS | MEMORY
+  ],
 )
 def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""
-  program = anakin(AGENTS[name], env_of(name), 4)
+  program = anakin((AGENTS | MEMORY)[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
   expected = 2 if name == 'disco' else 1  # its advantages are scaled by this batch's of all devices
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == expected
@@ -401,7 +430,6 @@ def test_replay_refuses_environments_in_any_order() -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: DQN(QNetwork(core='gru')), r'dqn.*r2d2'),
     (lambda: DQN(n_step=0), r'n_step.*1.*0'),
     (lambda: R2D2(QNetwork(head='quantile')), 'r2d2'),
     (
