@@ -125,6 +125,10 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
+  ('bc', 'vector'): Defaults(16, 16, {'network.hidden': (128, 128)}),
+  ('bc', 'grid'): Defaults(16, 16, {'network.hidden': (128,)}),
+  ('bc', 'pixels'): Defaults(16, 16, CONVOLUTIONS),
+  ('bc', 'continuous'): Defaults(16, 16, {'network.hidden': (128, 128)}),
   ('muzero', 'vector'): Defaults(
     16, 4, PLANNING | _buffer(samples_per_insert=16.0) | {'n_step': 20, 'discount': 0.99}
   ),
