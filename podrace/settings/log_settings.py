@@ -47,6 +47,10 @@ def check(config: Config) -> None:
     raise UsageError('--agent.buffer.online-share needs --log-share below 1: no environment acts')
   if share is not None and config.replay != 'device':
     raise UsageError(f'--agent.buffer.online-share is for --replay device, not {config.replay}')
+  if config.envs == 'remote':
+    raise UsageError(
+      '--envs remote: environments that replay a log are local; leave out one of them'
+    )
   name = agent_name(hooks.innermost(config.agent))
   if not hooks.learns_from_replay(config.agent) or (':' not in name and name not in FROM_LOGS):
     raise UsageError(

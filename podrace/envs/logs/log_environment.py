@@ -71,7 +71,7 @@ class LogEnvironment:
       UsageError: if they are no multiple of q.
     """
     logged, acting = split_block(num_envs, self.share)
-    streams, rows = _Streams(len(logged)), self.log.rows
+    streams, rows = Streams(len(logged)), self.log.rows
     inner = batch(self.env, len(acting)) if self.env is not None and len(acting) else None
     merge = functools.partial(_merge, order=np.argsort(np.concatenate([logged, acting])))
 
@@ -131,12 +131,13 @@ def split_block(num_envs: int, share: Share) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Streams:
+class Streams:
   """`n` streams of a log, as pure functions of its rows."""
 
   n: int
 
   def reset(self, rows: LogRows, key: Array) -> tuple[LogStreams, TimeStep]:
+    """Begin an episode in each stream."""
     order_key, next_key = jax.random.split(key)
     order = jax.random.permutation(order_key, jnp.arange(len(rows.starts), dtype=jnp.int32))
     none = jnp.zeros(self.n, jnp.int32)
@@ -144,6 +145,7 @@ class _Streams:
     return self._walk(rows, streams, jnp.ones(self.n, bool))
 
   def step(self, rows: LogRows, streams: LogStreams) -> tuple[LogStreams, TimeStep]:
+    """Move each stream on by one timestep."""
     return self._walk(rows, streams, jnp.asarray(rows.step_type)[streams.row] == LAST)
 
   def _walk(self, rows: LogRows, streams: LogStreams, over: Array) -> tuple[LogStreams, TimeStep]:
