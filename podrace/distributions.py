@@ -234,8 +234,10 @@ class Normal:
     """Return the raw samples [..., n] of actions [..., *shape]."""
     x = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
     if any(self.centre):
-      x = x - jnp.asarray(self.centre, jnp.float32)
-    return x / jnp.asarray(self.scale, jnp.float32) if any(s != 1 for s in self.scale) else x
+      x = x - jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
+    if any(s != 1 for s in self.scale):
+      x = x / jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
+    return x
 
   @property
   def bounded(self) -> tuple[int, ...]:

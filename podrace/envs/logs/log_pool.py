@@ -189,8 +189,7 @@ class MixedPool:
   def state(self) -> dict[str, np.ndarray]:
     """Return everything that decides the future."""
     assert isinstance(self._inner, SavedPool)
-    place = self._place._replace(key=jax.random.key_data(self._place.key))
-    log = {f'log/{k}': np.array(x) for k, x in place._asdict().items()}
+    log = {f'log/{k}': np.array(x) for k, x in self._place._asdict().items()}
     return {**{f'inner/{k}': x for k, x in self._inner.state().items()}, **log}
 
   def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
@@ -203,9 +202,8 @@ class MixedPool:
     device = host_device()
     if self._place is None:
       self._place, _ = self._log.reset(len(self._logged), self._seed)
-    plain = self._place._replace(key=jax.random.key_data(self._place.key))
     saved = {}
-    for name, like in plain._asdict().items():
+    for name, like in self._place._asdict().items():
       x = state.get(f'log/{name}', np.zeros(0))
       if (x.dtype, x.shape) != (like.dtype, like.shape):
         raise HostError(f'a saved state has {name} {x.dtype}{list(x.shape)} of the log')
@@ -213,7 +211,7 @@ class MixedPool:
     arrival = self._inner.restore(
       {k.removeprefix('inner/'): x for k, x in state.items() if k.startswith('inner/')}
     )
-    self._place = plain._replace(**{**saved, 'key': jax.random.wrap_key_data(saved['key'])})
+    self._place = self._place._replace(**saved)
     with jax.default_device(device):
       rows = jax.tree.map(np.asarray, self._log.read(self._place.row))
     self._asked, self._ready = 0, np.zeros(len(self._logged), bool)
