@@ -14,6 +14,7 @@ With a core in the actor or the critic it learns from sequences; see `podrace.ag
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -97,13 +98,20 @@ class D4PG:
     """Return the state of acting before the first timestep."""
     return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
-  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
+  def act(
+    self,
+    params: Any,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B], which `replace` may change."""
     outputs, core = recurrent.step(self.actor, params, state, timestep)
     unit = self.policy(outputs)
     if not self.greedy:
       unit = unit + self.noise * jax.random.normal(key, unit.shape)
-    action = self.actor.distribution.from_unit(unit)
+    action = replace(self.actor.distribution.from_unit(unit))
     return ActorOutput(action), recurrent.after(state, core, action)
 
   def policy(self, outputs: Array) -> Array:

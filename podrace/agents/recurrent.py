@@ -25,6 +25,7 @@ from podrace.fields import check_fields
 from podrace.learner import varying
 from podrace.networks import merge_time
 from podrace.networks.observations import zeros_of
+from podrace.networks.recurrent_body import RecurrentBody
 from podrace.replay import Buffer, windows
 from podrace.types import FIRST, Array, Replay, Sample, TimeStep, Trajectory
 
@@ -73,8 +74,14 @@ class Recurrence:
     """Return the replay of sequences.
 
     Raises:
-      ValueError: if stored states would leave out a part of every unroll.
+      ValueError: if stored states would leave out a part of every unroll, or with `online_share`
+        and whole episodes.
     """
+    if self.start == 'episode' and buffer.online_share is not None:
+      raise ValueError(
+        'sequences that start with episodes are drawn alike from all streams: leave out '
+        'online_share, or take --agent.recurrence.start zero or stored'
+      )
     stored = self.start == 'stored'
     if stored and unroll_length > self.sequence:
       raise ValueError(
@@ -117,7 +124,12 @@ def step(
   noise = () if key is None else (key, per_row)
   if not isinstance(memory, ActingMemory):
     return network.step(params, (), timestep, *noise)
-  return network.step(params, memory.core, timestep, *noise, previous=memory.action)
+  return network.step(params, memory.core, timestep, *noise, **_before(network, memory.action))
+
+
+def _before(network: Any, action: Any) -> dict[str, Any]:
+  """Return the previous action as an argument of networks that may see it."""
+  return {'previous': action} if isinstance(network, RecurrentBody) else {}
 
 
 def after(memory: Any, core: Any, action: Any) -> Any:
@@ -151,8 +163,11 @@ class Sequences(NamedTuple):
       for part in (slice(self.burn_in), slice(self.burn_in, None))
     )
     if self.burn_in:
-      _, core = network.unroll(lax.stop_gradient(params), core, early[0], previous=early[1])
-    outputs, _ = network.unroll(params, core, late[0], key, previous=late[1])
+      _, core = network.unroll(
+        lax.stop_gradient(params), core, early[0], **_before(network, early[1])
+      )
+    noise = () if key is None else (key,)
+    outputs, _ = network.unroll(params, core, late[0], *noise, **_before(network, late[1]))
     return outputs
 
   def pick(self, outputs: Any, after: bool) -> Any:

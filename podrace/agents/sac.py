@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -96,12 +97,19 @@ class SAC:
     """Return the state of acting before the first timestep."""
     return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
-  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
+  def act(
+    self,
+    params: Any,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B], which `replace` may change."""
     outputs, core = recurrent.step(self.actor, params, state, timestep)
     policy = self.actor.distribution
     x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
-    action = policy.to_action(x)
+    action = replace(policy.to_action(x))
     return ActorOutput(action), recurrent.after(state, core, action)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:

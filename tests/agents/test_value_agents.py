@@ -27,6 +27,7 @@ from test_sebulba import (
 
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
+from podrace.agents.bc import BC
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
@@ -39,7 +40,7 @@ from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.experiments.bench import count_bytes, measure_combined, measure_learner
-from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import Actor, ActorCritic, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
 from podrace.topology import split_devices
@@ -55,6 +56,7 @@ AGENTS: dict[str, Any] = {
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
   'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
+  'bc': BC(ActorCritic(hidden=(16,)), SMALL),
   'muzero': MuZero(
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
@@ -84,6 +86,7 @@ MEMORY: dict[str, Any] = {  # the same agents with memory, by each way to begin 
   'dqn-episode': DQN(
     QNetwork(**CORE | dict(core='lstm')), RANKED, recurrence=Recurrence('episode', 9), target_period=3
   ),
+  'bc-zero': BC(ActorCritic(**CORE), SMALL, recurrence=Recurrence(sequence=6, burn_in=2)),
   'sac-zero': SAC(
     Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence(sequence=6, burn_in=2)
   ),
@@ -94,7 +97,7 @@ MEMORY: dict[str, Any] = {  # the same agents with memory, by each way to begin 
     Actor(**CORE, deterministic=True), Critic(**CORE, atoms=11), RANKED, recurrence=Recurrence('stored', 6)
   ),
 }  # fmt: skip
-ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
+ENVS = dict.fromkeys(('bc', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
@@ -139,7 +142,7 @@ def test_every_agent_is_here_or_there() -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(1,
-    'dqn', 'sac-zero', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'dqn-stored', 'dqn-episode',
+    'dqn', 'sac-zero', 'bc', 'bc-zero', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'dqn-stored', 'dqn-episode',
     'sac-episode', 'd4pg-stored',
   ),
 )  # fmt: skip
