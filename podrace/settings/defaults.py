@@ -177,6 +177,7 @@ OF_LIBRARY: Mapping[str, Kind] = {
   'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
 EXCEPTIONS: Mapping[str, Kind] = {
+  'podrace:grasp': 'continuous',
   'podrace:maze': 'grid',
   **dict.fromkeys(
     (
