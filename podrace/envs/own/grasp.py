@@ -35,10 +35,8 @@ SCRIPT_PLACE, SCRIPT_ANGLE = 1.75, math.radians(31)  # standard deviations of th
 SCRIPT_CLOSE = 0.05  # share of steps at which the script closes wherever it is
 
 
-def _objects(
-  lengths: tuple[float, ...], widths: tuple[float, ...], powers: tuple[float, ...]
-) -> Any:
-  return np.array(list(itertools.product(lengths, widths, powers)), np.float32)
+def _objects(*parts: tuple[float, ...]) -> Any:
+  return np.array(list(itertools.product(*parts)), np.float32)
 
 
 # Half the length and half the width in pixels, and the power of the superellipse: 1 is a diamond,
