@@ -52,7 +52,7 @@ class GraspState(NamedTuple):
 
   place: Array  # [3] of the object: x, y, angle
   shape: Array  # [3] a row of OBJECTS
-  distractors: Array  # [D, 3] x, y, radius of discs
+  distractors: tuple[Array, ...]  # [3] each: x, y, radius of a disc
   gripper: Array  # [3] x, y, angle
   time: Array  # [] i32
   success: Array  # [] bool
@@ -113,13 +113,13 @@ class Grasp:
     )
     return state, restart(self._image(state))
 
-  def _discs(self, place: Array, key: Array) -> Array:
-    """Return distractors [D, 3], at least APART from the object."""
+  def _discs(self, place: Array, key: Array) -> tuple[Array, ...]:
+    """Return distractors [3], at least APART from the object."""
     u = jax.random.uniform(key, (3, self.distractors))
     distance, angle = APART + (SIDE / 2 - APART) * u[0], 2 * math.pi * u[1]
     offset = jnp.stack([jnp.cos(angle), jnp.sin(angle)], -1) * distance[:, None]
     # An offset of at most half the image stays as far after it is wrapped around.
-    return jnp.concatenate([(place[None] + offset) % SIDE, 1.0 + 0.6 * u[2][:, None]], -1)
+    return tuple(jnp.concatenate([(place[None] + offset) % SIDE, 1.0 + 0.6 * u[2][:, None]], -1))
 
   def step(self, state: GraspState, action: Array, key: Array) -> tuple[GraspState, TimeStep]:
     """Take one action."""
