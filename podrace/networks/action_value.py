@@ -68,6 +68,8 @@ class _PaperValue(nn.Module):
     leaves = jax.tree.leaves(self.settings.prepare(observation)[0])
     images = [x for x in leaves if x.ndim == 4]
     others = [flat(x) for x in leaves if x.ndim != 4]
+    if len(images) != 1:
+      raise ValueError(f'the size paper needs one image, not {self.settings.observation_space}')
     x = self.conv(unit(images[0]), 6, 'SAME', 'conv', stride=2)
     x = nn.max_pool(x, (3, 3), strides=(3, 3), padding='SAME')
     for i in range(6):
