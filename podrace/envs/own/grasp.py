@@ -141,6 +141,10 @@ class Grasp:
     """Return whether the episode that ends in `state` had success."""
     return {'success': state.success.astype(jnp.float32)}
 
+  def scripted(self, state: GraspState, key: Array) -> Array:
+    """Return an action of the script for `podrace record --scripted`."""
+    return scripted(state, key)
+
   def draw(self, state: GraspState) -> Array:
     """Return a picture [240, 240, 3] f32: the object and distractors red, the fingers blue."""
     planes = _planes(state, jnp.full(2, MIDDLE), 10 * SIDE)
