@@ -17,6 +17,7 @@ Against the paper:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -98,7 +99,12 @@ class QTOpt:
     return ()
 
   def act(
-    self, params: QTOptParams, state: Any, timestep: TimeStep, key: Array
+    self,
+    params: QTOptParams,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B]."""
     batch = timestep.reward.shape[0]
@@ -108,7 +114,7 @@ class QTOpt:
       explores = jax.random.uniform(explore_key, (batch, 1)) < self.epsilon
       action = jnp.where(explores, cem.uniform(batch, self.layout, random_key), action)
     extras = QTOptExtras(jnp.zeros(batch)) if self.labels == 'stage' else ()
-    return ActorOutput(self.network.distribution.from_unit(action), extras), state
+    return ActorOutput(replace(self.network.distribution.from_unit(action)), extras), state
 
   def best(self, network: Any, observation: Any, key: Array) -> tuple[Array, Array]:
     """Return the best actions [B, n] within [-1, 1] by the network, and its outputs [B]."""
