@@ -20,6 +20,8 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
   targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
   refreshed.
+- `labels`, a field: `stage` if a stage writes the targets by `refresh`, which `learn` only reads.
+- `refusal() -> str`: the reason why `learn` made the loss infinite without an update, for the user.
 - `replace=lambda action: action`, a fifth argument of `act`: a function from the agent's actions
   [B] to the actions that are taken, to which the extras and the state then belong. For agents with
   extras, so that they can learn from a log (`--log`) of other actions.
@@ -141,7 +143,19 @@ def gradient_steps(agent: Any) -> int:
 
 def can_refresh(agent: Any) -> bool:
   """Return whether the agent can refresh the targets in its replay."""
-  return hasattr(agent, 'refresh') and learns_from_replay(agent)
+  stored = getattr(agent, 'labels', 'stage') == 'stage'
+  return hasattr(agent, 'refresh') and learns_from_replay(agent) and stored
+
+
+def labels_elsewhere(agent: Any) -> bool:
+  """Return whether a stage must write the targets that the agent learns from."""
+  return getattr(innermost(agent), 'labels', 'learner') == 'stage'
+
+
+def refusal(agent: Any) -> str:
+  """Return the agent's reason for an infinite loss; '' if it has none."""
+  inner = innermost(agent)
+  return inner.refusal() if hasattr(inner, 'refusal') else ''
 
 
 def replaces_actions(agent: Any) -> bool:

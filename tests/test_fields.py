@@ -17,6 +17,7 @@ import podrace
 from podrace import topology
 from podrace.agents import AGENTS
 from podrace.agents.bc import BC
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
@@ -26,10 +27,12 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
 from podrace.networks import (
+  ActionValue,
   Actor,
   ActorCritic,
   Critic,
@@ -166,6 +169,13 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     )
   ],
+  'qtopt': [
+    (
+      dict(),
+      dict(network=(ActionValue, dict(head=head)), buffer=(Buffer, {}), cem=(CEM, {})),
+    )
+    for head in ('sigmoid', 'value')
+  ],
   'bc': [
     (dict(), dict(network=(ActorCritic, dict()), buffer=(Buffer, {}))),
     (dict(), dict(network=(ActorCritic, dict(squash=True, shared=False)), buffer=(Buffer, {}))),
@@ -241,7 +251,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
@@ -257,6 +267,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
   'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
+  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},
@@ -273,7 +284,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
   cls = REPLAY_CLASSES[name]
   of_agent: set[str] = set()
   of_parts: dict[str, set[str]] = {}
-  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'bc') else DISCRETE
+  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'qtopt', 'bc') else DISCRETE
   for settings, parts in WITH_REPLAY[name]:
     envs = {'total_envs': B} if name in ('dqn', 'r2d2') else {}
     for greedy in (False, True):
@@ -282,7 +293,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
       for part, (part_class, values) in parts.items():
         bound = dict(observation_space=VECTOR, action_space=action_space)
         made[part] = recording(part_class, read[part])(
-          **(({} if part == 'buffer' else bound) | values)
+          **(({} if part in ('buffer', 'cem') else bound) | values)
         )
       acts = {'greedy': greedy} if name != 'intrinsic' else {}
       agent = recording(cls, read['agent'])(**settings, **made, **envs, **acts)

@@ -125,6 +125,11 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
+  ('qtopt', 'continuous'): Defaults(
+    8, 8,
+    _buffer(batch_size=256, min_size=1_000, samples_per_insert=64.0)
+    | {'network.head_hidden': (128, 128), 'network.head': 'value', 'discount': 0.99},
+  ),
   ('bc', 'vector'): Defaults(16, 16, {'network.hidden': (128, 128)}),
   ('bc', 'grid'): Defaults(16, 16, {'network.hidden': (128,)}),
   ('bc', 'pixels'): Defaults(16, 16, CONVOLUTIONS),
@@ -187,6 +192,7 @@ OF_LIBRARY: Mapping[str, Kind] = {
   'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
 EXCEPTIONS: Mapping[str, Kind] = {
+  'podrace:grasp': 'continuous',
   'podrace:maze': 'grid',
   **dict.fromkeys(
     (
