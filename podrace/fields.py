@@ -143,7 +143,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
   **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
   **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
-  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value'), POSITIVE),
+  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value', 'min_std'), POSITIVE),
   **dict.fromkeys(('samples_per_insert', 'replay_ratio'), POSITIVE),
   **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
   **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
@@ -158,6 +158,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
   **dict.fromkeys(('epsilon_start', 'epsilon_share'), SHARE),
   **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
+  **dict.fromkeys(('online_share', 'online_share_end'), SHARE),
   'MuZero.discount': Range(-1, 1),  # below 0: games of two players
   **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),
   **dict.fromkeys(('y_cost', 'z_cost', 'next_policy_cost', 'cmpo_cost', 'model_cost'), COST),
@@ -173,10 +174,13 @@ RANGES: Mapping[str, Range] = {
   'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
   **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
   **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
+  'online_share_steps': OPTIONAL,
   **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
   **dict.fromkeys(('layers', 'width', 'heads', 'patch'), COUNT),
+  **dict.fromkeys(('iterations', 'samples'), COUNT),
+  **dict.fromkeys(('elites', 'one_hot'), Range(2)),  # one elite has no standard deviation
 }
 
 

@@ -20,6 +20,11 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
   targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
   refreshed.
+- `labels`, a field: `stage` if a stage writes the targets by `refresh`, which `learn` only reads.
+- `refusal() -> str`: the reason why `learn` made the loss infinite without an update, for the user.
+- `replace=lambda action: action`, a fifth argument of `act`: a function from the agent's actions
+  [B] to the actions that are taken, to which the extras and the state then belong. For agents with
+  extras, so that they can learn from a log (`--log`) of other actions.
 - `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
   length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
@@ -39,6 +44,7 @@ Importing this does not import jax.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -137,7 +143,24 @@ def gradient_steps(agent: Any) -> int:
 
 def can_refresh(agent: Any) -> bool:
   """Return whether the agent can refresh the targets in its replay."""
-  return hasattr(agent, 'refresh') and learns_from_replay(agent)
+  stored = getattr(agent, 'labels', 'stage') == 'stage'
+  return hasattr(agent, 'refresh') and learns_from_replay(agent) and stored
+
+
+def labels_elsewhere(agent: Any) -> bool:
+  """Return whether a stage must write the targets that the agent learns from."""
+  return getattr(innermost(agent), 'labels', 'learner') == 'stage'
+
+
+def refusal(agent: Any) -> str:
+  """Return the agent's reason for an infinite loss; '' if it has none."""
+  inner = innermost(agent)
+  return inner.refusal() if hasattr(inner, 'refusal') else ''
+
+
+def replaces_actions(agent: Any) -> bool:
+  """Return whether `act` takes a function that replaces the actions."""
+  return 'replace' in inspect.signature(innermost(agent).act).parameters
 
 
 def searches(agent: Any, length: int) -> int:

@@ -16,6 +16,8 @@ from gymnasium import spaces
 import podrace
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.bc import BC
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
@@ -26,10 +28,12 @@ from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.pqn import PQN
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
 from podrace.networks import (
+  ActionValue,
   Actor,
   ActorCritic,
   Critic,
@@ -175,6 +179,17 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     )
   ],
+  'qtopt': [
+    (
+      dict(),
+      dict(network=(ActionValue, dict(head=head)), buffer=(Buffer, {}), cem=(CEM, {})),
+    )
+    for head in ('sigmoid', 'value')
+  ],
+  'bc': [
+    (dict(), dict(network=(ActorCritic, dict()), buffer=(Buffer, {}))),
+    (dict(), dict(network=(ActorCritic, dict(squash=True, shared=False)), buffer=(Buffer, {}))),
+  ],
   'muzero': [
     (
       dict(simulations=2, unroll=1, n_step=1, reanalyse=0.5, consistency=1.0),
@@ -246,18 +261,24 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'pqn': PQN, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'pqn': PQN, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
+LOGGED = {'online_share_end', 'online_share_steps'}  # with a log: tests/replay/test_logged.py
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
-  'dqn': {},
-  'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
+  'dqn': {'buffer': LOGGED},
+  'r2d2': {
+    'network': {'num_atoms', 'v_min', 'v_max'},
+    'buffer': LOGGED,
+  },  # one value, and no distribution
   'pqn': {'network': {'num_atoms', 'v_min', 'v_max'}},
-  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
-  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
-  'muzero': {},
+  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
+  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
+  'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'muzero': {'buffer': LOGGED},
+  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},
@@ -277,7 +298,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
   cls = REPLAY_CLASSES[name]
   of_agent: set[str] = set()
   of_parts: dict[str, set[str]] = {}
-  action_space = CONTINUOUS if name in ('sac', 'd4pg') else DISCRETE
+  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'qtopt', 'bc') else DISCRETE
   for settings, parts in WITH_REPLAY[name]:
     envs = {'total_envs': B} if name in ('dqn', 'r2d2') else {}
     for greedy in (False, True):
@@ -286,7 +307,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
       for part, (part_class, values) in parts.items():
         bound = dict(observation_space=VECTOR, action_space=action_space)
         made[part] = recording(part_class, read[part])(
-          **(({} if part == 'buffer' else bound) | values)
+          **(({} if part in ('buffer', 'cem') else bound) | values)
         )
       acts = {'greedy': greedy} if name != 'intrinsic' else {}
       agent = recording(cls, read['agent'])(**settings, **made, **envs, **acts)

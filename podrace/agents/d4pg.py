@@ -7,11 +7,14 @@ Against the paper: layers have 256 units each and nothing is normalized in betwe
 paper's are of unequal sizes; all windows are drawn alike unless `buffer.priority_exponent` is more
 than 0, and then importance weights have the exponent of the buffer, not 1; windows end early where
 episodes do. The default replay has 100,000 steps, not a million.
+
+With a core in the actor or the critic it learns from sequences; see `podrace.agents.recurrent`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -20,7 +23,8 @@ import optax
 from jax import lax
 
 from podrace import distributions, returns
-from podrace.agents import value_based
+from podrace.agents import recurrent, value_based
+from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
@@ -62,6 +66,7 @@ class D4PG:
   target_rate: float = 1.0
   # ^ share of the online networks in an update of the target networks; 1: a copy
   greedy: bool = False  # act without noise, for evaluation
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)
@@ -69,9 +74,17 @@ class D4PG:
       raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
     if not self.actor.deterministic or self.critic.atoms < 2:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
+    recurrent.check_used(self.recurrence, self.actor, self.critic)
+
+  @property
+  def is_recurrent(self) -> bool:
+    """Whether the actor or the critic has a core."""
+    return recurrent.has_core(self.actor, self.critic)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps."""
+    """Return the replay: windows of n steps, or sequences."""
+    if self.is_recurrent:
+      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
@@ -83,45 +96,56 @@ class D4PG:
 
   def initial_state(self, env_id: Array) -> Any:
     """Return the state of acting before the first timestep."""
-    del env_id
-    return ()
+    return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
-  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
-    action = self.policy(params, timestep)
+  def act(
+    self,
+    params: Any,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B], which `replace` may change."""
+    outputs, core = recurrent.step(self.actor, params, state, timestep)
+    unit = self.policy(outputs)
     if not self.greedy:
-      action = action + self.noise * jax.random.normal(key, action.shape)
-    return ActorOutput(self.actor.distribution.from_unit(action)), state
+      unit = unit + self.noise * jax.random.normal(key, unit.shape)
+    action = replace(self.actor.distribution.from_unit(unit))
+    return ActorOutput(action), recurrent.after(state, core, action)
 
-  def policy(self, actor: Any, timestep: TimeStep) -> Array:
-    """Return the best actions [B, n], within [-1, 1]."""
-    outputs, _ = self.actor.step(actor, (), timestep)
+  def policy(self, outputs: Array) -> Array:
+    """Return the best actions [N, n], within [-1, 1], of the actor's outputs."""
     return self.actor.distribution.only_free(jnp.tanh(outputs))
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     del key
     rest: D4PGRest = train.rest
-    step = value_based.transitions(sample.trajectory, self.discount)
-    target = self.target(rest.target, step)
+    batch = recurrent.transitions(
+      self.recurrence if self.is_recurrent else None, sample, self.discount, self.n_step
+    )
+    step = batch.step
+    target = self.target(rest.target, batch)
     taken = self.critic.distribution.to_unit(step.action)
     policy = self.actor.distribution
 
     def loss(learned: D4PGLearned) -> tuple[Array, Any]:
-      logits = self.critic.value(learned.critic, step.before.observation, taken)[0]
+      seen = batch.seen(self.critic, learned.critic)
+      logits = self.critic.value(learned.critic, seen, taken)[0]
       each = -jnp.sum(target * jax.nn.log_softmax(logits), axis=-1)
-      critic_loss = jnp.mean(sample.weight * step.mask * each)
-      fixed = lax.stop_gradient(learned.critic)
-      action = self.policy(learned.actor, step.before)
-      value = self.mean(self.critic.value(fixed, step.before.observation, action)[0])
-      actor_loss = -jnp.mean(step.mask * value)
+      critic_loss = batch.mean(each, batch.weight)
+      fixed, seen = lax.stop_gradient((learned.critic, seen))
+      action = self.policy(batch.outputs(self.actor, learned.actor))
+      value = self.mean(self.critic.value(fixed, seen, action)[0])
+      actor_loss = -batch.mean(value)
       metrics = dict(
         loss=critic_loss,
         actor_loss=actor_loss,
-        value=jnp.mean(value),
+        value=batch.average(value),
         **distributions.saturation(policy, policy.from_unit(action)),
       )
-      return critic_loss + actor_loss, (metrics, step.mask * (each + 1e-6))
+      return critic_loss + actor_loss, (metrics, batch.priority(step.mask * (each + 1e-6)))
 
     learned = D4PGLearned(train.params, rest.critic)
     learned, opt_state, metrics, priority = sgd(
@@ -141,10 +165,12 @@ class D4PG:
     """Return the expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
-  def target(self, target: D4PGLearned, step: value_based.NStepTransitions) -> Array:
-    """Return the target probabilities [B, atoms] of the critic; equation 2 of the paper."""
-    action = self.policy(target.actor, step.after)
-    logits = self.critic.value(target.critic, step.after.observation, action)[0]
+  def target(self, target: D4PGLearned, batch: recurrent.Batch) -> Array:
+    """Return the target probabilities [N, atoms] of the critic; equation 2 of the paper."""
+    step = batch.step
+    action = self.policy(batch.outputs(self.actor, target.actor, after=True))
+    seen = batch.seen(self.critic, target.critic, after=True)
+    logits = self.critic.value(target.critic, seen, action)[0]
     atoms = step.r_t[:, None] + step.discount_t[:, None] * self.support[None]
     project = jax.vmap(returns.project, in_axes=(0, 0, None))
     return project(atoms, jax.nn.softmax(logits), self.support)

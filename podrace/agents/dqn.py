@@ -3,6 +3,9 @@
 Rainbow (Hessel et al. 2018, arXiv 1710.02298) is double, dueling, n-step, prioritised, noisy and
 distributional at once: see the preset `rainbow-minatar`. Each is a setting here or of the network.
 
+With `network.core` it learns from sequences (Hausknecht and Stone 2015, arXiv 1507.06527); see
+`podrace.agents.recurrent`, and `r2d2` for the constants of that paper.
+
 Against Nature's DQN:
 
 - Adam instead of RMSProp, and the gradient's norm is clipped.
@@ -22,6 +25,7 @@ Against Rainbow:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -31,7 +35,8 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import value_based
+from podrace.agents import recurrent, value_based
+from podrace.agents.recurrent import ActingMemory, Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import QNetwork
@@ -55,11 +60,18 @@ class DQNRest(NamedTuple):
   steps: Array  # [] i32 gradient steps so far
 
 
+class DQNState(NamedTuple):
+  """State of acting with a core, [B, ...]."""
+
+  memory: ActingMemory
+  epsilon: Any  # [B] f32 with the ladder of epsilon; else ()
+
+
 @dataclasses.dataclass(frozen=True)
 class DQN:
   """Hyper-parameters, and the functions of an `Agent`."""
 
-  network: QNetwork = QNetwork()
+  network: QNetwork = QNetwork(previous_action=True, shortcut=True)
   buffer: Buffer = Buffer()
   learning_rate: float = 2.5e-4  # learning rate of the optimiser
   adam_epsilon: float = 1.5e-4  # epsilon of Adam, added to the size of gradients
@@ -83,23 +95,31 @@ class DQN:
   # ^ compute first priorities from the values of acting (Ape-X); needs an n-step of 2 or more
   greedy: bool = False  # act without random actions and noise, for evaluation
   total_envs: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)
-    if self.network.core != 'none':
-      raise ValueError(f'dqn has no memory; with the core {self.network.core!r}, it is r2d2')
+    recurrent.check_used(self.recurrence, self.network)
     if self.huber == 0 and self.network.head == 'quantile':
       raise ValueError(f'huber must be more than 0 for quantiles, not {self.huber}')
-    if self.actor_priorities and (self.n_step < 2 or self.network.head != 'value'):
+    few = not self.is_recurrent and self.n_step < 2
+    if self.actor_priorities and (few or self.network.head != 'value'):
       raise ValueError(
         'actor_priorities needs an n_step of at least 2, so that acting has seen what is '
         "bootstrapped from, and the head 'value', "
         f'not n_step {self.n_step} and the head {self.network.head!r}'
       )
 
+  @property
+  def is_recurrent(self) -> bool:
+    """Whether the network has a core."""
+    return recurrent.has_core(self.network)
+
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps."""
+    """Return the replay: windows of n steps, or sequences."""
     initial = self.initial_priority if self.actor_priorities else None
+    if self.is_recurrent:
+      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack, initial)
     return windows(
       self.buffer, self.n_step, num_envs, unroll_length, stack=stack, initial_priority=initial
     )
@@ -117,24 +137,35 @@ class DQN:
 
   def initial_state(self, env_id: Array) -> Any:
     """Return the state of acting before the first timestep."""
-    if not self.epsilon_ladder:
-      return ()
-    return value_based.epsilon_ladder(
-      env_id, self.total_envs, self.epsilon_base, self.epsilon_power
-    )
+    epsilon: Any = ()
+    if self.epsilon_ladder:
+      epsilon = value_based.epsilon_ladder(
+        env_id, self.total_envs, self.epsilon_base, self.epsilon_power
+      )
+    if not self.is_recurrent:
+      return epsilon
+    return DQNState(recurrent.begin(self.network, env_id.shape[0]), epsilon)
 
   def act(
-    self, params: DQNParams, state: Any, timestep: TimeStep, key: Array
+    self,
+    params: DQNParams,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
+    """Choose the actions of timesteps [B], which `replace` may change."""
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
     drawn = noise_key if noisy else None
-    q, _ = self.network.step(params.network, (), timestep, drawn, per_row=True)
+    memory, ladder = state if self.is_recurrent else ((), state)
+    q, core = recurrent.step(self.network, params.network, memory, timestep, drawn, per_row=True)
     values = self.network.mean(q)
-    epsilon = state if self.epsilon_ladder else params.epsilon
+    epsilon = ladder if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
-    action = value_based.epsilon_greedy(values, epsilon, explore_key)
+    action = replace(value_based.epsilon_greedy(values, epsilon, explore_key))
+    if self.is_recurrent:
+      state = DQNState(recurrent.after(memory, core, action), ladder)
     if not self.actor_priorities:
       return ActorOutput(action), state
     extras = value_based.ValueExtras(
@@ -147,27 +178,35 @@ class DQN:
 
     The value of the last timestep of a window is not known, so that of the one before is used.
     """
-    step = value_based.transitions(window, self.discount)
-    extras: value_based.ValueExtras = window.outputs.extras
-    streams = jnp.arange(step.end.shape[0])
-    best = extras.best[jnp.minimum(step.end, self.n_step - 1), streams]
-    error = step.r_t + step.discount_t * best - extras.value[0]
-    return step.mask * (jnp.abs(error) + 1e-6)
+    batch = self.transitions(Sample(window, jnp.ones(window.env_id.shape), window.env_id))
+    value, best = batch.acted(window.outputs.extras)
+    error = batch.step.r_t + batch.step.discount_t * best - value
+    return batch.priority(batch.step.mask * (jnp.abs(error) + 1e-6))
+
+  def transitions(self, sample: Sample) -> recurrent.Batch:
+    """Return the transitions of a sample."""
+    recurrence = self.recurrence if self.is_recurrent else None
+    if self.is_recurrent and self.recurrence.start == 'stored':
+      memory = sample.trajectory.agent_state.memory
+      sample = sample._replace(trajectory=sample.trajectory._replace(agent_state=memory))
+    return recurrent.transitions(recurrence, sample, self.discount, self.n_step)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest: DQNRest = train.rest
-    step = value_based.transitions(sample.trajectory, self.discount)
+    batch = self.transitions(sample)
+    step = batch.step
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     online_key, select_key, target_key = jax.random.split(own_key, 3)
-    target = self.target(rest.target, train.params.network, step, target_key, select_key)
+    target = self.target(rest.target, train.params.network, batch, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
-      q = value_based.select_action(self.outputs(network, step.before, online_key), step.action)
+      q = value_based.select_action(self.outputs(network, batch, online_key), step.action)
       each, error = self.losses(q, target)
-      total = jnp.mean(sample.weight * step.mask * each)
-      value = jnp.mean(self.network.mean(q))
-      return total, (dict(loss=total, value=value), step.mask * (error + 1e-6))
+      total = batch.mean(each, batch.weight)
+      value = batch.average(self.network.mean(q))
+      priority = batch.priority(step.mask * (error + 1e-6))
+      return total, (dict(loss=total, value=value), priority)
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), train.params.network, rest.opt_state, keep=True
@@ -180,28 +219,24 @@ class DQN:
       metrics['epsilon'] = params.epsilon
     return TrainState(params, DQNRest(followed, opt_state, steps)), priority, metrics
 
-  def outputs(self, network: Any, timestep: TimeStep, key: Array) -> Array:
-    """Return the network's outputs [B, A, atoms], with one sample of its noise for the batch.
+  def outputs(self, network: Any, batch: recurrent.Batch, key: Array, after: bool = False) -> Array:
+    """Return the network's outputs [N, A, atoms], with one sample of its noise for the batch.
 
     Fortunato et al. 2018 (arXiv 1706.10295, section 3.1) also hold it fixed across the batch.
     """
-    q, _ = self.network.step(network, (), timestep, key if self.network.noisy else None)
+    q: Array = batch.outputs(self.network, network, after, key if self.network.noisy else None)
     return q
 
   def target(
-    self,
-    target: Any,
-    online: Any,
-    step: value_based.NStepTransitions,
-    target_key: Array,
-    select_key: Array,
+    self, target: Any, online: Any, batch: recurrent.Batch, target_key: Array, select_key: Array
   ) -> Array:
-    """Return the targets [B, atoms]: returns, or probabilities of the categorical head.
+    """Return the targets [N, atoms]: returns, or probabilities of the categorical head.
 
     Double: van Hasselt et al. 2016 (arXiv 1509.06461, eq. 4).
     """
-    q_t = self.outputs(target, step.after, target_key)
-    select = self.outputs(online, step.after, select_key) if self.double else q_t
+    step = batch.step
+    q_t = self.outputs(target, batch, target_key, after=True)
+    select = self.outputs(online, batch, select_key, after=True) if self.double else q_t
     best = jnp.argmax(self.network.mean(select), axis=-1)
     q_t = value_based.select_action(q_t, best)
     r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]

@@ -34,7 +34,7 @@ METRICS = (
     'entropy',
     'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
     'as the policy decides.',
-    ('impala', 'ppo', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic'),
+    ('impala', 'ppo', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic', 'bc'),
   ),
   MetricRow('entropy', 'Estimated entropy of the policy, from one action per state.', ('sac',)),
   MetricRow(
@@ -85,7 +85,7 @@ METRICS = (
     ('dqn', 'pqn'),
   ),
   # values
-  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'pqn')),
+  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'pqn', 'qtopt')),
   MetricRow('value', 'Mean predicted value of the actions taken, rescaled.', ('r2d2',)),
   MetricRow('value', "Mean value of the policy's own actions, by the smaller critic.", ('sac',)),
   MetricRow('value', "Mean value of the policy's own actions, by the critic.", ('d4pg',)),
@@ -132,6 +132,11 @@ METRICS = (
     'Share of value targets beyond the ends of the atoms, where they are cut off.',
     ('muzero',),
   ),
+  MetricRow(
+    'outside_support',
+    'Share of targets outside of `v-min` to `v-max` of the network, where they are cut off.',
+    ('qtopt',),
+  ),
   MetricRow('target_age', 'Age of the plans learned from, in gradient steps.', ('muzero',)),
   MetricRow('reanalysed', 'Share of the plans that are newer than their actions.', ('muzero',)),
   # learned rules and rewards
@@ -163,6 +168,12 @@ METRICS = (
     'it, and so is the `value_loss`.',
     POLICY_GRADIENT,
   ),
+  MetricRow(
+    'action_error',
+    'Share of the recorded actions that the policy would not have taken. With actions of numbers: '
+    "mean distance of the policy's action from the recorded one.",
+    ('bc',),
+  ),
   # self-tuning
   MetricRow('outer_loss', 'With `--agent.self-tuning`: the outer loss.', POLICY_GRADIENT),
   MetricRow(
@@ -174,8 +185,9 @@ METRICS = (
 
 MOST_TELLING = {  # agent -> its metric that the report shows first
   **dict.fromkeys((*POLICY_GRADIENT, 'muesli', *RULES), 'entropy'),
-  **dict.fromkeys((*VALUE_BASED, *ACTOR_CRITIC, 'muzero'), 'value'),
+  **dict.fromkeys((*VALUE_BASED, *ACTOR_CRITIC, 'qtopt', 'muzero'), 'value'),
   'intrinsic': 'intrinsic_reward',
+  'bc': 'action_error',
 }
 
 

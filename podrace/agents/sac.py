@@ -5,12 +5,15 @@ gradient step together, so the actor's sees the critics of the step before.
 
 Against the authors' code: the first steps are the new policy's, where theirs are uniformly random;
 log sigma is kept within [-5, 2], where theirs goes down to -20; rewards are not scaled.
+
+With a core in the actor or the critics it learns from sequences; see `podrace.agents.recurrent`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +22,8 @@ import optax
 from jax import lax
 
 from podrace import distributions
-from podrace.agents import value_based
+from podrace.agents import recurrent
+from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
@@ -64,12 +68,21 @@ class SAC:
   n_step: int = 1  # rewards before a value is bootstrapped from
   target_rate: float = 0.005  # share of the critics in each update of the target critics
   greedy: bool = False  # act by the mode of the policy, for evaluation
+  recurrence: Recurrence = Recurrence()
 
   def __post_init__(self) -> None:
     check_fields(self)
+    recurrent.check_used(self.recurrence, self.actor, self.critic)
+
+  @property
+  def is_recurrent(self) -> bool:
+    """Whether the actor or the critics have a core."""
+    return recurrent.has_core(self.actor, self.critic)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps."""
+    """Return the replay: windows of n steps, or sequences."""
+    if self.is_recurrent:
+      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
     return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
 
   def init(self, key: Array) -> TrainState:
@@ -82,49 +95,59 @@ class SAC:
 
   def initial_state(self, env_id: Array) -> Any:
     """Return the state of acting before the first timestep."""
-    del env_id
-    return ()
+    return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
-  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
-    outputs, _ = self.actor.step(params, (), timestep)
+  def act(
+    self,
+    params: Any,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B], which `replace` may change."""
+    outputs, core = recurrent.step(self.actor, params, state, timestep)
     policy = self.actor.distribution
     x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
-    return ActorOutput(policy.to_action(x)), state
+    action = replace(policy.to_action(x))
+    return ActorOutput(action), recurrent.after(state, core, action)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""
     rest: SACRest = train.rest
-    step = value_based.transitions(sample.trajectory, self.discount)
+    batch = recurrent.transitions(
+      self.recurrence if self.is_recurrent else None, sample, self.discount, self.n_step
+    )
+    step = batch.step
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other actions on each device
     target_key, actor_key = jax.random.split(own_key)
-    target = self.target(train.params, rest, step, target_key)
+    target = self.target(train.params, rest, batch, target_key)
     taken = self.critic.distribution.to_unit(step.action)
     policy = self.actor.distribution
-    weight = sample.weight * step.mask
 
     def loss(learned: SACLearned) -> tuple[Array, Any]:
-      q = self.critic.value(learned.critic, step.before.observation, taken)[..., 0]
+      seen = batch.seen(self.critic, learned.critic)
+      q = self.critic.value(learned.critic, seen, taken)[..., 0]
       error = target[None] - q
-      critic_loss = 0.5 * jnp.mean(weight[None] * jnp.square(error)) * q.shape[0]
-      action, log_prob = self.draw(learned.actor, step.before, actor_key)
-      fixed = lax.stop_gradient(learned.critic)
+      critic_loss = 0.5 * batch.mean(jnp.square(error), batch.weight) * q.shape[0]
+      action, log_prob = self.draw(batch.outputs(self.actor, learned.actor), actor_key)
+      fixed, seen = lax.stop_gradient((learned.critic, seen))
       alpha = jnp.exp(lax.stop_gradient(learned.log_alpha))
-      value = jnp.min(self.critic.value(fixed, step.before.observation, action)[..., 0], axis=0)
-      actor_loss = jnp.mean(step.mask * (alpha * log_prob - value))
+      value = jnp.min(self.critic.value(fixed, seen, action)[..., 0], axis=0)
+      actor_loss = batch.mean(alpha * log_prob - value)
       surplus = lax.stop_gradient(-log_prob) - self.entropy_goal
-      alpha_loss = jnp.exp(learned.log_alpha) * jnp.mean(step.mask * surplus)
+      alpha_loss = jnp.exp(learned.log_alpha) * batch.mean(surplus)
       total = critic_loss + actor_loss + (alpha_loss if self.learn_temperature else 0.0)
       metrics = dict(
         loss=critic_loss,
         actor_loss=actor_loss,
-        value=jnp.mean(value),
-        entropy=-jnp.mean(step.mask * log_prob),
+        value=batch.average(value),
+        entropy=-batch.mean(log_prob),
         temperature=alpha,
         **distributions.saturation(policy, policy.from_unit(action)),
       )
       priority = step.mask * (jnp.mean(jnp.abs(error), axis=0) + 1e-6)
-      return total, (metrics, priority)
+      return total, (metrics, batch.priority(priority))
 
     learned = SACLearned(train.params, rest.critic, rest.log_alpha)
     learned, opt_state, metrics, priority = sgd(
@@ -134,21 +157,19 @@ class SAC:
     rest = SACRest(learned.critic, learned.log_alpha, followed, opt_state)
     return TrainState(learned.actor, rest), priority, metrics
 
-  def draw(self, actor: Any, timestep: TimeStep, key: Array) -> tuple[Array, Array]:
-    """Return actions [B, n] within [-1, 1] by the policy, and their log-densities [B]."""
-    outputs, _ = self.actor.step(actor, (), timestep)
+  def draw(self, outputs: Array, key: Array) -> tuple[Array, Array]:
+    """Return actions [N, n] within [-1, 1] by the policy, and their log-densities [N]."""
     policy = self.actor.distribution
     x = policy.sample(outputs, key)
     return jnp.tanh(x), policy.log_prob(outputs, x)
 
-  def target(
-    self, actor: Any, rest: SACRest, step: value_based.NStepTransitions, key: Array
-  ) -> Array:
-    """Return the targets [B] of the critics; equation 3 of the paper."""
-    action, log_prob = self.draw(actor, step.after, key)
-    q_t = jnp.min(self.critic.value(rest.target, step.after.observation, action)[..., 0], axis=0)
+  def target(self, actor: Any, rest: SACRest, batch: recurrent.Batch, key: Array) -> Array:
+    """Return the targets [N] of the critics; equation 3 of the paper."""
+    action, log_prob = self.draw(batch.outputs(self.actor, actor, after=True), key)
+    seen = batch.seen(self.critic, rest.target, after=True)
+    q_t = jnp.min(self.critic.value(rest.target, seen, action)[..., 0], axis=0)
     v_t = q_t - jnp.exp(rest.log_alpha) * log_prob
-    return step.r_t + step.discount_t * v_t
+    return batch.step.r_t + batch.step.discount_t * v_t
 
   @property
   def entropy_goal(self) -> float:

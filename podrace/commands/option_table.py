@@ -26,8 +26,8 @@ from podrace.system.files import UTF8, write_whole
 
 PATH = Path(__file__).with_name('options.json')
 CHOSEN_BY_AGENTS = {  # fields of parts that agents set themselves, so they are no options
-  'Actor': ('core', 'core_size', 'deterministic'),
-  'Critic': ('core', 'core_size', 'torso', 'critics', 'atoms'),
+  'Actor': ('deterministic',),
+  'Critic': ('torso', 'critics', 'atoms'),
 }
 
 

@@ -93,7 +93,7 @@ def run(args: list[str]) -> int:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
   if of_run is None and configure.needs_defaults(preset, run_dir, options):
-    config = configure.parse_with_defaults(base, config.env, options.arguments)
+    config = configure.parse_with_defaults(base, config, options.arguments)
   if (file := options.path('--save-config')) is not None:
     config_files.write(file, config)
     print_text(f'settings: {file}', file=results())
@@ -104,7 +104,7 @@ def run(args: list[str]) -> int:
   from podrace.run import loop as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
-  name = name_run(preset, config.env)
+  name = name_run(preset, config.env, config.log)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # all processes need the same directory
       run_dir = choose_run_dir(name)
@@ -276,7 +276,8 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   for entry in summary.get('diagnostics', ()):
     print_text(f'from step {entry["step"]:,}: {entry["message"]}', file=out)
   allow = user_code.options(user_code.named_modules(to_json(config)))
-  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip()
+  env = '' if config.env else '--env LIB:NAME '
+  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {env}{allow}'.rstrip()
   if config.eval_every and (step := best_step(run_dir)) is not None:
     print_text(f'best evaluation: step {step:,}; add --checkpoint best', file=out)
   print_text(f'next: {command}', file=out)

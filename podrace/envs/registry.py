@@ -44,6 +44,7 @@ def make(name: str) -> Environment:
       f"'podrace list' names its {len(library.names)}"
     )
   shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
+  kept = _hidden(key, env, options)
   adapter = load_adapter(library, f"environment '{key}:{env}'")
   try:
     made = adapter.make(env, options)
@@ -51,10 +52,20 @@ def make(name: str) -> Environment:
     if not library.extra:
       raise
     raise MissingExtra(why_not(f"environment '{key}:{env}'", library.extra, error)) from error
+  if kept is not None:
+    made = importlib.import_module('podrace.envs.hidden').without_velocities(made, kept)
   if shows_state['state']:
     shown: Environment = importlib.import_module('podrace.envs.states').with_state(name, made)
     return shown
   return made
+
+
+def _hidden(key: str, env: str, options: dict[str, Any]) -> tuple[int, ...] | None:
+  """Take the option `hide` off `options`; return what is left of observations, None for all."""
+  if 'hide' not in options:
+    return None
+  kept: tuple[int, ...] = importlib.import_module('podrace.envs.hidden').read(key, env, options)
+  return kept
 
 
 def load_adapter(library: Library, what: str) -> Any:

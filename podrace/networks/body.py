@@ -138,10 +138,13 @@ class Body:
     """The activation function."""
     return {'tanh': jnp.tanh, 'relu': nn.relu}[self.activation]
 
-  def make_torso(self, layer_norm: bool = False) -> nn.Module:
-    """Return the layers from prepared observations to features."""
-    sizes = self.image_torso, self.hidden, self.activate, self.kernel_init, self.transformer
-    return Torso(*sizes, layer_norm)
+  def make_torso(
+    self, hidden: tuple[int, ...] | None = None, layer_norm: bool = False
+  ) -> nn.Module:
+    """Return the layers from prepared observations to features, by default with `self.hidden`."""
+    sizes = self.hidden if hidden is None else hidden
+    layers = self.image_torso, sizes, self.activate, self.kernel_init, self.transformer
+    return Torso(*layers, layer_norm)
 
   def make_core(self) -> Core | None:
     """Return the recurrent core; None if there is none."""
@@ -182,19 +185,41 @@ class Body:
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 
   def step(
-    self, params: Any, state: Any, timestep: TimeStep, key: Any = None, per_row: bool = False
+    self,
+    params: Any,
+    state: Any,
+    timestep: TimeStep,
+    key: Any = None,
+    per_row: bool = False,
+    previous: Any = None,
   ) -> Any:
     """Take an action."""
-    timesteps = jax.tree.map(lambda x: x[None], timestep)
-    outputs, state = self.unroll(params, state, timesteps, key, per_row)
+    timesteps, before = jax.tree.map(lambda x: x[None], (timestep, previous))
+    outputs, state = self.unroll(params, state, timesteps, key, per_row, before)
     return jax.tree.map(lambda x: x[0], outputs), state
 
   def unroll(
-    self, params: Any, state: Any, timesteps: TimeStep, key: Any = None, per_row: bool = False
+    self,
+    params: Any,
+    state: Any,
+    timesteps: TimeStep,
+    key: Any = None,
+    per_row: bool = False,
+    previous: Any = None,
   ) -> Any:
-    """Draw noise by `key`, one sample or one `per_row`; without a key there is no noise."""
+    """Return outputs [T, B, ...] and the state after them.
+
+    Args:
+      params: the parameters.
+      state: the recurrent state before the first timestep.
+      timesteps: [T, B, ...].
+      key: draws noise. None: no noise.
+      per_row: one sample of the noise for each row, instead of one for all.
+      previous: [T, B, ...] the action before each timestep, for a `RecurrentBody`. None: zeros.
+    """
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
-    return self.module.apply({'params': params}, state, timesteps, rngs=rngs)
+    inputs = (state, timesteps) if previous is None else (state, timesteps, previous)
+    return self.module.apply({'params': params}, *inputs, rngs=rngs)
 
 
 def _check_discrete(action_space: Any) -> None:

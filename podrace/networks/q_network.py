@@ -11,10 +11,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.networks.body import Body
-from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, NoisyDense
 from podrace.networks.protocol import merge_time, split_time
+from podrace.networks.recurrent_body import RecurrentBody
 from podrace.types import Array, TimeStep
 
 
@@ -23,7 +22,7 @@ class _QNetwork(nn.Module):
 
   def setup(self) -> None:
     s = self.settings
-    self.torso = s.make_torso(s.layer_norm)
+    self.torso = s.make_torso(layer_norm=s.layer_norm)
     self.rnn = s.make_core()
     size = s.num_actions * s.atoms
     self.advantage_hidden, self.advantage_head = self._layers(size)
@@ -36,12 +35,12 @@ class _QNetwork(nn.Module):
     make = NoisyDense if s.noisy else functools.partial(Dense, kernel_init=s.kernel_init)
     return make(s.head_size) if s.head_size else None, make(features)
 
-  def __call__(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
+  def __call__(self, state: Any, timesteps: TimeStep, previous: Any = None) -> tuple[Array, Any]:
     """[T, B, ...] -> [T, B, A, atoms]; T is 1 to act."""
     s, length = self.settings, timesteps.reward.shape[0]
     observation, mask = s.prepare(merge_time(timesteps.observation))
     x = self.torso(observation)
-    x, state = remember(self.rnn, state, x, timesteps)
+    x, state = s.remember(self.rnn, state, x, timesteps, previous)
     q = self._stream(x, self.advantage_hidden, self.advantage_head)
     q = q.reshape(-1, s.num_actions, s.atoms)
     if s.dueling:
@@ -58,7 +57,7 @@ class _QNetwork(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class QNetwork(Body):
+class QNetwork(RecurrentBody):
   """Values of discrete actions, or the distributions of their returns: [..., A, atoms].
 
   Dueling: Wang et al. 2016 (arXiv 1511.06581, eq. 9). `head` is the meaning of the atoms: one
@@ -78,6 +77,8 @@ class QNetwork(Body):
   v_max: float = 10.0  # largest return that the categorical head can represent
   head_size: int = 0  # units of a hidden layer in each stream; 0: no such layer
   dueling: bool = False  # separate streams for the value and the advantages
+  previous_action: bool = False  # the core sees the previous action; 0 where an episode begins
+  shortcut: bool = False  # the heads see the newest observation besides the core
   noisy: bool = False  # noise in the heads, which explores; each environment has its own sample
 
   def __post_init__(self) -> None:

@@ -22,6 +22,7 @@ from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import channels_first, is_pixels
+from podrace.networks.recurrent_body import RecurrentBody
 from podrace.policy import onnx
 from podrace.policy.load import (
   CONFIG,
@@ -73,12 +74,18 @@ def export(
   config = load_config(run_dir, allow_code)
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
-  resolved = Resolved(config)
+  resolved = Resolved(config).acting
   agent, env = innermost(resolved.agent), eval_env(resolved)
   if hasattr(getattr(agent, 'network', None), 'dynamics'):
     raise UsageError(
       f'{agent_name(agent)} acts by a search in a model, and export writes policies of one '
       'network only'
+    )
+  acting = _acting_network(agent)
+  if getattr(acting, 'core', 'none') != 'none' and getattr(acting, 'previous_reward', False):
+    raise UsageError(
+      'this policy acts on the previous reward, which the user of an exported policy does not give '
+      'it: train without previous_reward'
     )
   if can_be_greedy(agent):
     agent = greedily(agent)
@@ -272,6 +279,8 @@ def _describe_network(agent: Any, space: Any) -> dict[str, Any] | None:
   network = _acting_network(agent)
   if type(network) not in NUMPY_NETWORKS or network.image_torso == 'transformer':
     return None
+  if not _has_plain_core(network):
+    return None
   actor = isinstance(network, Actor)
   q = isinstance(network, QNetwork)
   paths = _leaf_paths(space)
@@ -298,6 +307,13 @@ def _describe_network(agent: Any, space: Any) -> dict[str, Any] | None:
     'inputs': [i for i, (path, s) in enumerate(paths) if path in visible and 0 not in s.shape],
     'mask': names.index(MASK) if MASK in names else None,
   }
+
+
+def _has_plain_core(network: Any) -> bool:
+  """Return whether the network has no core, or one between torso and head, for observations."""
+  if network.core == 'none' or not isinstance(network, RecurrentBody):
+    return True
+  return not (isinstance(network, Actor) or network.previous_action or network.shortcut)
 
 
 def _leaf_paths(space: Any) -> list[tuple[str, Any]]:

@@ -69,7 +69,7 @@ def weighted(samples: tables.Samples, w: Windows, steps: int) -> Columns:
 
 def selector(w: Windows) -> tables.selectors.Selector:
   """Return the table's sampler: prioritized, or uniform without priorities."""
-  return tables.prioritized(w.buffer.priority_exponent) if w.prioritised else tables.uniform()
+  return tables.prioritized(w.exponent) if w.has_priorities else tables.uniform()
 
 
 class HostReplay:

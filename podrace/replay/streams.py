@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from podrace.replay.layout import Columns, Layout, Rows
-from podrace.types import Trajectory
+from podrace.types import FIRST, Trajectory
 
 
 class Stream:
@@ -19,6 +19,14 @@ class Stream:
     self.writer = writer
     self.serial = -2  # number of the newest unroll; the next unroll continues it
     self.timesteps = 0
+
+
+class NewWindow(NamedTuple):
+  """A window that becomes an item."""
+
+  writer: Any
+  slices: Columns
+  sampled: bool  # False: its priority is 0
 
 
 class Streams:
@@ -83,7 +91,7 @@ class Streams:
       serial: [B] number of the unroll among the unrolls of its environment.
     """
     rows: Rows = jax.tree.map(np.asarray, self._rows(trajectory))
-    windows: list[tuple[Any, Columns]] = []  # the writer and the columns of each new item
+    windows: list[NewWindow] = []
     there: set[int] = set()
     for b, env in enumerate(rows.env_id.tolist()):
       if env in there:  # make its items before its history moves on
@@ -91,8 +99,9 @@ class Streams:
         windows, there = [], set()
       there.add(env)
       stream = self.stream(env)
-      for back in self._extend(stream, rows, b, int(serial[b])):
-        windows.append((stream.writer, self._slices(stream, rows, back)))
+      starts = self._extend(stream, rows, b, int(serial[b]))
+      for back, sampled in zip(starts, self._sampled(stream, starts), strict=True):
+        windows.append(NewWindow(stream.writer, self._slices(stream, rows, back), sampled))
     self._create(windows)
 
   def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
@@ -132,6 +141,14 @@ class Streams:
     stream.timesteps = newest + 1
     return range(newest - first, w.length - 1, -w.period)
 
+  def _sampled(self, stream: Stream, starts: range) -> list[bool]:
+    """Return whether the window at each start may be sampled."""
+    if not self._windows.at_first or not starts:
+      return [True] * len(starts)
+    history = stream.writer.history['step_type'][-starts[0] - 1 :]
+    step_type = stream.writer.read({'step_type': history})['step_type']
+    return [bool(step_type[-back - 1] == FIRST) for back in starts]
+
   def _slices(self, stream: Stream, rows: Rows, back: int) -> Columns:
     """Return the column slices of the window that begins `back` timesteps before the newest."""
     w, h = self._windows, stream.writer.history
@@ -146,17 +163,19 @@ class Streams:
       'env_id': h['env_id'][-1],
     }
 
-  def _create(self, windows: Sequence[tuple[Any, Columns]]) -> None:
-    for (writer, slices), priority in zip(windows, self._priorities(windows), strict=True):
-      writer.create_item(self._table, priority, slices)
+  def _create(self, windows: Sequence[NewWindow]) -> None:
+    for window, priority in zip(windows, self._priorities(windows), strict=True):
+      window.writer.create_item(self._table, priority if window.sampled else 0.0, window.slices)
 
-  def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
+  def _priorities(self, windows: Sequence[NewWindow]) -> Any:
     """Compute the priorities of new windows. The default is the highest priority so far."""
     if not windows or self._priority is None:
       return [self.highest] * len(windows)
     small = [
-      writer.read({k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))})
-      for writer, slices in windows
+      w.writer.read(
+        {k: s for k, s in w.slices.items() if not k.startswith(('observation', 'stacks'))}
+      )
+      for w in windows
     ]
     # Padding to a power of two limits the number of compiled programs.
     small += [small[-1]] * ((1 << (len(small) - 1).bit_length()) - len(small))

@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podrace.envs.logs.share import NO_LOG, Share, is_logged
 from podrace.replay import sum_tree
 from podrace.replay.buffer import Buffer, Schedule
 from podrace.replay.frame_stacks import newest_frames, what_is_before
 from podrace.replay.rings import Memory, read_windows
-from podrace.types import Array, Replay, Sample, Trajectory
+from podrace.types import FIRST, Array, Replay, Sample, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +38,8 @@ class Windows:
   keep_state: bool  # windows start with unrolls and include the agent's state
   stack: int  # frames in an observation, along its first axis; 0: no stack
   initial_priority: Callable[[Trajectory], Array] | None
+  at_first: bool = False  # windows that do not begin with FIRST have priority 0
+  logged: Share = NO_LOG  # p of every q environments replay a log, see `is_logged`
 
   @property
   def period(self) -> int:
@@ -70,6 +73,16 @@ class Windows:
     """Whether windows are sampled by priority instead of uniformly."""
     return self.buffer.priority_exponent > 0
 
+  @property
+  def has_priorities(self) -> bool:
+    """Whether windows have priorities, also if these only say where windows may begin."""
+    return self.prioritised or self.at_first
+
+  @property
+  def exponent(self) -> float:
+    """Exponent of the priorities."""
+    return self.buffer.priority_exponent if self.prioritised else 1.0
+
   def record(self) -> dict[str, float]:
     """Return the settings that the contents of a memory depend on, by their names in messages.
 
@@ -82,6 +95,7 @@ class Windows:
       'steps of a window': self.length,
       'steps between windows': self.period,
       'frames of a stack': self.stack,
+      **({'windows at FIRST only': 1} if self.at_first else {}),
     }
 
   # --- init, add, sample, update
@@ -106,7 +120,7 @@ class Windows:
       ),
       env_id=jnp.zeros(streams, jnp.int32),
       head=jnp.zeros(1, jnp.int32),
-      tree=sum_tree.empty(streams * self.starts) if self.prioritised else (),
+      tree=sum_tree.empty(streams * self.starts) if self.has_priorities else (),
       highest=jnp.ones(1),
     )
 
@@ -145,7 +159,7 @@ class Windows:
     if self.stack:
       stacks = what_is_before(trajectory.timesteps)
       memory = memory._replace(stacks=put_all(memory.stacks, stacks))
-    return self._admit(memory) if self.prioritised else memory
+    return self._admit(memory) if self.has_priorities else memory
 
   def sample(self, memory: Memory, key: Array) -> Sample:
     """Sample windows [L+1, n, ...] with importance weights [n], and indices [n] for `update`.
@@ -155,17 +169,18 @@ class Windows:
     streams = memory.env_id.shape[0]
     size = self.buffer.batch_per_device(streams, self.num_envs)
     stream_key, start_key, tree_key = jax.random.split(key, 3)
-    stream = jax.random.randint(stream_key, [size], 0, streams)
+    stream = self._draw_streams(memory, stream_key, size)
     oldest, newest = self._valid(memory.head[0])
     count = (newest - oldest) // self.period + 1
     start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
     index = stream * self.starts + start % self.rows // self.period
     weight = jnp.ones([size])
-    if self.prioritised:
+    if self.has_priorities:
       total = sum_tree.total(memory.tree)
       some = total > 0  # otherwise sampling is uniform, as in podrace.tables
       index = jnp.where(some, sum_tree.sample(memory.tree, tree_key, size), index)
       stream, start = index // self.starts, index % self.starts * self.period
+    if self.prioritised:
       probability = sum_tree.get(memory.tree, index) / total
       steps = memory.head[0].astype(jnp.float32) * self.num_envs
       weight = jnp.where(some, self.buffer.weights(streams * count, probability, steps), 1.0)
@@ -173,6 +188,25 @@ class Windows:
       # Without the comparison, XLA copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
     return Sample(self._read(memory, stream, start), weight, index)
+
+  def _draw_streams(self, memory: Memory, key: Array, size: int) -> Array:
+    """Draw streams [size]: alike, or by the share of the streams that act.
+
+    That many of the first samples are of streams that act. The fraction of a sample is drawn, so
+    that the mean is exact.
+    """
+    streams = memory.env_id.shape[0]
+    if self.buffer.online_share is None or self.logged[0] in (0, self.logged[1]):
+      return jax.random.randint(key, [size], 0, streams)
+    offset_key, logged_key, online_key = jax.random.split(key, 3)
+    logged = is_logged(memory.env_id, self.logged)
+    count = jnp.sum(logged)
+    order = jnp.argsort(~logged)  # the streams of the log first
+    share = self.buffer.online(memory.head[0].astype(jnp.float32) * self.num_envs)
+    acts = jnp.arange(size) + jax.random.uniform(offset_key) < share * size
+    of_log = jax.random.randint(logged_key, [size], 0, count)
+    online = jax.random.randint(online_key, [size], count, streams)
+    return order[jnp.where(acts, online, of_log)]
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
     """Set priorities [n], at least 0, at indices [n] from `sample`; returns the new memory."""
@@ -210,7 +244,9 @@ class Windows:
     again = (gone + self.rows >= new[0]) & (gone + self.rows <= new[-1])  # reused by a new window
     gone_index = jnp.where(((gone >= 0) & ~again)[None], index(gone), none)
     new_index = jnp.where((new >= 0)[None], index(new), none)
-    if self.initial_priority is None:
+    if not self.prioritised:
+      priority = jnp.ones(new_index.shape)
+    elif self.initial_priority is None:
       priority = jnp.full(new_index.shape, memory.highest[0])
     else:
       stream, start = (
@@ -219,7 +255,10 @@ class Windows:
       timesteps = memory.timesteps._replace(observation=())
       window = self._read(memory._replace(timesteps=timesteps, stacks=()), stream, start)
       priority = self.initial_priority(window).reshape(new_index.shape)
-    priority = priority**self.buffer.priority_exponent
+    priority = priority**self.exponent
+    if self.at_first:
+      step_type = memory.timesteps.step_type[streams, (new % self.rows)[None]]
+      priority = jnp.where(step_type == FIRST, priority, 0.0)
     # at least one index of each node
     some = sorted({*range(0, len(steps), sum_tree.FAN), len(steps) - 1})
     ends = jnp.array([0, self.rows - self.period], jnp.int32)  # runs may cross the seam of the ring
@@ -244,6 +283,7 @@ def windows(
   keep_state: bool = False,
   stack: int = 0,
   initial_priority: Callable[[Trajectory], Array] | None = None,
+  at_first: bool = False,
 ) -> Replay:
   """Make a Replay of windows of `length` steps.
 
@@ -259,6 +299,8 @@ def windows(
       0: observations are not stacks.
     initial_priority: computes priorities [n] of new windows [L+1, n] without observations, from
       the extras of acting. Default: the highest priority so far.
+    at_first: only windows that begin with FIRST are sampled, if there are any. Not with
+      `keep_state`.
 
   Returns:
     The replay, which has its `Windows` as `windows`.
@@ -266,7 +308,8 @@ def windows(
   Raises:
     ValueError: the settings do not fit each other. The message has the numbers.
   """
-  w = Windows(buffer, length, num_envs, unroll_length, keep_state, stack, initial_priority)
+  sizes = (length, num_envs, unroll_length)
+  w = Windows(buffer, *sizes, keep_state, stack, initial_priority, at_first)
   if w.starts * num_envs >= 2**30:
     raise ValueError(
       f'a capacity of {buffer.capacity} for {num_envs} environments and windows '
@@ -279,4 +322,9 @@ def windows(
       f'give a capacity of {least} or more, or fewer environments'
     )
   w.schedule.times(jnp.int32(0))
+  return replay_of(w)
+
+
+def replay_of(w: Windows) -> Replay:
+  """Return the functions of `w` as a Replay."""
   return Replay(w.init, w.add, w.sample, w.update, w.schedule.times, windows=w)

@@ -27,18 +27,30 @@ from test_sebulba import (
 
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
+from podrace.agents.bc import BC
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
+from podrace.agents.recurrent import Recurrence
 from podrace.agents.sac import SAC
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.experiments.bench import count_bytes, measure_combined, measure_learner
-from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import (
+  ActionValue,
+  Actor,
+  ActorCritic,
+  Critic,
+  LearnedModel,
+  Predictor,
+  QNetwork,
+)
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
 from podrace.topology import split_devices
@@ -54,6 +66,14 @@ AGENTS: dict[str, Any] = {
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
   'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
+  'qtopt': QTOpt(
+    ActionValue(head_hidden=(16,), head='value'),
+    RANKED,
+    CEM(samples=8, elites=3),
+    n_step=2,
+    target_period=3,
+  ),
+  'bc': BC(ActorCritic(hidden=(16,)), SMALL),
   'muzero': MuZero(
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
@@ -74,10 +94,37 @@ AGENTS: dict[str, Any] = {
     ),
   ),
 }
-ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
+CORE: dict[str, Any] = dict(hidden=(16,), core='gru', core_size=8)
+MEMORY: dict[str, Any] = {  # the same agents with memory, by each way to begin a sequence
+  'dqn-stored': DQN(
+    QNetwork(**CORE, previous_action=True, shortcut=True, noisy=True),
+    RANKED, recurrence=Recurrence('stored', 6, 2), n_step=2, target_period=3,
+  ),
+  'dqn-episode': DQN(
+    QNetwork(**CORE | dict(core='lstm')), RANKED, recurrence=Recurrence('episode', 9), target_period=3
+  ),
+  'bc-zero': BC(ActorCritic(**CORE), SMALL, recurrence=Recurrence(sequence=6, burn_in=2)),
+  'qtopt-stored': QTOpt(
+    ActionValue(core='gru', core_size=8, head_hidden=(8,), head='value'), SMALL, CEM(samples=8, elites=2),
+    recurrence=Recurrence('stored', 6, 2),
+  ),
+  'sac-zero': SAC(
+    Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence(sequence=6, burn_in=2)
+  ),
+  'sac-episode': SAC(
+    Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence('episode', 5)
+  ),
+  'd4pg-stored': D4PG(
+    Actor(**CORE, deterministic=True), Critic(**CORE, atoms=11), RANKED, recurrence=Recurrence('stored', 6)
+  ),
+}  # fmt: skip
+ENVS = dict.fromkeys(('bc', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
+  if name == 'sac-episode':
+    return 'podrace:memory,length=4,continuous=true'
+  name = name.partition('-')[0]
   return ENVS.get(name, 'gymnax:Pendulum-v1')
 
 
@@ -116,7 +163,8 @@ def test_every_agent_is_here_or_there() -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(1,
-    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg',
+    'dqn', 'sac-zero', 'bc', 'bc-zero', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'dqn-stored', 'dqn-episode',
+    'sac-episode', 'd4pg-stored', 'qtopt', 'qtopt-stored',
   ),
 )  # fmt: skip
 def test_the_same_under_both_architectures(name: str) -> None:
@@ -124,9 +172,10 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
   On one device: several would each draw samples of their own.
   """
-  program = anakin(AGENTS[name], env_of(name))
+  agent = (AGENTS | MEMORY)[name]
+  program = anakin(agent, env_of(name))
   state = program.run(program.init(keys(0)), jnp.int32(20))
-  with Running(sebulba(AGENTS[name], env_of(name))) as run:
+  with Running(sebulba(agent, env_of(name))) as run:
     other = run.advance(20)
   assert_close(state.train, other.train, rtol=5e-4, atol=5e-6)
   one, two = (jax.device_get(s.memory.timesteps) for s in (state, other))
@@ -136,11 +185,15 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  'name', [n if n in ('dqn', 'sac', 'disco') else pytest.param(n, marks=SLOW) for n in AGENTS]
+  'name',
+  [
+    n if n in ('dqn', 'sac', 'disco', 'sac-episode') else pytest.param(n, marks=SLOW)
+    for n in AGENTS | MEMORY
+  ],
 )
 def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""
-  program = anakin(AGENTS[name], env_of(name), 4)
+  program = anakin((AGENTS | MEMORY)[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
   expected = 2 if name == 'disco' else 1  # its advantages are scaled by this batch's of all devices
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == expected
@@ -248,6 +301,10 @@ CONTINUOUS = {
     Actor(**WIDE, deterministic=True), Critic(**WIDE, atoms=51), PENDULUM, v_min=-400, v_max=0,
     actor_learning_rate=1e-3, critic_learning_rate=2e-3, n_step=3,
   ),
+  'qtopt': QTOpt(
+    ActionValue(v_min=-250, v_max=0), PENDULUM, CEM(samples=32, elites=4), 2e-3, discount=0.97,
+    target_rate=0.01, target_period=50,
+  ),
 }  # fmt: skip
 
 
@@ -258,6 +315,7 @@ PLAYS: dict[str, tuple[Any, ...]] = {  # agent, environments, length, updates, t
   'r2d2': (R2D2_CATCH, 32, 4, 450, 80, 0.85),  # exploring as it does
   'sac': (CONTINUOUS['sac'], 8, 8, 200, 75, -400),
   'd4pg': (CONTINUOUS['d4pg'], 8, 8, 200, 75, -400),
+  'qtopt': (CONTINUOUS['qtopt'], 8, 8, 200, 75, -400),
 }
 
 
@@ -265,7 +323,7 @@ PLAYS: dict[str, tuple[Any, ...]] = {  # agent, environments, length, updates, t
   ('name', 'devices'),
   slow_after(1,
     ('dqn', 1), ('dqn', 8), ('rainbow', 1), ('quantiles', 1), ('r2d2', 1), ('r2d2', 8), ('sac', 1),
-    ('sac', 8), ('d4pg', 1), ('d4pg', 8),
+    ('sac', 8), ('d4pg', 1), ('d4pg', 8), ('qtopt', 1), ('qtopt', 8),
   ),
 )  # fmt: skip
 def test_it_learns(name: str, devices: int) -> None:
@@ -401,7 +459,6 @@ def test_replay_refuses_environments_in_any_order() -> None:
 @pytest.mark.parametrize(
   ('make_agent', 'message'),
   [
-    (lambda: DQN(QNetwork(core='gru')), r'dqn.*r2d2'),
     (lambda: DQN(n_step=0), r'n_step.*1.*0'),
     (lambda: R2D2(QNetwork(head='quantile')), 'r2d2'),
     (

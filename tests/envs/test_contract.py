@@ -22,10 +22,13 @@ NUM_ENVS, STEPS = 8, 60
 
 FAST = (  # one or two of each library
   'podrace:catch,rows=4,columns=3',
+  'podrace:grasp,distractors=2,slip=0.1',
   'podrace:memory,length=3',
+  'podrace:memory,length=3,continuous=true',
   'podrace:empty_rooms,size=5,steps=6,episodes=2',
   'gymnax:CartPole-v1,max_steps_in_episode=15',
   'gymnax:Pendulum-v1,max_steps_in_episode=20',
+  'gymnax:Acrobot-v1,hide=velocity,max_steps_in_episode=20',
   'brax:fast,episode_length=20',
   'jumanji:Snake-v1,time_limit=20',
   'navix:Navix-DoorKey-5x5-v0,max_steps=20',

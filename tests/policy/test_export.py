@@ -21,6 +21,7 @@ from shorthand import Patch
 from test_runs import called
 
 import podrace
+from podrace.agents.bc import BC
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
@@ -30,7 +31,7 @@ from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.envs.spaces import map_leaves
 from podrace.errors import PolicyError
-from podrace.networks import ActorCritic, QNetwork
+from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.policy import RUNTIMES, load_policy
 from podrace.policy.export import write_policy
 from podrace.run.loop import train
@@ -92,8 +93,10 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
     spaces.Box(-3, 3, (5, 5, 2), np.float32), THREE,
   ),
   'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
+  'dqn, gru, seeing observations only': (DQN(network=QNetwork(core='gru', core_size=8)), VECTOR, THREE),
   'sac': (SAC(), VECTOR, BOX),
   'd4pg': (D4PG(), VECTOR, BOX),
+  'bc': (BC(), VECTOR, BOX),
 }  # fmt: skip
 # A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {
@@ -322,11 +325,28 @@ def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_pa
   assert len(set(actions[0].tolist())) > 1
 
 
-@pytest.mark.parametrize('network', [Own(), ActorCritic(torso='transformer')])
+def test_a_policy_with_memory_acts_as_its_agent(tmp_path: Path) -> None:
+  """The program of JAX keeps the core's state and the previous action in the policy's state."""
+  CASES['own'] = (SAC(Actor(hidden=(8,), core='gru', core_size=4)), VECTOR, BOX)
+  try:
+    test_it_acts_as_its_agent('own', 'jax', tmp_path)
+  finally:
+    del CASES['own']
+
+
+@pytest.mark.parametrize(
+  ('agent', 'action'),
+  [
+    (PPO(network=Own()), THREE),
+    (PPO(network=ActorCritic(torso='transformer')), THREE),
+    (SAC(Actor(hidden=(8,), core='gru', core_size=4)), BOX),
+    (DQN(QNetwork(hidden=(8,), core='gru', core_size=4, shortcut=True)), THREE),
+  ],
+)
 def test_a_network_that_numpy_lacks_has_the_program_of_jax_alone(
-  network: Any, tmp_path: Path
+  agent: Any, action: Any, tmp_path: Path
 ) -> None:
-  CASES['own'] = (PPO(network=network), VECTOR, THREE)
+  CASES['own'] = (agent, VECTOR, action)
   try:
     made('own', tmp_path / 'policy')
   finally:

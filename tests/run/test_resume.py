@@ -67,6 +67,8 @@ DISCOVER = ['discover', 'lpg-catch', '--agents', '2', '--devices', '2', '--num-e
 HOST = ['--architecture', 'sebulba', '--env-threads', '2', '--num-envs', '4', '--unroll-length', '8',
         '--agent.network.hidden', '16', '--total-steps', '4000', '--log-every', '160',
         '--checkpoint-every', '640']  # fmt: skip
+MEMORY = [x for part in ('actor', 'critic')
+          for x in (f'--agent.{part}.core', 'gru', f'--agent.{part}.core-size', '8', f'--agent.{part}.hidden', '16')]  # fmt: skip
 CASES = {
   'ppo-normalized': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -106,6 +108,20 @@ CASES = {
   'replay-continuous': (
     1, ['--env', 'gymnax:Pendulum-v1', '--agent', 'sac', '--agent.actor.hidden', '16',
         '--agent.critic.hidden', '16', *TINY[:4], *HALF[6:], *REPLAY]
+  ),
+  'sac-memory': (
+    2, ['--env', 'podrace:memory,length=6,continuous=true', '--agent', 'sac', '--devices', '2', *MEMORY,
+        '--agent.recurrence.start', 'episode', '--agent.recurrence.sequence', '7', *TINY[:4], *SHORT[6:], *REPLAY]
+  ),
+  'dqn-memory-on-the-host': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', '--agent', 'dqn', '--agent.network.core', 'gru',
+        '--agent.network.core-size', '8', '--agent.recurrence.start', 'episode', '--agent.recurrence.sequence', '9',
+        *SHORT, *REPLAY]
+  ),
+  'd4pg-memory-sebulba': (
+    1, ['--architecture', 'sebulba', '--lag', '1', '--env', 'gymnax:Pendulum-v1,hide=velocity', '--agent', 'd4pg', *MEMORY,
+        '--agent.recurrence.start', 'stored', '--agent.recurrence.sequence', '8', '--agent.recurrence.burn-in', '4',
+        *TINY[:4], *SHORT[6:], *REPLAY]
   ),
   'replay-on-the-host': (
     1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '0', '--agent', 'dqn',
@@ -246,6 +262,9 @@ SLOW = {
   'popart-sebulba',
   'pqn',
   'pqn-gru-sebulba',
+  'sac-memory',
+  'dqn-memory-on-the-host',
+  'd4pg-memory-sebulba',
   'replay-continuous',
   'impala-gru',
   'self-tuning',

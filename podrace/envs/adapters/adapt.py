@@ -127,6 +127,11 @@ class TimeLimit:
     step_type = jnp.where(time >= self.steps, jnp.int8(LAST), timestep.step_type)
     return LimitedState(inner, time), timestep._replace(step_type=step_type)
 
+  @property
+  def longest_episode(self) -> int:
+    """Steps of the longest episode."""
+    return self.steps
+
   def infos(self, state: LimitedState) -> dict[str, Array]:
     """Return numbers to log about the episode that ends in `state`."""
     return infos(self.dynamics, state.inner)

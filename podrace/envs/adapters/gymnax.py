@@ -152,6 +152,12 @@ class Gymnax:
     return self.env.is_truncated(state, self.env.default_params)
 
   @property
+  def longest_episode(self) -> int | None:
+    """Steps of the longest episode; None if there is no limit."""
+    steps = getattr(self.params, 'max_steps_in_episode', None)
+    return None if steps is None else int(steps)
+
+  @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:
     """Function from a state to its picture, or None if there is none for this environment."""
     drawing = DRAWINGS.get(self.name)

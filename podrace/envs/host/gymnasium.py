@@ -61,6 +61,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     observation_space=observation_space,
     action_space=action_space,
     make=make_pool,
+    longest_episode=getattr(probe.spec, 'max_episode_steps', None),
     metrics=infos.means,
   )
   owner = trial.owner(probe)

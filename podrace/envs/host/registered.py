@@ -10,6 +10,7 @@ import gymnasium
 from gymnasium.envs import registration
 
 from podrace.envs.env_names import atari, check_options, nearest, options_error
+from podrace.envs.hidden import make_gymnasium
 from podrace.envs.options import Value
 from podrace.errors import UnknownName, UsageError
 from podrace.system.blame import not_made
@@ -34,7 +35,7 @@ def make(name: str, options: Mapping[str, Value]) -> gymnasium.Env:
       raise UnknownName(str(error)) from error
   try:
     _check(name, options)
-    return gymnasium.make(name, **dict[str, Any](options))
+    return make_gymnasium(name, **dict[str, Any](options))
   except gymnasium.error.UnregisteredEnv as error:
     if game := atari(name):
       raise UnknownName(f'gymnasium has no environment {name!r}; here it is {game}') from error
@@ -61,6 +62,8 @@ def _check(name: str, options: Mapping[str, Value]) -> None:
   of_make = {k: v for k, v in options.items() if k in made_with}
   check_options(f'gymnasium:{name}', gymnasium.make, of_make)
   of_maker = {k: v for k, v in options.items() if k not in made_with}
+  if ':' not in name:
+    of_maker.pop('hide', None)  # podrace's own
   if of_maker and (spec := _spec(name.rpartition(':')[2])) is not None:
     maker = spec.entry_point
     check_options(

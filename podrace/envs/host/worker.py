@@ -24,6 +24,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace.envs import env_names
+from podrace.envs.hidden import make_gymnasium
 from podrace.envs.host.infos import InfoAdder
 from podrace.envs.host.trial import blame_exception, owner, watch_layers
 from podrace.envs.spaces import leaves, values
@@ -119,7 +120,7 @@ class WorkerEnvironments:
   ) -> None:
     self._start = start
     _, env_id, options = env_names.parse(name)
-    envs = [gymnasium.make(env_id, **options) for _ in seeds]
+    envs = [make_gymnasium(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
     if trial:
       envs = [watch_layers(e) for e in envs]

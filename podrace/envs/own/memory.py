@@ -36,6 +36,7 @@ class MemoryTask:
   """
 
   length: int = 10  # steps from the cue to the query
+  continuous: bool = False  # an action is a number within [-1, 1], whose sign answers
 
   def __post_init__(self) -> None:
     if self.length < 1:
@@ -47,9 +48,14 @@ class MemoryTask:
     return box(-1, 1, (3,), np.float32)
 
   @cached_property
-  def action_space(self) -> gymnasium.spaces.Discrete:
+  def action_space(self) -> gymnasium.Space:
     """Space of the actions of one environment."""
-    return discrete(2)
+    return box(-1, 1, (1,), np.float32) if self.continuous else discrete(2)
+
+  @property
+  def longest_episode(self) -> int:
+    """Steps of the longest episode."""
+    return self.length + 1
 
   def reset(self, key: Array) -> tuple[MemoryState, TimeStep]:
     """Begin an episode."""
@@ -60,7 +66,8 @@ class MemoryTask:
     """Take one action."""
     del key
     answered = state.time >= self.length
-    reward = jnp.where(answered, jnp.where(action == state.cue, 1.0, -1.0), 0.0)
+    answer = action[0] > 0 if self.continuous else action
+    reward = jnp.where(answered, jnp.where(answer == state.cue, 1.0, -1.0), 0.0)
     state = MemoryState(state.cue, state.time + 1)
     return state, transition(self._observe(state), reward, answered, False)
 

@@ -17,6 +17,7 @@ import numpy as np
 from podrace.envs import env_names
 from podrace.envs.adapters.adapt import LimitedState
 from podrace.envs.base import PooledState, ResetState, batch
+from podrace.envs.hidden import make_gymnasium
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import map_leaves
@@ -239,7 +240,7 @@ def _make_rendering_env(name: str, options: Any) -> tuple[Any, str]:
     warnings.simplefilter('ignore')
     env: Any = None
     try:
-      env = gymnasium.make(name, **(dict(options) | {'render_mode': 'rgb_array'}))
+      env = make_gymnasium(name, **(dict(options) | {'render_mode': 'rgb_array'}))
       env.reset(seed=0)
       to_image(_render(env))
       return env, ''
@@ -250,7 +251,7 @@ def _make_rendering_env(name: str, options: Any) -> tuple[Any, str]:
       if env is not None:
         why = f'it renders no rgb_array ({type(e).__name__}: {str(e).partition(chr(10))[0]})'
         env.close()
-    return gymnasium.make(name, **options), f'{why}: this is what the agent sees'
+    return make_gymnasium(name, **options), f'{why}: this is what the agent sees'
 
 
 def _render(env: Any) -> np.ndarray:
