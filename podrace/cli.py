@@ -39,6 +39,7 @@ podrace: reinforcement learning at scale in JAX
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
+  podrace label [PRESET] ...          targets for a learner that learns from labels
   podrace replay --listen ADDRESS ... serve replay tables
   podrace keys new DIR                make keys for learners, services and their clients
   podrace top ADDRESS                 show the clients of a learner or a service
@@ -75,7 +76,7 @@ FOREIGN = {  # a command, with other names for it
 }
 HELP = {'-h', '--help', '--help-all'}
 # Commands that continue if nothing reads their output.
-LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'envs', 'replay', 'launch')
+LASTING = ('train', 'discover', 'sweep', 'act', 'reanalyse', 'label', 'envs', 'replay', 'launch')
 LEAVE_SECONDS = 2.0  # grace for the other processes of a run, if this one could not save all
 UNREAD = 141  # exit code of the remaining commands on a closed pipe, as a shell reports SIGPIPE
 

@@ -18,8 +18,10 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `opening() -> str`: a line that a run prints when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
-  targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
-  refreshed.
+  targets in their `outputs`, by `params`; for `podrace reanalyse` and `podrace label`. Without, its
+  targets can't be refreshed.
+- `labels: str`, a field: 'learner', or 'stage' if `learn` takes its targets from the windows, and a
+  stage has to compute them by `refresh`, see docs/labels.md. Without, it is 'learner'.
 - `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
   length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
@@ -138,6 +140,11 @@ def gradient_steps(agent: Any) -> int:
 def can_refresh(agent: Any) -> bool:
   """Return whether the agent can refresh the targets in its replay."""
   return hasattr(agent, 'refresh') and learns_from_replay(agent)
+
+
+def labels_elsewhere(agent: Any) -> bool:
+  """Return whether a stage computes the targets of the agent, by `refresh`, before it learns."""
+  return getattr(innermost(agent), 'labels', 'learner') == 'stage'
 
 
 def searches(agent: Any, length: int) -> int:

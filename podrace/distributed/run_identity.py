@@ -123,8 +123,14 @@ def describe_differences(learner: dict[str, Any], here: dict[str, Any]) -> list[
   return [plain(x) for x in lines[:DIFFERENCES]] + ([f'and {more} more'] if more > 0 else [])
 
 
-def act_command(config: Config, addresses: Addresses) -> str:
-  """Return the command of an acting process, from the preset that is nearest to the config."""
+def worker_command(name: str, config: Config, addresses: Addresses) -> str:
+  """Return a command of a process that works for the learner, from the preset nearest to `config`.
+
+  Args:
+    name: of the command, such as act.
+    config: the config of the run.
+    addresses: the addresses of the run's processes.
+  """
   wanted, name = record(config), agent_name(config.agent)
   bases: dict[tuple[str, ...], Config] = {(preset,): make() for preset, make in PRESETS.items()}
   near = {words: base for words, base in bases.items() if agent_name(base.agent) == name}
@@ -137,7 +143,7 @@ def act_command(config: Config, addresses: Addresses) -> str:
   a = addresses
   where = f'--connect-replay {",".join(a.replay)} --params {a.parameters}'
   keys = ['--keys DIR'] if a.keys else ['--insecure'] if a.insecure else []
-  return ' '.join(['podrace act', *nearest, *options, where, *keys])
+  return ' '.join([f'podrace {name}', *nearest, *options, where, *keys])
 
 
 def quote(value: Any) -> str:

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.replay.host_checkpoint import checksum, write_snapshot
+from podrace.replay.labels import TABLE
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.requests import POLL, Requests
 from podrace.replay.streams import Streams
@@ -33,7 +34,6 @@ from podrace.types import Array, Trajectory
 
 AHEAD = 2  # samples drawn before the priorities of the current sample are known
 CACHE_BYTES = 2**26  # of the cache of unpacked chunks
-TABLE = 'windows'
 
 
 # --- the learner's table
