@@ -143,7 +143,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
   **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
   **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
-  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value'), POSITIVE),
+  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value', 'min_std'), POSITIVE),
   **dict.fromkeys(('samples_per_insert', 'replay_ratio'), POSITIVE),
   **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
   **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
@@ -174,6 +174,8 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
   **dict.fromkeys(('layers', 'width', 'heads', 'patch'), COUNT),
+  **dict.fromkeys(('iterations', 'samples'), COUNT),
+  **dict.fromkeys(('elites', 'one_hot'), Range(2)),  # one elite has no standard deviation
 }
 
 

@@ -20,8 +20,8 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
   targets in their `outputs`, by `params`; for `podrace reanalyse` and `podrace label`. Without, its
   targets can't be refreshed.
-- `labels: str`, a field: 'learner', or 'stage' if `learn` takes its targets from the windows, and a
-  stage has to compute them by `refresh`, see docs/labels.md. Without, it is 'learner'.
+- `labels`, a field: `stage` if a stage writes the targets by `refresh`, which `learn` only reads.
+- `refusal() -> str`: the reason why `learn` made the loss infinite without an update, for the user.
 - `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
   length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
@@ -139,12 +139,19 @@ def gradient_steps(agent: Any) -> int:
 
 def can_refresh(agent: Any) -> bool:
   """Return whether the agent can refresh the targets in its replay."""
-  return hasattr(agent, 'refresh') and learns_from_replay(agent)
+  stored = getattr(agent, 'labels', 'stage') == 'stage'
+  return hasattr(agent, 'refresh') and learns_from_replay(agent) and stored
 
 
 def labels_elsewhere(agent: Any) -> bool:
-  """Return whether a stage computes the targets of the agent, by `refresh`, before it learns."""
+  """Return whether a stage must write the targets that the agent learns from."""
   return getattr(innermost(agent), 'labels', 'learner') == 'stage'
+
+
+def refusal(agent: Any) -> str:
+  """Return the agent's reason for an infinite loss; '' if it has none."""
+  inner = innermost(agent)
+  return inner.refusal() if hasattr(inner, 'refusal') else ''
 
 
 def searches(agent: Any, length: int) -> int:

@@ -16,6 +16,7 @@ from gymnasium import spaces
 import podrace
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
@@ -25,10 +26,12 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
 from podrace.networks import (
+  ActionValue,
   Actor,
   ActorCritic,
   Critic,
@@ -165,6 +168,13 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     )
   ],
+  'qtopt': [
+    (
+      dict(),
+      dict(network=(ActionValue, dict(head=head)), buffer=(Buffer, {}), cem=(CEM, {})),
+    )
+    for head in ('sigmoid', 'value')
+  ],
   'muzero': [
     (
       dict(simulations=2, unroll=1, n_step=1, reanalyse=0.5, consistency=1.0),
@@ -236,7 +246,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
@@ -246,6 +256,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
   'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
+  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING},
   'muzero': {},
   'muesli': {},
   'disco': {},
@@ -263,7 +274,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
   cls = REPLAY_CLASSES[name]
   of_agent: set[str] = set()
   of_parts: dict[str, set[str]] = {}
-  action_space = CONTINUOUS if name in ('sac', 'd4pg') else DISCRETE
+  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'qtopt') else DISCRETE
   for settings, parts in WITH_REPLAY[name]:
     envs = {'total_envs': B} if name in ('dqn', 'r2d2') else {}
     for greedy in (False, True):
@@ -272,7 +283,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
       for part, (part_class, values) in parts.items():
         bound = dict(observation_space=VECTOR, action_space=action_space)
         made[part] = recording(part_class, read[part])(
-          **(({} if part == 'buffer' else bound) | values)
+          **(({} if part in ('buffer', 'cem') else bound) | values)
         )
       acts = {'greedy': greedy} if name != 'intrinsic' else {}
       agent = recording(cls, read['agent'])(**settings, **made, **envs, **acts)

@@ -11,6 +11,7 @@ AGENTS = {  # name on the command line -> module, class
   'r2d2': ('podrace.agents.r2d2', 'R2D2'),
   'sac': ('podrace.agents.sac', 'SAC'),
   'd4pg': ('podrace.agents.d4pg', 'D4PG'),
+  'qtopt': ('podrace.agents.qtopt', 'QTOpt'),
   'muzero': ('podrace.agents.muzero', 'MuZero'),
   'muesli': ('podrace.agents.muesli', 'Muesli'),
   'disco': ('podrace.agents.disco', 'Disco'),
@@ -25,6 +26,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
   **dict.fromkeys(
     ('rainbow', 'c51', 'qr-dqn', 'qrdqn', 'ddqn', 'double-dqn', 'iqn', 'ape-x', 'apex'), ('dqn',)
   ),
+  **dict.fromkeys(('qt-opt', 'cem', 'cem-q', 'caql'), ('qtopt',)),
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
   **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
   **dict.fromkeys(('discorl', 'disco-rl', 'disco103', 'disco-103'), ('disco',)),
@@ -41,4 +43,5 @@ def agents_for(space: Any) -> list[str]:
     return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic']
   if not isinstance(space, spaces.Box):
     return ['impala', 'ppo', 'muzero']
-  return ['impala', 'ppo', 'sac', 'd4pg', 'muzero'] if space.is_bounded() else ['impala', 'ppo']
+  bounded = ['sac', 'd4pg', 'qtopt', 'muzero'] if space.is_bounded() else []
+  return ['impala', 'ppo', *bounded]

@@ -83,7 +83,7 @@ METRICS = (
     'epsilon', 'Share of random actions. Not logged with an epsilon for each environment.', ('dqn',)
   ),
   # values
-  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn',)),
+  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'qtopt')),
   MetricRow('value', 'Mean predicted value of the actions taken, rescaled.', ('r2d2',)),
   MetricRow('value', "Mean value of the policy's own actions, by the smaller critic.", ('sac',)),
   MetricRow('value', "Mean value of the policy's own actions, by the critic.", ('d4pg',)),
@@ -130,6 +130,11 @@ METRICS = (
     'Share of value targets beyond the ends of the atoms, where they are cut off.',
     ('muzero',),
   ),
+  MetricRow(
+    'outside_support',
+    'Share of targets outside of `v-min` to `v-max` of the network, where they are cut off.',
+    ('qtopt',),
+  ),
   MetricRow('target_age', 'Age of the plans learned from, in gradient steps.', ('muzero',)),
   MetricRow('reanalysed', 'Share of the plans that are newer than their actions.', ('muzero',)),
   # learned rules and rewards
@@ -161,7 +166,7 @@ METRICS = (
 
 MOST_TELLING = {  # agent -> its metric that the report shows first
   **dict.fromkeys((*POLICY_GRADIENT, 'muesli', *RULES), 'entropy'),
-  **dict.fromkeys((*VALUE_BASED, *ACTOR_CRITIC, 'muzero'), 'value'),
+  **dict.fromkeys((*VALUE_BASED, *ACTOR_CRITIC, 'qtopt', 'muzero'), 'value'),
   'intrinsic': 'intrinsic_reward',
 }
 

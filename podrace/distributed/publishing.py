@@ -113,7 +113,7 @@ class Publishing:
     return [role for role in needed if not self._publisher.clients(role)]
 
   def warn_if_alone(self) -> None:
-    """Warn, while the learner waits, that no process acts or labels, at most every REMIND seconds."""
+    """Warn that no process acts or labels, while the learner waits, every REMIND seconds."""
     if self._publisher is None:
       return
     missing, now = self.missing, time.monotonic()

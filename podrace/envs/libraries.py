@@ -34,6 +34,7 @@ LIBRARIES: Mapping[str, Library] = {
     description='small tasks that tell whether an agent learns at all, and worlds with lifetimes',
     names=(
       'catch',
+      'grasp',
       'maze',
       'memory',
       'empty_rooms',

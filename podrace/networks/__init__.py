@@ -1,13 +1,14 @@
 """Networks.
 
 Agents need a `Network`, and planning agents a `Model`. The ones that ship are `ActorCritic`,
-`QNetwork`, `Actor`, `Critic`, `Predictor`, `PolicyPredictor`, `Policy`, `LifetimeNetwork`, and
-`LearnedModel`, a `Model`.
+`QNetwork`, `Actor`, `Critic`, `ActionValue`, `Predictor`, `PolicyPredictor`, `Policy`,
+`LifetimeNetwork`, and `LearnedModel`, a `Model`.
 
 Only this folder imports flax. A network from Haiku, Equinox, NNX or by hand fits as well: see
 examples/own_network.py.
 """
 
+from podrace.networks.action_value import ActionValue
 from podrace.networks.actor_critic import ActorCritic
 from podrace.networks.continuous import Actor, Critic
 from podrace.networks.layers import inside_loops, outside_loops
@@ -29,6 +30,7 @@ from podrace.networks.protocol import (
 from podrace.networks.q_network import QNetwork
 
 __all__ = [
+  'ActionValue',
   'Actor',
   'ActorCritic',
   'Critic',

@@ -124,7 +124,8 @@ def _rates(line: dict[str, float]) -> dict[str, float]:
 def _support(agent: Any) -> tuple[float, float] | None:
   """Return the ends of the atoms of values; None if values are numbers."""
   owner: Any = agent if hasattr(agent, 'v_min') else getattr(agent, 'network', None)
-  if getattr(owner, 'head', 'categorical') != 'categorical' or not hasattr(owner, 'v_min'):
+  ranged = getattr(owner, 'head', 'categorical') in ('categorical', 'sigmoid')
+  if not ranged or not hasattr(owner, 'v_min'):
     return None
   return owner.v_min, owner.v_max
 

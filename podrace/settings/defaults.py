@@ -125,6 +125,11 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ),
   ('sac', 'continuous'): Defaults(8, 8, CONTROL | {'temperature_learning_rate': 1e-3}),
   ('d4pg', 'continuous'): Defaults(8, 8, CONTROL | {'actor_learning_rate': 5e-4, 'n_step': 3}),
+  ('qtopt', 'continuous'): Defaults(
+    8, 8,
+    _buffer(batch_size=256, min_size=1_000, samples_per_insert=64.0)
+    | {'network.head_hidden': (128, 128), 'network.head': 'value', 'discount': 0.99},
+  ),
   ('muzero', 'vector'): Defaults(
     16, 4, PLANNING | _buffer(samples_per_insert=16.0) | {'n_step': 20, 'discount': 0.99}
   ),
@@ -177,6 +182,7 @@ OF_LIBRARY: Mapping[str, Kind] = {
   'navix': 'grid', 'ale': 'pixels',
 }  # fmt: skip
 EXCEPTIONS: Mapping[str, Kind] = {
+  'podrace:grasp': 'continuous',
   'podrace:maze': 'grid',
   **dict.fromkeys(
     (

@@ -175,6 +175,21 @@ PRESETS: Mapping[str, Preset] = {
     | _buffer(capacity=100_000, batch_size=256, min_size=1_000, samples_per_insert=128.0),
     {'env': 'gymnax:Pendulum-v1', 'num_envs': 8, 'unroll_length': 8, 'total_steps': 60_000},
   ),
+  'qtopt-pendulum': Preset(
+    'QT-Opt on Pendulum, without an actor: about -150.',
+    'qtopt',
+    {'discount': 0.97, 'target_rate': 0.01, 'target_period': 50}
+    | _network(v_min=-250.0, v_max=0.0)
+    | _buffer(capacity=100_000, batch_size=256, min_size=1_000, samples_per_insert=128.0),
+    {'env': 'gymnax:Pendulum-v1', 'num_envs': 8, 'unroll_length': 8, 'total_steps': 60_000},
+  ),
+  'qtopt-grasp': Preset(
+    'QT-Opt on a small grasping task from pixels: success above 90%.',
+    'qtopt',
+    _network(hidden=(128,), head_hidden=(128, 64), v_min=-0.2, v_max=1.0)
+    | _buffer(capacity=100_000, batch_size=256, min_size=2_000, samples_per_insert=16.0),
+    {'env': 'podrace:grasp', 'num_envs': 32, 'unroll_length': 8, 'total_steps': 300_000},
+  ),
   'dqn-pong': Preset(
     'Double, dueling, prioritised n-step DQN on Atari Pong under Sebulba.',
     'dqn',

@@ -20,6 +20,7 @@ from test_runs import called
 
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
@@ -29,12 +30,14 @@ from podrace.agents.lpg import LPG
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.architectures.discovery.objective import ValueFunction
 from podrace.fields import COST, RANGES, range_of
 from podrace.learner import learner
 from podrace.networks import (
+  ActionValue,
   Actor,
   ActorCritic,
   Critic,
@@ -146,6 +149,7 @@ BASES: dict[str, Any] = {
   'd4pg': D4PG(
     actor=Actor(hidden=(4,), deterministic=True), critic=Critic(hidden=(4,), atoms=11), v_min=-3, v_max=3
   ),
+  'qtopt': QTOpt(network=ActionValue(head_hidden=(4,), head='value'), cem=CEM(samples=4, elites=2)),
   'muzero': MuZero(network=MODEL, simulations=2, unroll=1, n_step=2, learning_rate=1e-2),
   'muzero, puct': MuZero(network=MODEL, simulations=2, unroll=1, n_step=6, search='puct', reanalyse=0.5),
   'muesli': Muesli(network=MODEL, unroll=1),
@@ -206,7 +210,7 @@ def updater(name: str, settings: dict[str, Any], space: Any = VECTOR) -> Any:
 
   class Env:
     observation_space = space
-    action_space = BOX if name in ('sac', 'd4pg') else THREE
+    action_space = BOX if name in ('sac', 'd4pg', 'qtopt') else THREE
 
   bound = bind(dataclasses.replace(BASES[name], **settings), Env(), 100, B)
   step = learner(bound, on_policy(), topology.learner_mesh(1))
@@ -258,7 +262,7 @@ def changed(before: Any, after: Any) -> dict[str, bool]:
 def learned(train: Any) -> Any:
   """Networks that gradients change: without counters, statistics and optimisers."""
   networks = getattr(train.params, 'network', train.params)
-  return networks, getattr(train.rest, 'critic', ())
+  return networks, getattr(train.rest, 'critic', ()), getattr(train.rest, 'network', ())
 
 
 CASES = [(base, name, value) for base in BASES for name, value in dict.fromkeys(accepted(base))]

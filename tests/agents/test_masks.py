@@ -35,7 +35,9 @@ SPACE = spaces.Dict(
   action_mask=spaces.Box(0, 1, (3,), np.int8), x=spaces.Box(-9, 9, (3,), np.float32)
 )
 MASKED = [
-  name for name in BASES if name not in ('sac', 'd4pg', 'impala, rmsprop', 'impala, self-tuning')
+  name
+  for name in BASES
+  if name not in ('sac', 'd4pg', 'qtopt', 'impala, rmsprop', 'impala, self-tuning')
 ]
 QUICK = ('dqn', 'muesli')
 

@@ -26,7 +26,7 @@ WITH = {  # settings that add metrics, or that an agent needs
 def logged(name: str, **more: Any) -> set[str]:
   """The metrics that an agent logs, without those of each tuned setting."""
   agent = replace_paths(default_agent(name), WITH.get(name, {}) | more)
-  env = 'gymnax:Pendulum-v1' if name in ('sac', 'd4pg') else 'podrace:catch'
+  env = 'gymnax:Pendulum-v1' if name in ('sac', 'd4pg', 'qtopt') else 'podrace:catch'
   config = podrace.configure(env=env, num_envs=8, unroll_length=32, devices=1, agent=agent)
   names: set[str] = set(build(config).shapes.log.sums)
   if moments := names & set(value_moments.NAMES):  # a line shows their quotient

@@ -27,18 +27,20 @@ from test_sebulba import (
 
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
+from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
 from podrace.agents.dqn import DQN
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
+from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.experiments.bench import count_bytes, measure_combined, measure_learner
-from podrace.networks import Actor, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import ActionValue, Actor, Critic, LearnedModel, Predictor, QNetwork
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
 from podrace.topology import split_devices
@@ -54,6 +56,13 @@ AGENTS: dict[str, Any] = {
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
   'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
   'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
+  'qtopt': QTOpt(
+    ActionValue(head_hidden=(16,), head='value'),
+    RANKED,
+    CEM(samples=8, elites=3),
+    n_step=2,
+    target_period=3,
+  ),
   'muzero': MuZero(
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
@@ -116,7 +125,7 @@ def test_every_agent_is_here_or_there() -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(1,
-    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg',
+    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'qtopt',
   ),
 )  # fmt: skip
 def test_the_same_under_both_architectures(name: str) -> None:
@@ -248,6 +257,10 @@ CONTINUOUS = {
     Actor(**WIDE, deterministic=True), Critic(**WIDE, atoms=51), PENDULUM, v_min=-400, v_max=0,
     actor_learning_rate=1e-3, critic_learning_rate=2e-3, n_step=3,
   ),
+  'qtopt': QTOpt(
+    ActionValue(v_min=-250, v_max=0), PENDULUM, CEM(samples=32, elites=4), 2e-3, discount=0.97,
+    target_rate=0.01, target_period=50,
+  ),
 }  # fmt: skip
 
 
@@ -258,6 +271,7 @@ PLAYS: dict[str, tuple[Any, ...]] = {  # agent, environments, length, updates, t
   'r2d2': (R2D2_CATCH, 32, 4, 450, 80, 0.85),  # exploring as it does
   'sac': (CONTINUOUS['sac'], 8, 8, 200, 75, -400),
   'd4pg': (CONTINUOUS['d4pg'], 8, 8, 200, 75, -400),
+  'qtopt': (CONTINUOUS['qtopt'], 8, 8, 200, 75, -400),
 }
 
 
@@ -265,7 +279,7 @@ PLAYS: dict[str, tuple[Any, ...]] = {  # agent, environments, length, updates, t
   ('name', 'devices'),
   slow_after(1,
     ('dqn', 1), ('dqn', 8), ('rainbow', 1), ('quantiles', 1), ('r2d2', 1), ('r2d2', 8), ('sac', 1),
-    ('sac', 8), ('d4pg', 1), ('d4pg', 8),
+    ('sac', 8), ('d4pg', 1), ('d4pg', 8), ('qtopt', 1), ('qtopt', 8),
   ),
 )  # fmt: skip
 def test_it_learns(name: str, devices: int) -> None:

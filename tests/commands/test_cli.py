@@ -621,7 +621,7 @@ BAD = [
    'impala, ppo, dqn, r2d2, muzero, muesli, disco, lpg or intrinsic'),
   (['train', '--agent', 'dqn', '--env', 'gymnax:Pendulum-v1'],
    'dqn cannot act in gymnax:Pendulum-v1, whose action space is Box(-2.0, 2.0, (1,), float32): take '
-   '--agent impala, ppo, sac, d4pg or muzero'),
+   '--agent impala, ppo, sac, d4pg, qtopt or muzero'),
   (['train', '--agent', 'disco'], 'disco learns by a rule: give its file by --agent.rule PATH.npz'),
   (['train', '--agent', 'disco', '--agent.rule', 'none.npz'], 'cannot read the rule none.npz: No such file'),
   (['train', '--agent', 'disco', '--agent.rule', __file__], 'is no rule: an .npz of arrays is expected'),

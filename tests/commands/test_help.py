@@ -77,9 +77,10 @@ def train_help(*args: str) -> str:
   [
     (),
     *((preset,) for preset in PRESETS),
-    *(('--agent', agent) for agent in AGENTS if agent not in ('sac', 'd4pg')),
+    *(('--agent', agent) for agent in AGENTS if agent not in ('sac', 'd4pg', 'qtopt')),
     *(
-      ('--env', ENVS['continuous'], '--agent', agent) for agent in ('sac', 'd4pg', 'ppo', 'muzero')
+      ('--env', ENVS['continuous'], '--agent', agent)
+      for agent in ('sac', 'd4pg', 'qtopt', 'ppo', 'muzero')
     ),
     *(('--env', ENVS['grid'], '--agent', agent) for agent in ('ppo', 'dqn', 'muesli')),
     ('--env', ENVS['vector']),

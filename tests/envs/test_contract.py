@@ -22,6 +22,7 @@ NUM_ENVS, STEPS = 8, 60
 
 FAST = (  # one or two of each library
   'podrace:catch,rows=4,columns=3',
+  'podrace:grasp,distractors=2,slip=0.1',
   'podrace:memory,length=3',
   'podrace:empty_rooms,size=5,steps=6,episodes=2',
   'gymnax:CartPole-v1,max_steps_in_episode=15',

@@ -10,6 +10,7 @@ from podrace.envs.env_names import at_least, read_options
 from podrace.envs.options import Value
 from podrace.envs.own.catch import Catch
 from podrace.envs.own.empty_rooms import EmptyRooms
+from podrace.envs.own.grasp import Grasp
 from podrace.envs.own.grid_worlds import GridWorlds
 from podrace.envs.own.lifetimes import Lifetimes
 from podrace.envs.own.maze import Maze
@@ -17,7 +18,7 @@ from podrace.envs.own.memory import MemoryTask
 from podrace.envs.own.objects import Objects
 from podrace.types import Environment
 
-_DYNAMICS = {'catch': Catch, 'maze': Maze, 'memory': MemoryTask}
+_DYNAMICS = {'catch': Catch, 'grasp': Grasp, 'maze': Maze, 'memory': MemoryTask}
 _WORLDS: dict[str, Any] = {
   'empty_rooms': EmptyRooms,
   'random_abc': Objects,
@@ -27,6 +28,7 @@ _WORLDS: dict[str, Any] = {
 }
 _DEFAULTS: dict[str, dict[str, Value]] = {
   'catch': {'rows': 10, 'columns': 5},
+  'grasp': {'objects': 'train', 'distractors': 0, 'slip': 0.0, 'steps': 10},
   'maze': {'size': 7, 'levels': 0, 'unseen': False, 'density': 0.3},
   'memory': {'length': 10},
   'empty_rooms': {'size': 9, 'steps': 80, 'episodes': 200},
@@ -39,7 +41,7 @@ _TASK: dict[str, Value] = {'task': -1}  # an option of all worlds with lifetimes
 
 
 def make(name: str, options: Mapping[str, Value]) -> Environment:
-  """Make `podrace:NAME`: `catch`, `maze` or `memory`, or a world with lifetimes."""
+  """Make `podrace:NAME`: `catch`, `grasp`, `maze` or `memory`, or a world with lifetimes."""
   if name in _DYNAMICS:
     fields = read_options(f'podrace:{name}', options, _DEFAULTS[name])
     return NextStepReset(_DYNAMICS[name](**fields))

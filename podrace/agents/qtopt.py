@@ -1,0 +1,203 @@
+"""QT-Opt: a Q-function of continuous actions without an actor (Kalashnikov et al. 2018).
+
+arXiv 1806.10293. Actions maximise Q by the cross-entropy method, at acting and in targets. Q is a
+sigmoid, learned by cross-entropy. Targets take the smaller of two networks: theta1 is an average of
+the learned parameters, and theta2 is theta1 as it was.
+
+Against the paper:
+
+- Adam instead of SGD with momentum, and no weight decay.
+- theta2 is a copy of theta1 every `target_period` gradient steps, so its lag is from 0 to that
+  period. The paper's is about 6,000 steps.
+- theta1 follows by `target_rate` 0.005. The paper's is 1e-4, for 15 million steps.
+- Returns outside of [0, 1] are mapped by `network.v_min` and `network.v_max`.
+- Images are not cropped or distorted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from podrace.agents import cem, value_based
+from podrace.agents.cem import CEM, ActionLayout
+from podrace.fields import check_fields
+from podrace.learner import Learned, flatten, sgd
+from podrace.networks import ActionValue
+from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
+from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
+
+BEYOND = 0.25  # of the range from v_min to v_max: targets further outside are refused, not clipped
+
+
+class QTOptParams(NamedTuple):
+  """The target networks. Acting is by theta1."""
+
+  theta1: Any  # average of the learned parameters
+  theta2: Any  # theta1 at the last copy
+
+
+class QTOptRest(NamedTuple):
+  """Learned state that is not sent to actors."""
+
+  network: Any  # theta, which takes gradient steps
+  opt_state: Any
+  steps: Array  # [] i32 gradient steps so far
+
+
+class QTOptExtras(NamedTuple):
+  """With `labels` stage: what a stage writes to each step."""
+
+  label: Array  # [B] f32 the target of the step's action; 0 until then
+
+
+@dataclasses.dataclass(frozen=True)
+class QTOpt:
+  """Hyper-parameters, and the functions of an `Agent`."""
+
+  network: ActionValue = ActionValue()
+  buffer: Buffer = Buffer(batch_size=256, samples_per_insert=256.0)
+  cem: CEM = CEM()
+  learning_rate: float = 1e-3  # learning rate of Adam
+  discount: float = 0.9  # discount of each step
+  n_step: int = 1  # rewards before a value is bootstrapped from
+  target_rate: float = 0.005  # share of the learned parameters in each update of theta1
+  target_period: int = 100  # gradient steps between copies of theta1 to theta2
+  epsilon: float = 0.1  # share of random actions
+  labels: Literal['learner', 'stage'] = 'learner'
+  # ^ learner: targets are computed in each update; stage: beside it, for `podrace label`, and
+  #   updates only regress on them
+  greedy: bool = False  # act without random actions, for evaluation
+
+  def __post_init__(self) -> None:
+    check_fields(self)
+
+  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+    """Return the replay: windows of n steps."""
+    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+
+  def init(self, key: Array) -> TrainState:
+    """Return the first state of training."""
+    network = self.network.init(key)
+    rest = QTOptRest(network, self.optimiser().init(network), jnp.int32(0))
+    return TrainState(QTOptParams(network, network), rest)
+
+  def warm_start(self, train: TrainState, params: QTOptParams) -> TrainState:
+    """Start from the parameters of another run."""
+    return TrainState(params, train.rest._replace(network=params.theta1))
+
+  def initial_state(self, env_id: Array) -> Any:
+    """Return the state of acting before the first timestep."""
+    del env_id
+    return ()
+
+  def act(
+    self, params: QTOptParams, state: Any, timestep: TimeStep, key: Array
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]."""
+    batch = timestep.reward.shape[0]
+    best_key, random_key, explore_key = jax.random.split(key, 3)
+    action, _ = self.best(params.theta1, timestep.observation, best_key)
+    if not self.greedy:
+      explores = jax.random.uniform(explore_key, (batch, 1)) < self.epsilon
+      action = jnp.where(explores, cem.uniform(batch, self.layout, random_key), action)
+    extras = QTOptExtras(jnp.zeros(batch)) if self.labels == 'stage' else ()
+    return ActorOutput(self.network.distribution.from_unit(action), extras), state
+
+  def best(self, network: Any, observation: Any, key: Array) -> tuple[Array, Array]:
+    """Return the best actions [B, n] within [-1, 1] by the network, and its outputs [B]."""
+    embedding = self.network.embed(network, observation)
+
+    def score(action: Array) -> Array:
+      action = self.network.distribution.only_free(action)
+      return self.network.value_of(network, embedding, action)
+
+    batch = jax.tree.leaves(observation)[0].shape[0]
+    action, output = cem.maximize(score, batch, self.layout, self.cem, key)
+    return self.network.distribution.only_free(action), output
+
+  def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
+    """Make one update from a sample."""
+    rest: QTOptRest = train.rest
+    window = sample.trajectory
+    if self.labels == 'stage':
+      target = window.outputs.extras.label[0]
+    else:  # other actions on each device
+      target = self.label(train.params, window, jax.random.fold_in(key, lax.axis_index(AXIS)))
+    before = jax.tree.map(lambda x: x[0], window.timesteps)
+    taken = self.network.distribution.to_unit(jax.tree.map(lambda x: x[0], window.outputs.action))
+    mask = 1.0 - before.last.astype(jnp.float32)  # 0 for LAST -> FIRST, which is no transition
+
+    def loss(network: Any) -> tuple[Array, Any]:
+      embedding = self.network.embed(network, before.observation)
+      output = self.network.value_of(network, embedding, taken[:, None])[:, 0]
+      value = self.network.returns(output)
+      each, outside = self.losses(output, target, mask)
+      total = jnp.mean(sample.weight * jnp.where(mask > 0, each, 0.0))
+      metrics = dict(loss=total, value=jnp.mean(value), outside_support=outside)
+      return total, (metrics, mask * (jnp.abs(target - value) + 1e-6))
+
+    network, opt_state, metrics, priority = sgd(
+      loss, self.optimiser(), rest.network, rest.opt_state, keep=True
+    )
+    steps = rest.steps + 1
+    theta1 = optax.incremental_update(network, train.params.theta1, self.target_rate)
+    theta2 = value_based.follow(train.params.theta2, theta1, steps, self.target_period, 1.0)
+    rest = QTOptRest(network, opt_state, steps)
+    return TrainState(QTOptParams(theta1, theta2), rest), priority, metrics
+
+  def losses(self, output: Array, target: Array, mask: Array) -> tuple[Array, Array]:
+    """Return the losses [B] of outputs [B], and the share of targets that were cut off.
+
+    The loss is infinite if a target is far outside of the range, see `refusal`.
+    """
+    if self.network.head == 'value':
+      return 0.5 * jnp.square(output - target), jnp.float32(0)
+    share = self.network.share(target)
+    inside = jnp.clip(share, 0.0, 1.0)
+    each = optax.sigmoid_binary_cross_entropy(output, inside)
+    refused = (mask > 0) & (jnp.abs(share - inside) > BEYOND)
+    return jnp.where(refused, jnp.inf, each), jnp.mean(mask * (share != inside))
+
+  def label(self, params: QTOptParams, window: Trajectory, key: Array) -> Array:
+    """Return the targets [B] f32 of the first actions of windows, in units of returns.
+
+    The action is the best one by theta1, and its value the smaller of both networks'.
+    """
+    step = value_based.transitions(window, self.discount)
+    action, output1 = self.best(params.theta1, step.after.observation, key)
+    embedding = self.network.embed(params.theta2, step.after.observation)
+    output2 = self.network.value_of(params.theta2, embedding, action[:, None])[:, 0]
+    value = self.network.returns(jnp.minimum(output1, output2))
+    return step.r_t + step.discount_t * value
+
+  def refresh(self, params: QTOptParams, window: Trajectory, key: Array) -> Trajectory:
+    """Return windows with the label of their first step; with `labels` stage."""
+    extras: QTOptExtras = window.outputs.extras
+    label = extras.label.at[0].set(self.label(params, window, key))
+    return window._replace(outputs=window.outputs._replace(extras=QTOptExtras(label)))
+
+  def refusal(self) -> str:
+    """Return the reason for an infinite loss."""
+    n = self.network
+    return (
+      f'a target is far outside of [{n.v_min:g}, {n.v_max:g}], the returns that the sigmoid can '
+      'represent: set --agent.network.v-min and --agent.network.v-max to the range of discounted '
+      'returns, or take --agent.network.head value'
+    )
+
+  @property
+  def layout(self) -> ActionLayout:
+    """The continuous numbers and the one-hot groups of an action."""
+    one_hot = self.network.one_hot
+    return ActionLayout(len(self.network.distribution.low) - sum(one_hot), one_hot)
+
+  def optimiser(self) -> optax.GradientTransformation:
+    """Return the optimiser."""
+    return flatten(optax.adam(self.learning_rate))
