@@ -121,8 +121,10 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     config = Config(agent=default_agent(agent if isinstance(agent, str) else 'impala'))
     if 'env' in settings and not isinstance(agent, str | None | dict):
       config = dataclasses.replace(config, agent=agent)
+    if 'log' in settings:
+      settings = {'env': ''} | settings  # the spaces are the log's
     if 'env' in settings:
-      config = with_defaults(config, settings['env'])
+      config = with_defaults(config, settings['env'], settings.get('log', ''))
   if agent is not None and not isinstance(agent, str | dict):
     config = dataclasses.replace(config, agent=agent)
   if 'architecture' not in settings:

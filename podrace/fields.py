@@ -155,6 +155,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
   **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
   **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
+  **dict.fromkeys(('online_share', 'online_share_end'), SHARE),
   'MuZero.discount': Range(-1, 1),  # below 0: games of two players
   **dict.fromkeys(('policy_cost', 'value_cost', 'reward_cost', 'entropy_cost', 'kl_cost'), COST),
   **dict.fromkeys(('y_cost', 'z_cost', 'next_policy_cost', 'cmpo_cost', 'model_cost'), COST),
@@ -170,6 +171,7 @@ RANGES: Mapping[str, Range] = {
   'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
   **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
   **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
+  'online_share_steps': OPTIONAL,
   **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),

@@ -22,6 +22,9 @@ The four functions are in `podrace.types.Agent`. The optional members:
   targets can't be refreshed.
 - `labels`, a field: `stage` if a stage writes the targets by `refresh`, which `learn` only reads.
 - `refusal() -> str`: the reason why `learn` made the loss infinite without an update, for the user.
+- `replace=lambda action: action`, a fifth argument of `act`: a function from the agent's actions
+  [B] to the actions that are taken, to which the extras and the state then belong. For agents with
+  extras, so that they can learn from a log (`--log`) of other actions.
 - `searches`, a number: of each window that is refreshed, for the log. Without, it is the window's
   length.
 - `warm_start(train, params) -> TrainState`: a new `TrainState` with the parameters of another run,
@@ -41,6 +44,7 @@ Importing this does not import jax.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -152,6 +156,11 @@ def refusal(agent: Any) -> str:
   """Return the agent's reason for an infinite loss; '' if it has none."""
   inner = innermost(agent)
   return inner.refusal() if hasattr(inner, 'refusal') else ''
+
+
+def replaces_actions(agent: Any) -> bool:
+  """Return whether `act` takes a function that replaces the actions."""
+  return 'replace' in inspect.signature(innermost(agent).act).parameters
 
 
 def searches(agent: Any, length: int) -> int:

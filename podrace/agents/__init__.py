@@ -19,6 +19,8 @@ AGENTS = {  # name on the command line -> module, class
   'intrinsic': ('podrace.agents.intrinsic', 'Intrinsic'),
 }
 
+FROM_LOGS = ('dqn', 'r2d2', 'sac', 'd4pg')  # agents that learn from recorded actions
+
 RELATED = {  # other names of algorithms -> the nearest of ours
   **dict.fromkeys(('a2c', 'a3c', 'reinforce', 'vpg', 'v-trace', 'vtrace'), ('impala', 'ppo')),
   **dict.fromkeys(('trpo', 'ppo2', 'ppg'), ('ppo',)),

@@ -22,6 +22,7 @@ Against Rainbow:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -124,9 +125,14 @@ class DQN:
     )
 
   def act(
-    self, params: DQNParams, state: Any, timestep: TimeStep, key: Array
+    self,
+    params: DQNParams,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
+    """Choose the actions of timesteps [B], which `replace` may change."""
     noise_key, explore_key = jax.random.split(key)
     noisy = self.network.noisy and not self.greedy
     drawn = noise_key if noisy else None
@@ -134,7 +140,7 @@ class DQN:
     values = self.network.mean(q)
     epsilon = state if self.epsilon_ladder else params.epsilon
     epsilon = jnp.broadcast_to(0.0 if self.greedy else epsilon, values.shape[:1])
-    action = value_based.epsilon_greedy(values, epsilon, explore_key)
+    action = replace(value_based.epsilon_greedy(values, epsilon, explore_key))
     if not self.actor_priorities:
       return ActorOutput(action), state
     extras = value_based.ValueExtras(

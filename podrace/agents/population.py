@@ -88,9 +88,11 @@ class Varied:
     """Return the state of acting before the first timestep."""
     return self.agent.initial_state(env_id)
 
-  def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
-    output: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key)
+  def act(
+    self, params: Any, state: Any, timestep: TimeStep, key: Array, *replace: Any
+  ) -> tuple[ActorOutput, Any]:
+    """Choose the actions of timesteps [B]. See `podrace.hooks` for `replace`."""
+    output: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key, *replace)
     return output
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:

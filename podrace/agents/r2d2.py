@@ -15,6 +15,7 @@ the two streams have no hidden layer (`network.core_size`, `network.head_size`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -112,13 +113,18 @@ class R2D2:
     return R2D2State(self.network.initial_state(env_id.shape[0]), epsilon)
 
   def act(
-    self, params: Any, state: R2D2State, timestep: TimeStep, key: Array
+    self,
+    params: Any,
+    state: R2D2State,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, R2D2State]:
-    """Choose the actions of timesteps [B]."""
+    """Choose the actions of timesteps [B], which `replace` may change."""
     q, core = self.network.step(params, state.core, timestep)
     values = self.network.mean(q)
     epsilon = jnp.zeros_like(state.epsilon) if self.greedy else state.epsilon
-    action = value_based.epsilon_greedy(values, epsilon, key)
+    action = replace(value_based.epsilon_greedy(values, epsilon, key))
     extras = value_based.ValueExtras(
       value_based.select_action(values, action), jnp.max(values, axis=-1)
     )

@@ -121,17 +121,19 @@ def base_config(
     config = dataclasses.replace(config, **defaults.reset_unused(config, settings_in(options)))
   if agent is not None and agent != agent_name(config.agent):
     config = dataclasses.replace(config, agent=default_agent(agent))
+  if preset is None and options.passed('--log') and not _has_record(run_dir):
+    config = dataclasses.replace(config, env='')  # the spaces are the log's
   return config
 
 
 def parse_with_defaults(
-  base: Config, env: str, args: list[str], prog: str = 'podrace train'
+  base: Config, first: Config, args: list[str], prog: str = 'podrace train'
 ) -> Config:
-  """Parse the flags over `base` with the defaults of its agent in the kind of environment `env`.
+  """Parse the flags over `base` with its agent's defaults in the kind of environment of `first`.
 
   It makes the environment, which may ask JAX for devices. The processes of a run join before.
   """
-  return parse(defaults.with_defaults(base, env), args, prog)
+  return parse(defaults.with_defaults(base, first.env, first.log), args, prog)
 
 
 def parse_config(
@@ -147,7 +149,7 @@ def parse_config(
     base = dataclasses.replace(base, architecture=architecture)
   config = parse(base, rest, prog)
   if needs_defaults(preset, None, options):
-    config = parse_with_defaults(base, config.env, rest, prog)
+    config = parse_with_defaults(base, config, rest, prog)
   return config
 
 

@@ -93,7 +93,7 @@ def run(args: list[str]) -> int:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
   if of_run is None and configure.needs_defaults(preset, run_dir, options):
-    config = configure.parse_with_defaults(base, config.env, options.arguments)
+    config = configure.parse_with_defaults(base, config, options.arguments)
   if (file := options.path('--save-config')) is not None:
     config_files.write(file, config)
     print_text(f'settings: {file}', file=results())
@@ -104,7 +104,7 @@ def run(args: list[str]) -> int:
   from podrace.run import loop as runs
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
-  name = name_run(preset, config.env)
+  name = name_run(preset, config.env, config.log)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # all processes need the same directory
       run_dir = choose_run_dir(name)

@@ -190,7 +190,12 @@ def batch(env: Environment, num_envs: int) -> EnvironmentBatch:
   used up, the chunk is refilled. So a reset is computed about once per episode instead of once
   per step. No two environments get the same fresh state unless more than `num_envs` episodes end
   before the ring can be refilled.
+
+  An environment with a method `batch(num_envs)` returns the functions itself.
   """
+  if hasattr(env, 'batch'):
+    own: EnvironmentBatch = env.batch(num_envs)
+    return own
   if isinstance(env, NextStepReset) and env.fresh_fraction < 1:
     return _pooled(env.dynamics, num_envs, math.ceil(env.fresh_fraction * num_envs))
 
@@ -229,7 +234,7 @@ def _drawn(dynamics: Dynamics, num_envs: int) -> tuple[Callable[..., Any], Calla
       return select(state.last, fresh if ahead else jax.vmap(dynamics.reset)(fresh), stepped)
 
     if skips and not ahead:
-      needed = _anywhere(jnp.any(state.last))
+      needed = anywhere(jnp.any(state.last))
       inner, timestep = jax.lax.cond(needed, reset_ended, lambda stepped: stepped, stepped)
     else:
       inner, timestep = reset_ended(stepped)
@@ -257,7 +262,7 @@ def _cost(reset: Callable[[Array], Any]) -> tuple[float, int]:
 
 
 @jax.custom_batching.custom_vmap
-def _anywhere(flag: Array) -> Array:
+def anywhere(flag: Array) -> Array:
   """Return a flag []. Under vmap it is the disjunction over the batch, for example of seeds.
 
   Under vmap a `cond` with a batched predicate computes both sides. With this function it stays a
@@ -266,9 +271,9 @@ def _anywhere(flag: Array) -> Array:
   return flag
 
 
-@_anywhere.def_vmap
+@anywhere.def_vmap
 def _(size: int, batched: list[bool], flag: Array) -> tuple[Array, bool]:
-  return _anywhere(jnp.any(flag)), False
+  return anywhere(jnp.any(flag)), False
 
 
 def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> EnvironmentBatch:
@@ -301,7 +306,7 @@ def _pooled(dynamics: Dynamics, num_envs: int, chunk: int) -> EnvironmentBatch:
       new = refill(pool, oldest - used, refill_key)
       return jax.tree.map(lambda a, b: jnp.where(enough, a, b), new, pool)
 
-    pool = jax.lax.cond(_anywhere(enough), refilled, lambda pool: pool, state.pool)
+    pool = jax.lax.cond(anywhere(enough), refilled, lambda pool: pool, state.pool)
     used = jnp.where(enough, used - chunk, used)
     return PooledState(inner, timestep.last, pool, oldest, used), timestep
 

@@ -25,11 +25,24 @@ class Buffer:
   importance_exponent: float = 0.6  # exponent of the correction for priorities; 1: full correction
   importance_steps: int = 0
   # ^ environment steps in which importance_exponent rises linearly to 1; 0: it is constant
+  online_share: float | None = None
+  # ^ with --log: share of samples from environments that act; None: as the environments' share
+  online_share_end: float | None = None  # value that online_share reaches; None: it is constant
+  online_share_steps: int = 0  # environment steps in which online_share reaches its end, linearly
 
   def __post_init__(self) -> None:
     check_fields(self)
     if self.min_size > self.capacity:
       raise ValueError(f'min_size {self.min_size} is more than the capacity of {self.capacity}')
+    if self.online_share is None and (self.online_share_end, self.online_share_steps) != (None, 0):
+      raise ValueError('online_share_end and online_share_steps need online_share')
+    if (self.online_share_end is None) != (self.online_share_steps == 0):
+      raise ValueError('online_share_end and online_share_steps, at least 1, go together')
+    if self.online_share is not None and self.priority_exponent:
+      raise ValueError(
+        'online_share needs uniform samples, a priority_exponent of 0, '
+        f'not {self.priority_exponent}: priorities decide how often each window is sampled'
+      )
 
   def batch_per_device(self, streams: int, num_envs: int) -> int:
     """Return a device's part of `batch_size`, if it has `streams` of all `num_envs` environments.
@@ -66,6 +79,16 @@ class Buffer:
     """
     first, until = self.importance_exponent, self.importance_steps
     return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
+
+  def online(self, steps: Any) -> Any:
+    """Return the share of samples from environments that act, after `steps` steps, f32.
+
+    QT-Opt (Kalashnikov et al. 2018, arXiv 1806.10293) raises it from 1% to 50%.
+    """
+    first, end, until = self.online_share, self.online_share_end, self.online_share_steps
+    if first is None or end is None:
+      return first
+    return first + (end - first) * (steps / until).clip(max=1.0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Mix:
   @property
   def acting(self) -> float:
     """The share of environments that act."""
-    p, q = getattr(self.windows, 'logged', (0, 1))
+    p, q = self.windows.logged
     return (q - p) / q
 
   @property
@@ -54,7 +54,7 @@ class Mix:
 
   def share(self, steps: float) -> float:
     """Return the share of online windows in labels, after `steps` environment steps."""
-    if getattr(self.windows.buffer, 'online_share', None) is None:
+    if self.windows.buffer.online_share is None:
       return self.acting
     return float(self.windows.buffer.online(np.float64(steps)))
 
@@ -66,11 +66,7 @@ class Mix:
     act, whatever the share. It counts so few of them that no batch has fewer. The rest are peeks.
     """
     b = self.windows.buffer
-    shares = [
-      x
-      for x in (getattr(b, 'online_share', None), getattr(b, 'online_share_end', None))
-      if x is not None
-    ]
+    shares = [x for x in (b.online_share, b.online_share_end) if x is not None]
     least = min(shares, default=self.acting)
     return min(max(1, math.ceil(self.acting / max(least, 1e-9))), LEAST)
 

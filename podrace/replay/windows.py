@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from podrace.envs.logs.share import NO_LOG, Share, is_logged
 from podrace.replay import sum_tree
 from podrace.replay.buffer import Buffer, Schedule
 from podrace.replay.frame_stacks import newest_frames, what_is_before
@@ -37,6 +38,7 @@ class Windows:
   keep_state: bool  # windows start with unrolls and include the agent's state
   stack: int  # frames in an observation, along its first axis; 0: no stack
   initial_priority: Callable[[Trajectory], Array] | None
+  logged: Share = NO_LOG  # p of every q environments replay a log, see `is_logged`
 
   @property
   def period(self) -> int:
@@ -155,7 +157,7 @@ class Windows:
     streams = memory.env_id.shape[0]
     size = self.buffer.batch_per_device(streams, self.num_envs)
     stream_key, start_key, tree_key = jax.random.split(key, 3)
-    stream = jax.random.randint(stream_key, [size], 0, streams)
+    stream = self._draw_streams(memory, stream_key, size)
     oldest, newest = self._valid(memory.head[0])
     count = (newest - oldest) // self.period + 1
     start = oldest + self.period * jax.random.randint(start_key, [size], 0, count)
@@ -173,6 +175,25 @@ class Windows:
       # Without the comparison, XLA copies all leaves.
       index = jnp.where(weight >= 0, index, streams * self.starts)
     return Sample(self._read(memory, stream, start), weight, index)
+
+  def _draw_streams(self, memory: Memory, key: Array, size: int) -> Array:
+    """Draw streams [size]: alike, or by the share of the streams that act.
+
+    That many of the first samples are of streams that act. The fraction of a sample is drawn, so
+    that the mean is exact.
+    """
+    streams = memory.env_id.shape[0]
+    if self.buffer.online_share is None or self.logged[0] in (0, self.logged[1]):
+      return jax.random.randint(key, [size], 0, streams)
+    offset_key, logged_key, online_key = jax.random.split(key, 3)
+    logged = is_logged(memory.env_id, self.logged)
+    count = jnp.sum(logged)
+    order = jnp.argsort(~logged)  # the streams of the log first
+    share = self.buffer.online(memory.head[0].astype(jnp.float32) * self.num_envs)
+    acts = jnp.arange(size) + jax.random.uniform(offset_key) < share * size
+    of_log = jax.random.randint(logged_key, [size], 0, count)
+    online = jax.random.randint(online_key, [size], count, streams)
+    return order[jnp.where(acts, online, of_log)]
 
   def update(self, memory: Memory, index: Array, priority: Array) -> Memory:
     """Set priorities [n], at least 0, at indices [n] from `sample`; returns the new memory."""
@@ -279,4 +300,9 @@ def windows(
       f'give a capacity of {least} or more, or fewer environments'
     )
   w.schedule.times(jnp.int32(0))
+  return replay_of(w)
+
+
+def replay_of(w: Windows) -> Replay:
+  """Return the functions of `w` as a Replay."""
   return Replay(w.init, w.add, w.sample, w.update, w.schedule.times, windows=w)

@@ -19,8 +19,11 @@ from podrace.topology import data_size, model_size
 class Fit:
   """Checks that a checkpoint fits the program of a run."""
 
-  def __init__(self, config: Basics, program: Architecture, run_dir: Path) -> None:
+  def __init__(
+    self, config: Basics, program: Architecture, run_dir: Path, log_sha256: str | None = None
+  ) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
+    self._log_sha256 = log_sha256  # of the data set that the run replays
 
   def record(self) -> dict[str, Any]:
     """Return the entries of a checkpoint's meta that `check` reads."""
@@ -30,6 +33,7 @@ class Fit:
       'steps_per_update': self._config.steps_per_update,
       'shapes': self.shapes(),
       'replay': self.replay(),
+      **({} if self._log_sha256 is None else {'log_sha256': self._log_sha256}),
     }
 
   def shapes(self, sums: Collection[str] | None = None) -> str:
@@ -50,6 +54,7 @@ class Fit:
         f'update, this run has {self._config.steps_per_update}: --num-envs and --unroll-length '
         "can't change in a run; start afresh in another --run-dir"
       )
+    self._check_log(meta)
     was, now = meta.get('replay'), self.replay()  # an older podrace saved none
     if was and now and was != now:
       changed = [f'{k} {was.get(k)} -> {x}' for k, x in now.items() if was.get(k) != x]
@@ -67,6 +72,15 @@ class Fit:
         "--actor-threads, --actor-groups) has changed, which can't be in a run:\n  "
         + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
         + '\nstart afresh in another --run-dir'
+      )
+
+  def _check_log(self, meta: dict[str, Any]) -> None:
+    was, now = meta.get('log_sha256'), self._log_sha256
+    if was and now and was != now:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} learned from another data set than --log has now '
+        f'(SHA-256 {str(was)[:12]}, not {now[:12]}): restore it, or start afresh in another '
+        '--run-dir'
       )
 
   def _check_devices(self, meta: dict[str, Any]) -> None:

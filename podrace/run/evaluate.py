@@ -17,6 +17,7 @@ from jax import lax
 from podrace.envs.base import batch
 from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
+from podrace.envs.logs.recorded_spaces import check_spaces
 from podrace.envs.spaces import STATE
 from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
@@ -152,8 +153,8 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  resolved = Resolved(change(load_config(run_dir, allow_code)))
-  config, stage = resolved.config, eval_env(resolved, env)
+  resolved = Resolved(change(load_config(run_dir, allow_code))).acting
+  config, stage = resolved.config, stage_of(resolved, env)
   _check_greedy(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
   config = config if member is None else dataclasses.replace(config, seeds=1)
@@ -190,6 +191,16 @@ def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
       raise UsageError(f'{name} must be {bound}, not {value}')
 
 
+def stage_of(resolved: Resolved, name: str = '') -> Any:
+  """Return `eval_env`; raises UsageError also for a run that has no environment."""
+  if not (name or resolved.config.env):
+    raise UsageError(
+      f'this run learned from the log {resolved.config.log} and has no environment: give --env '
+      'LIB:NAME with its spaces'
+    )
+  return eval_env(resolved, name)
+
+
 def eval_env(resolved: Resolved, name: str = '', option: str = '--env') -> Any:
   """Return the checked environment to play in, in JAX if possible, else a HostSpec.
 
@@ -201,10 +212,13 @@ def eval_env(resolved: Resolved, name: str = '', option: str = '--env') -> Any:
   Raises:
     UsageError: if it has other spaces.
   """
-  trained = _check_env(resolved.env)
+  trained = resolved.env if not resolved.config.env else _check_env(resolved.env)
   if not name:
     return trained
   env = _check_env(resolved.make_env(name))
+  if not resolved.config.env:
+    check_spaces(trained, env, name)
+    return env
   for kind in ('observation', 'action'):
     trained_space, space = (getattr(x, f'{kind}_space') for x in (trained, env))
     if trained_space == space:

@@ -22,7 +22,7 @@ from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.directory import changes_of, continued, last_line, read_record, saved_steps
 from podrace.run.evaluate import eval_env
-from podrace.run.log import Log
+from podrace.run.log import Log as RunLog
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.run_end import note_end
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
   from podrace.distributed.environments.server import Server
   from podrace.distributed.net.listener import Listen
   from podrace.distributed.run_identity import Addresses
+  from podrace.envs.logs.recorded import Log
   from podrace.settings.discovery import Discovery
 
 log = logging.getLogger('podrace')
@@ -85,11 +86,12 @@ def train(
       warm_start.params  # noqa: B018, refuses parameters that do not fit
     program = assemble(resolved, server, addresses, options.run_dir)
     if config.eval_env and jax.process_index() == 0:
-      eval_env(resolved, config.eval_env, '--eval-env')
+      eval_env(resolved.acting, config.eval_env, '--eval-env')
     warn_if_too_short(config, program, console.warn)
     run = Run(config, program, options, console, config.seeds, server)
     if addresses is not None:
       run.announcement = _addresses_text(addresses)
+    run.use_log(resolved.log)
     if config.eval_every and run.leader:
       run.evaluates = resolved
     if warm_start:
@@ -152,6 +154,7 @@ class Run:
   Attributes:
     after_init: changes the first state of a new run.
     after_save: called with the run directory and the state after each checkpoint is begun.
+    log_sha256: hash of the data set that the run replays; None if there is none.
     announcement: a message for the beginning, of addresses for example.
     evaluates: the run to evaluate periodically; None if this process evaluates nothing.
   """
@@ -173,10 +176,20 @@ class Run:
     self.stop = Stop()
     self.after_init: Callable[[Any], Any] = lambda state: state
     self.after_save: Callable[[Path, Any], None] = lambda run_dir, state: None
+    self.log_sha256: str | None = None
     self.announcement = ''
     self.evaluates: Resolved | None = None
     self.evaluations: Evaluations | None = None
     self.compile_s = 0.0
+
+  def use_log(self, data: Log | None) -> None:
+    """Replay a data set, if there is one."""
+    if data is not None:
+      self.log_sha256 = data.sha256
+      self.say(
+        f'log {data.name}: {data.episodes:,} episodes, {data.steps:,} steps, '
+        f'{data.nbytes / 2**20:.1f} MiB in memory'
+      )
 
   def carry_out(self) -> dict[str, Any]:
     """Begin the run, or go on with it, to its end; returns the summary."""
@@ -214,7 +227,7 @@ class Run:
   def _open(self, stack: contextlib.ExitStack, is_ours: Callable[[], bool]) -> None:
     """Open the log and the checkpoints."""
     self.is_ours = is_ours
-    self.log = Log(
+    self.log = RunLog(
       self.config,
       self.run_dir,
       self.callbacks,
@@ -224,8 +237,9 @@ class Run:
     )
     parts = {**self.program.parts, **self.log.parts}
     self.saves = Saves(
-      self.config, self.program, self.run_dir, is_ours, self.warn, self.say, parts, self.after_save
-    )
+      self.config, self.program, self.run_dir, is_ours, self.warn, self.say, parts, self.after_save,
+      self.log_sha256,
+    )  # fmt: skip
     stack.callback(self.saves.checkpoints.close)
 
   def _compile(self, stack: contextlib.ExitStack) -> None:
@@ -236,7 +250,7 @@ class Run:
     self.saves.check_newest()
     if opening := hooks.opening(self.config.agent):
       self.say(opening)
-    self.say(f'compiling {self.config.env} for {self.program.mesh.size} device(s) ...')
+    self.say(f'compiling {self.config.env or "a log"} for {self.program.mesh.size} device(s) ...')
     stack.callback(self.program.close)
     self._timed(self.program.compile, 'compilation')
 

@@ -14,9 +14,10 @@ from podrace.run.run_end import END
 from podrace.system.files import create_folder, make_user_folder
 
 
-def name_run(preset: str | None, env: str) -> str:
-  """Return the name of a new run: a preset, or an environment without its options."""
-  return preset or env.partition(',')[0].replace(':', '-').replace('/', '-')
+def name_run(preset: str | None, env: str, log: str = '') -> str:
+  """Return the name of a new run: a preset, an environment without its options, or a data set."""
+  plain = env.partition(',')[0].replace(':', '-').replace('/', '-')
+  return preset or plain or Path(log).resolve().name
 
 
 def choose_run_dir(name: str) -> Path:

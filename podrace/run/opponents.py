@@ -88,7 +88,7 @@ def load_opponent(
       'or go on with it'
     )
   check_chain(run_dir, config.env)
-  resolved = Resolved(dataclasses.replace(config, env=_without_trained(config.env)))
+  resolved = Resolved(dataclasses.replace(config, env=_without_trained(config.env))).acting
   agent = resolved.agent
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)

@@ -28,6 +28,7 @@ class Saves:
     say: prints a message about progress.
     parts: state on the host, by its key in the meta of a checkpoint.
     after_save: called with the run directory and the state, after a checkpoint is begun.
+    log_sha256: hash of the data set that the run replays; None if there is none.
   """
 
   def __init__(
@@ -40,12 +41,13 @@ class Saves:
     say: Callable[[str], None],
     parts: Mapping[str, Part],
     after_save: Callable[[Path, Any], None],
+    log_sha256: str | None = None,
   ) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
     self._is_ours, self._warn, self._say = is_ours, warn, say
     self._parts, self._after_save = parts, after_save
     self._replay = program.saved_replay
-    self._fit = Fit(config, program, run_dir)
+    self._fit = Fit(config, program, run_dir, log_sha256)
     self.checkpoints = Checkpoints(run_dir / 'checkpoints', config.keep)
     self.saved = -1  # the step of the newest checkpoint
     self._checked: dict[int, dict[str, Any]] = {}  # the meta of a checkpoint that fits, by step

@@ -41,7 +41,7 @@ class WarmStart:
         'seed, or of as many; --init-member I names one of them'
       )
     _check_units(source, other, config)
-    params = restore_params(Resolved(other), source, config.init_checkpoint, member).params
+    params = restore_params(Resolved(other).acting, source, config.init_checkpoint, member).params
     if other.seeds == 1 or member is not None:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params

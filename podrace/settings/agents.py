@@ -84,10 +84,11 @@ def bind_run(config: Basics, env: Any) -> Any:
 
   check_jax()  # again: a module of the user may have changed JAX's settings
   name = agent_name(hooks.innermost(config.agent))
+  where = config.env or f'--log {getattr(config, "log", "")}'
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
     raise UsageError(
-      f'{name} cannot act in {config.env}, whose action space is {env.action_space}: '
+      f'{name} cannot act in {where}, whose action space is {env.action_space}: '
       f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'
     )
   agent = hooks.innermost(config.agent)

@@ -52,6 +52,10 @@ class Common(Basics):
   eval_env: EnvName = ''
   # ^ environment of evaluations, such as another opponent or unseen levels; none: that of
   #   training
+  log: FilePath = ''
+  # ^ Minari data set to learn from: its directory, or its name in Minari's home; see docs/logs.md
+  log_share: PlainText = '1'
+  # ^ share of the environments that replay --log, such as 1/2; the rest act in --env
   eval_video: bool = False  # film one episode of each evaluation, into videos/
   init_from: FilePath = ''  # start with the parameters of this run directory
   init_checkpoint: PlainText = 'newest'  # checkpoint of --init-from: newest, best or a step

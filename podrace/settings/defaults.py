@@ -153,21 +153,27 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
 }  # fmt: skip
 
 
-def with_defaults(config: Config, env: str) -> Config:
-  """Return `config` with the table's settings for its agent in `env`. Makes the environment."""
+def with_defaults(config: Config, env: str, log: str = '') -> Config:
+  """Return `config` with the table's settings for its agent in `env`. Makes the environment.
+
+  Args:
+    config: the configuration.
+    env: name of the environment; '' for the spaces of a log.
+    log: its data set.
+  """
   name = agent_name(config.agent)
   if all(name != agent for agent, _ in TABLE):
     return config
-  row, _ = entry(name, env)
+  row, _ = entry(name, env, log)
   return config if row is None else replace_paths(config, row.paths)
 
 
-def entry(agent: str, env: str) -> tuple[Defaults | None, Kind]:
+def entry(agent: str, env: str, log: str = '') -> tuple[Defaults | None, Kind]:
   """Return the entry of the table for an agent in `env`, and the kind of `env`.
 
   Makes the environment to read its spaces.
   """
-  observation_space, action_space = spaces_of(env)
+  observation_space, action_space = spaces_of(env) if env else recorded_spaces(log)
   kind = kind_of(observation_space, action_space)
   row = TABLE.get((agent, kind))
   if row is not None and not _has_floats(observation_space):
@@ -241,6 +247,13 @@ def spaces_of(name: str) -> tuple[Any, Any]:
   on_host = name.partition(':')[0] in HOST_LIBRARIES
   env: Any = host.make(name) if on_host else envs.make(name)
   return env.observation_space, env.action_space
+
+
+def recorded_spaces(log: str) -> tuple[Any, Any]:
+  """Return the observation space and the action space of a data set."""
+  from podrace.envs.logs.minari_files import read_spaces
+
+  return read_spaces(log)
 
 
 def kind_of(observation_space: Any, action_space: Any) -> Kind:

@@ -9,9 +9,10 @@ from typing import Any
 from podrace import envs
 from podrace.envs.host import base as host
 from podrace.hooks import memory
+from podrace.settings import log_settings
 from podrace.settings.agents import bind_run
 from podrace.settings.config import Config
-from podrace.settings.validation import validate
+from podrace.settings.validation import needs_sebulba, validate
 from podrace.types import Replay
 
 
@@ -28,10 +29,29 @@ class Resolved:
   def env(self) -> Any:
     """The environment: an `Environment` under Anakin, a `HostSpec` under Sebulba.
 
+    With a log it is one that replays the log, and `acting.env` the environment alone.
+
     Raises:
-      UsageError: if there is no such environment.
+      UsageError: if there is no such environment or log.
     """
-    return self.make_env(self.config.env)
+    if self.log is None:
+      return self.make_env(self.config.env)
+    acting = self.acting.env if self.config.env else None
+    return log_settings.environment(self.config, self.log, acting)
+
+  @functools.cached_property
+  def log(self) -> Any:
+    """The data set of `config.log`, read into memory; None if there is none."""
+    return log_settings.read(self.config) if self.config.log else None
+
+  @functools.cached_property
+  def acting(self) -> Resolved:
+    """The same agent without the log: in the environment, or in the spaces of the log alone."""
+    if not self.config.log:
+      return self
+    if not self.config.env:
+      return WithoutEnvironment(self.config)
+    return Resolved(log_settings.without(self.config))
 
   def make_env(self, name: str) -> Any:
     """Make an environment as the run's architecture needs it."""
@@ -45,12 +65,38 @@ class Resolved:
       UsageError: if the agent cannot act in the environment.
       ValueError: if a network cannot be built for its spaces.
     """
-    return bind_run(self.config, self.env)
+    if self.log is None:
+      return bind_run(self.config, self.env)
+    return log_settings.wrap(self.acting.agent, self.config)
 
   @functools.cached_property
   def replay(self) -> Replay:
     """The replay of the agent, with the sizes of the run."""
     return memory(self.agent, self.env, self.config.num_envs, self.config.unroll_length)
+
+
+@dataclasses.dataclass(frozen=True)
+class WithoutEnvironment(Resolved):
+  """A configuration that learns from a log alone: its agent acts in no environment."""
+
+  @functools.cached_property
+  def env(self) -> Any:
+    """The spaces of the log."""
+    return log_settings.spaces(self.config)
+
+  @functools.cached_property
+  def log(self) -> Any:
+    """None, as the agent acts."""
+    return None
+
+  @property
+  def acting(self) -> Resolved:
+    """Itself."""
+    return self
+
+  def make_env(self, name: str) -> Any:
+    """Make the environment of an evaluation, on the host if it is in no other place."""
+    return host.make(name) if needs_sebulba(name) else envs.make(name)
 
 
 def resolve(config: Config) -> Resolved:

@@ -13,10 +13,14 @@ from podrace.agents import AGENTS
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import check_types, flag, range_of
+from podrace.settings import log_settings
 from podrace.settings.agents import agent_class, agent_name, explain_untyped, untyped_attributes
 from podrace.settings.config import Basics, Common, Config
 
-STEP_COUNTS = ('importance_steps',)  # settings that may be as large as --total-steps
+STEP_COUNTS = (
+  'importance_steps',
+  'online_share_steps',
+)  # settings that may be as large as --total-steps
 LARGEST = 3.4028234e38  # the largest float32
 
 
@@ -107,6 +111,7 @@ def check_basics(config: Basics) -> None:
 
 
 def _check_common(config: Config) -> None:
+  log_settings.check(config)
   check_at_least(config, 1, 'seeds', 'eval_episodes')
   check_at_least(config, 0, 'eval_every')
   has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes

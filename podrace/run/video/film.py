@@ -15,7 +15,7 @@ import numpy as np
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import eval_env
+from podrace.run.evaluate import stage_of
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.run.video import stages
@@ -233,8 +233,8 @@ def watch(
   """
   if show is None:
     check_libraries()
-  resolved = Resolved(load_config(run_dir, allow_code))
-  eval_env(resolved)  # a user's environment may have changed since training
+  resolved = Resolved(load_config(run_dir, allow_code)).acting
+  stage_of(resolved)  # a user's environment may have changed since training
   step, params, _ = restore_params(resolved, run_dir, checkpoint)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)

@@ -1,0 +1,1 @@
+"""Recorded episodes as environments. An agent takes the recorded actions there."""

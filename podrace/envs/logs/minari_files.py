@@ -1,0 +1,291 @@
+"""Reading of Minari data sets, by HDF5 alone: no code that a data set names is run.
+
+Another user may have written the files. Links, virtual and external storage, objects and arrays of
+other sizes than expected are refused before anything is read.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from podrace.envs.host.spaces import action_bounds, wide_bounds
+from podrace.envs.logs.recorded import Log, LogRows
+from podrace.envs.logs.recorded_spaces import read_space
+from podrace.envs.spaces import bounds, leaves, tree
+from podrace.errors import MissingExtra, UnreadableFile, UsageError
+from podrace.system.files.reading import open_regular, read_json
+from podrace.system.importing import why_not
+from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
+
+METADATA, MAIN = 'metadata.json', 'main_data.hdf5'
+METADATA_BYTES = 2**26
+LIMIT_BYTES = 2**30  # of all arrays
+EPISODES = 2**24
+NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name -> kinds of dtypes
+
+
+def minari_home() -> Path:
+  """Return the directory of Minari's data sets."""
+  root = os.environ.get('MINARI_DATASETS_PATH')
+  return Path(root) if root else Path.home() / '.minari' / 'datasets'
+
+
+def find_data(name: str) -> Path:
+  """Return the directory with the files of a data set.
+
+  Args:
+    name: the directory of the data set, or its name in Minari's home.
+
+  Raises:
+    UsageError: if there is none.
+  """
+  for folder in (Path(name), minari_home() / name):
+    for data in (folder / 'data', folder):
+      if os.path.lexists(data / METADATA):
+        return data
+  raise UsageError(
+    f'--log {name}: there is no Minari data set, neither in this directory nor in {minari_home()}'
+  )
+
+
+def read_log(name: str) -> Log:
+  """Read a Minari data set into arrays.
+
+  Args:
+    name: the directory of the data set, or its name in Minari's home.
+
+  Raises:
+    MissingExtra: if h5py is not installed.
+    UsageError: if there is no data set, or it is damaged, too large or of another kind.
+  """
+  data = find_data(name)
+  try:
+    observation_space, action_space, count = _read_metadata(data)
+    with _open(data / MAIN) as file:
+      try:
+        rows = _Reader(file, observation_space, action_space, count).read()
+      except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as e:
+        if isinstance(e, UsageError):
+          raise
+        raise UsageError(f'{MAIN} is damaged: {type(e).__name__}: {e}') from e
+  except UsageError as e:
+    raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
+  return Log(name, observation_space, action_space, rows)
+
+
+def read_spaces(name: str) -> tuple[Any, Any]:
+  """Return the observation space and the action space of a data set; raises as `read_log`."""
+  try:
+    return _read_metadata(find_data(name))[:2]
+  except UsageError as e:
+    raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
+
+
+def _read_metadata(data: Path) -> tuple[Any, Any, Any]:
+  """Return the spaces of a data set and its number of episodes."""
+  metadata = read_json(data / METADATA, METADATA_BYTES)
+  if not isinstance(metadata, dict):
+    raise UsageError(f'{METADATA} is no object')
+  form = metadata.get('data_format')
+  if form != 'hdf5':
+    raise UsageError(f'its format is {str(form)[:40]!r}, expected hdf5: record or convert it anew')
+  action_space = read_space(metadata.get('action_space'), 'action_space')
+  if bounds(action_space) is None:
+    raise UsageError(f'its action_space is {action_space}, expected Box, Discrete or MultiDiscrete')
+  observation_space = read_space(metadata.get('observation_space'), 'observation_space')
+  return observation_space, action_space, metadata.get('total_episodes')
+
+
+def _open(path: Path) -> Any:
+  try:
+    import h5py
+  except ImportError as e:
+    raise MissingExtra(why_not('--log', 'logs', e)) from e
+  try:
+    return h5py.File(open_regular(path), 'r')
+  except FileNotFoundError as e:
+    raise UsageError(f'it has no {MAIN}') from e
+  except OSError as e:
+    raise UnreadableFile(MAIN, f'is no HDF5 file, or is cut short: {e}') from e
+
+
+def _member(group: Any, name: str, kind: str) -> Any:
+  """Return the group or dataset `name`, which must be in the file itself."""
+  import h5py
+
+  link = group.get(name, getlink=True)
+  if link is None:
+    raise UsageError(f'{group.name} has no {name}')
+  if not isinstance(link, h5py.HardLink):
+    raise UsageError(f'{group.name}/{name} is a {type(link).__name__}, which is not followed')
+  member = group[name]
+  if not isinstance(member, getattr(h5py, kind)):
+    raise UsageError(f'{group.name}/{name} is no {kind.lower()}')
+  if kind == 'Dataset' and (member.is_virtual or member.external):
+    raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
+  return member
+
+
+class _Reader:
+  """Reads the episodes of an open file: first all sizes, then all arrays."""
+
+  def __init__(self, file: Any, observation_space: Any, action_space: Any, count: Any) -> None:
+    self._file = file
+    self._observations, self._action = observation_space, action_space
+    names = sum(1 for name in file if name.startswith('episode_'))
+    if not names:
+      raise UsageError('it has no episodes')
+    if names > EPISODES or count != names:
+      raise UsageError(f'{METADATA} tells of {str(count)[:40]} episodes, {MAIN} has {names:,}')
+    self._episodes = names
+
+  def read(self) -> LogRows:
+    """Return all timesteps."""
+    steps = np.array([self._check(e) for e in range(self._episodes)], np.int64)
+    total = int((steps + 1).sum())
+    row = sum(_row_bytes(leaf) for _, leaf in self._leaves()) + 9
+    if total * row > LIMIT_BYTES:
+      raise UsageError(
+        f'its {total:,} timesteps of {row:,} bytes take {total * row / 2**30:.2f} GiB, and at most '
+        f'{LIMIT_BYTES / 2**30:g} GiB are kept in memory: split it, as by minari.split_dataset'
+      )
+    starts = np.concatenate([[0], np.cumsum(steps + 1)[:-1]]).astype(np.int32)
+    arrays = [np.zeros((total, *leaf.shape), leaf.dtype) for _, leaf in self._leaves()]
+    rows = LogRows(
+      tree(self._observations, iter(arrays[:-1])),
+      arrays[-1],
+      np.zeros(total, np.float32),
+      np.ones(total, np.float32),
+      np.full(total, MID, np.int8),
+      starts,
+    )
+    for e, (first, length) in enumerate(zip(starts.tolist(), steps.tolist(), strict=True)):
+      self._fill(e, rows, arrays, slice(first, first + length + 1))
+    return rows
+
+  def _leaves(self) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of the observations, and the action, with their paths in an episode."""
+    yield from leaves(self._observations, 'observations')
+    yield 'actions', self._action
+
+  def _dataset(self, episode: Any, path: str) -> Any:
+    """Return the dataset of a leaf, as `leaves` names its path."""
+    name: str
+    name, *parts = path.split('/')
+    member, space = episode, self._observations
+    for part in parts:
+      member = _member(member, name, 'Group')
+      is_dict = hasattr(space, 'keys')
+      key = part.replace('~0', '~')
+      name = key if is_dict else f'_index_{part}'
+      space = space[key if is_dict else int(part)]
+    return _member(member, name, 'Dataset')
+
+  def _check(self, e: int) -> int:
+    """Check the sizes and types of an episode; returns its number of steps."""
+    episode = _member(self._file, f'episode_{e}', 'Group')
+    shape = _member(episode, 'rewards', 'Dataset').shape
+    if shape is None or len(shape) != 1 or shape[0] < 1:
+      raise UsageError(f'{episode.name}/rewards has the shape {shape}, expected one number a step')
+    steps = int(shape[0])
+    for name, kinds in NUMBERS.items():
+      _check_array(_member(episode, name, 'Dataset'), (steps,), kinds)
+    for path, leaf in self._leaves():
+      dataset = self._dataset(episode, path)
+      rows = steps + (path != 'actions')
+      if _holds_jpeg(dataset, leaf):
+        if dataset.shape[0] != rows:
+          raise UsageError(f'{dataset.name} has {dataset.shape[0]} images, expected {rows}')
+        continue
+      kinds = {'b': 'b', 'f': 'f'}.get(np.dtype(leaf.dtype).kind, 'iu')
+      _check_array(dataset, (rows, *leaf.shape), kinds)
+    return steps
+
+  def _fill(self, e: int, rows: LogRows, arrays: list[np.ndarray], at: slice) -> None:
+    """Read an episode into its rows."""
+    episode = self._file[f'episode_{e}']
+    for array, (path, leaf) in zip(arrays, self._leaves(), strict=True):
+      dataset = self._dataset(episode, path)
+      values = _decode(dataset, leaf) if _holds_jpeg(dataset, leaf) else dataset[()]
+      is_action = path == 'actions'
+      values = _fit(values, leaf, dataset.name, is_action)
+      array[at] = np.concatenate([values, values[:1]]) if is_action else values
+    reward = np.asarray(episode['rewards'][()], np.float64)
+    if not (np.abs(reward) <= LARGEST_REWARD).all():
+      raise UsageError(f'{episode.name}/rewards has numbers that are not finite, or too large')
+    terminated, truncated = episode['terminations'][()], episode['truncations'][()]
+    if (early := np.flatnonzero((terminated | truncated)[:-1])).size:
+      raise UsageError(f'{episode.name} goes on after its end at step {early[0]}')
+    rows.reward[at][1:] = reward
+    rows.discount[at][-1] = 0.0 if terminated[-1] else 1.0
+    rows.step_type[at][0], rows.step_type[at][-1] = FIRST, LAST
+
+
+def _row_bytes(leaf: Any) -> int:
+  return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
+
+
+def _check_array(dataset: Any, shape: tuple[int, ...], kinds: str) -> None:
+  """Refuse a dataset of another shape or kind of numbers. Nothing is read."""
+  if dataset.shape != shape or dataset.dtype.kind not in kinds:
+    raise UsageError(
+      f'{dataset.name} is {dataset.dtype}{list(dataset.shape or ())}, expected '
+      f'{" or ".join({"b": "bool", "i": "int", "u": "uint", "f": "float"}[k] for k in kinds)}'
+      f'{list(shape)}'
+    )
+
+
+def _fit(values: np.ndarray, leaf: Any, name: str, is_action: bool) -> np.ndarray:
+  """Return an array in the type of its space, with actions within their bounds."""
+  with np.errstate(over='ignore'):
+    fitted: np.ndarray = values.astype(leaf.dtype)
+  if fitted.dtype.kind == 'f' and not np.isfinite(fitted).all():
+    raise UsageError(f'{name} has numbers that are not finite')
+  if fitted.dtype.kind in 'iu' and (fitted != values).any():
+    raise UsageError(f'{name} has numbers that {fitted.dtype} cannot hold')
+  if not is_action:
+    return fitted
+  low, high = action_bounds(leaf)
+  wide = wide_bounds(leaf) or (low, high)
+  if ((fitted < wide[0]) | (fitted > wide[1])).any():
+    raise UsageError(f'{name} has actions outside of {leaf}: clip them when recording')
+  return np.clip(fitted, low, high)
+
+
+def _holds_jpeg(dataset: Any, leaf: Any) -> bool:
+  """Return whether each row of a dataset is a JPEG, as Minari writes images."""
+  import h5py
+
+  if np.dtype(leaf.dtype) != np.uint8 or len(leaf.shape) not in (2, 3):
+    return False
+  varying = h5py.check_vlen_dtype(dataset.dtype)
+  if varying is not None:
+    return bool(varying == np.uint8) and dataset.ndim == 1
+  return bool(dataset.dtype == np.uint8) and dataset.ndim == 2
+
+
+def _decode(dataset: Any, leaf: Any) -> np.ndarray:
+  """Return the images [n, ...] of a dataset of JPEGs."""
+  try:
+    from PIL import Image
+  except ImportError as e:
+    raise MissingExtra(why_not('--log', 'logs', e)) from e
+  images = np.empty((dataset.shape[0], *leaf.shape), np.uint8)
+  for i, data in enumerate(dataset[()]):
+    try:
+      image = Image.open(io.BytesIO(data.tobytes()), formats=('JPEG',))
+      if image.size != leaf.shape[1::-1]:
+        raise UsageError(f'{dataset.name} has an image of {image.size}, expected {leaf.shape}')
+      images[i] = np.array(image, np.uint8)
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+      if isinstance(e, UsageError):
+        raise
+      raise UsageError(f'{dataset.name} has an image that cannot be read: {e}') from e
+  return images

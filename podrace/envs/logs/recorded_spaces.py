@@ -1,0 +1,90 @@
+"""The spaces in a Minari data set, which are JSON. Nothing in them names code."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from podrace.envs.host.spaces import in_jax
+from podrace.envs.spaces import convert, leaves
+from podrace.errors import UsageError
+from podrace.system.files.reading import parse_json
+
+LARGEST = 2**26  # numbers of one observation or action
+KINDS = 'biuf'  # of NumPy's dtypes: bool, integers and floats
+
+
+def read_space(text: Any, name: str) -> Any:
+  """Return the space that a data set has as JSON, with the types that JAX has.
+
+  Raises:
+    UsageError: if it is no space of numbers; the message says what is wrong with `name`.
+  """
+  if not isinstance(text, str):
+    raise UsageError(f'it has no {name}, as minari 0.5 writes one')
+  try:
+    return convert(in_jax, _space(parse_json(text.encode())))
+  except UsageError as e:
+    raise UsageError(f'its {name} {e}') from e
+  except (KeyError, TypeError, ValueError, OverflowError, AssertionError) as e:
+    raise UsageError(f'its {name} cannot be read: {type(e).__name__}: {e}'[:300]) from e
+
+
+def _space(record: Any) -> Any:
+  from gymnasium import spaces
+
+  kind = record['type']
+  if kind == 'Dict':
+    parts: dict[str, Any] = record['subspaces']
+    for key in parts:
+      if not key or '/' in key or key == '.':
+        raise UsageError(f'has the key {key!r}, which HDF5 has no place for')
+    return spaces.Dict({key: _space(part) for key, part in parts.items()})
+  if kind == 'Tuple':
+    return spaces.Tuple([_space(part) for part in record['subspaces']])
+  if kind == 'Discrete':
+    return spaces.Discrete(int(record['n']), start=int(record['start']))
+  if kind == 'MultiDiscrete':
+    nvec, start = (np.array(record[k], np.int64) for k in ('nvec', 'start'))
+    return spaces.MultiDiscrete(nvec, start=start)
+  if kind == 'MultiBinary':
+    return spaces.MultiBinary(record['n'])
+  if kind != 'Box':
+    raise UsageError(f'is {str(kind)[:40]!r}; Box, Discrete, MultiDiscrete, Dict ... can be read')
+  dtype = np.dtype(str(record['dtype']))
+  if dtype.kind not in KINDS:
+    raise UsageError(f'is of {dtype}, expected numbers')
+  low, high = (np.array(record[k], dtype) for k in ('low', 'high'))
+  shape = tuple(record['shape'])
+  if low.shape != shape or high.shape != shape or low.size > LARGEST:
+    raise UsageError(f'has bounds {low.shape} and {high.shape} for a shape of {shape}'[:300])
+  if np.any(np.isnan(low) | np.isnan(high)) if dtype.kind == 'f' else False:
+    raise UsageError('has NaN as a bound')
+  return spaces.Box(low, high, shape, dtype.type)
+
+
+def check_spaces(log: Any, env: Any, name: str) -> None:
+  """Raise UsageError if an environment has other spaces than a log.
+
+  The bounds of observations may differ, as no agent reads them. Actions must mean the same.
+  """
+  for kind, bounded in (('observation', False), ('action', True)):
+    recorded, own = (getattr(x, f'{kind}_space') for x in (log, env))
+    own = convert(in_jax, own)
+    if _describe(recorded, bounded) != _describe(own, bounded):
+      raise UsageError(
+        f'--log {log.name} has another {kind} space than --env {name}: {recorded}, not {own}'
+      )
+
+
+def _describe(space: Any, bounded: bool) -> list[Any]:
+  described: list[Any] = []
+  for path, leaf in leaves(space):
+    about: tuple[Any, ...] = (path, leaf.shape, np.dtype(leaf.dtype).str)
+    if hasattr(leaf, 'low') and bounded:
+      about += (leaf.low.tolist(), leaf.high.tolist())
+    if (choices := getattr(leaf, 'nvec', getattr(leaf, 'n', None))) is not None:
+      about += (type(leaf).__name__, np.asarray(choices).tolist())
+    described.append(about)
+  return described

@@ -1,0 +1,109 @@
+"""The log of a configuration: its data set, environment, and agent."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+from podrace import hooks
+from podrace.agents import FROM_LOGS
+from podrace.envs.logs.share import parse_share
+from podrace.errors import UsageError
+from podrace.settings.agents import agent_name
+from podrace.settings.config import Config
+
+
+class LogSpaces(NamedTuple):
+  """The spaces of a log, in place of an environment."""
+
+  name: str
+  observation_space: Any
+  action_space: Any
+
+
+def check(config: Config) -> None:
+  """Raise UsageError for settings that contradict each other.
+
+  The data set is read later.
+  """
+  buffer = getattr(hooks.innermost(config.agent), 'buffer', None)
+  share = getattr(buffer, 'online_share', None)
+  if not config.log:
+    if config.log_share != Config.log_share:
+      raise UsageError(f'--log-share {config.log_share} needs --log')
+    if not config.env:
+      raise UsageError('--env LIB:NAME is needed, or --log with a data set to learn from')
+    if share is not None:
+      raise UsageError('--agent.buffer.online-share needs --log, and --log-share below 1')
+    return
+  p, q = parse_share(config.log_share)
+  if p < q and not config.env:
+    raise UsageError(
+      f'--log-share {config.log_share}: the rest of the environments act, and there is no --env'
+    )
+  if not config.env and config.eval_every and not config.eval_env:
+    raise UsageError('--eval-every needs --env or --eval-env: a log has no environment to act in')
+  if share is not None and p == q:
+    raise UsageError('--agent.buffer.online-share needs --log-share below 1: no environment acts')
+  if share is not None and config.replay != 'device':
+    raise UsageError(f'--agent.buffer.online-share is for --replay device, not {config.replay}')
+  name = agent_name(hooks.innermost(config.agent))
+  if not hooks.learns_from_replay(config.agent) or (':' not in name and name not in FROM_LOGS):
+    raise UsageError(
+      f'--log: {name} learns from what it does itself; {", ".join(FROM_LOGS)} can learn from a log'
+    )
+
+
+def read(config: Config) -> Any:
+  """Return the data set of a configuration as a `podrace.envs.logs.recorded.Log`.
+
+  Raises:
+    UsageError: if it cannot be read.
+  """
+  from podrace.envs.logs.minari_files import read_log
+
+  return read_log(config.log)
+
+
+def spaces(config: Config) -> LogSpaces:
+  """Return the spaces of the data set of a configuration; raises as `read`."""
+  from podrace.envs.logs.minari_files import read_spaces
+
+  return LogSpaces(config.log, *read_spaces(config.log))
+
+
+def without(config: Config) -> Config:
+  """Return a configuration without its log."""
+  return dataclasses.replace(config, log='', log_share=Config.log_share)
+
+
+def environment(config: Config, log: Any, env: Any) -> Any:
+  """Return the environment that replays a log.
+
+  Args:
+    config: the configuration.
+    log: its data set.
+    env: the environment in which a part acts, an `Environment` or a `HostSpec`; None if none does.
+
+  Raises:
+    UsageError: if the spaces differ.
+  """
+  from podrace.envs.host.base import HostSpec
+  from podrace.envs.logs.log_environment import LogEnvironment
+  from podrace.envs.logs.log_pool import host_spec
+  from podrace.envs.logs.recorded_spaces import check_spaces
+
+  share = parse_share(config.log_share)
+  if env is not None:
+    check_spaces(log, env, config.env)
+  if config.architecture == 'sebulba':
+    return host_spec(log, share, env)
+  assert not isinstance(env, HostSpec), 'only Sebulba has environments on the host'
+  return LogEnvironment(log, share, env)
+
+
+def wrap(agent: Any, config: Config) -> Any:
+  """Return a bound agent that takes the actions of the log."""
+  from podrace.agents.logged import Logged
+
+  return Logged(agent, parse_share(config.log_share))
