@@ -17,6 +17,7 @@ Against the paper:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -98,9 +99,14 @@ class QTOpt:
     return ()
 
   def act(
-    self, params: QTOptParams, state: Any, timestep: TimeStep, key: Array
+    self,
+    params: QTOptParams,
+    state: Any,
+    timestep: TimeStep,
+    key: Array,
+    replace: Callable[[Any], Any] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]."""
+    """Choose the actions of timesteps [B]. `replace` makes the actions that are taken of them."""
     batch = timestep.reward.shape[0]
     best_key, random_key, explore_key = jax.random.split(key, 3)
     action, _ = self.best(params.theta1, timestep.observation, best_key)
@@ -108,7 +114,7 @@ class QTOpt:
       explores = jax.random.uniform(explore_key, (batch, 1)) < self.epsilon
       action = jnp.where(explores, cem.uniform(batch, self.layout, random_key), action)
     extras = QTOptExtras(jnp.zeros(batch)) if self.labels == 'stage' else ()
-    return ActorOutput(self.network.distribution.from_unit(action), extras), state
+    return ActorOutput(replace(self.network.distribution.from_unit(action)), extras), state
 
   def best(self, network: Any, observation: Any, key: Array) -> tuple[Array, Array]:
     """Return the best actions [B, n] within [-1, 1] by the network, and its outputs [B]."""

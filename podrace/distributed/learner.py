@@ -190,7 +190,7 @@ class DistributedSource:
     self._lags.append(np.maximum(update - draw.key, 0))
     return Batch((draw.data,))
 
-  def learned(self, batch: Batch, priority: Any) -> None:
+  def learned(self, batch: Batch, priority: Any, params: Any) -> None:
     """Set the priorities of a batch that was learned from."""
     assert self._feed is not None
     if self._windows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from podrace.distributed import replay
 from podrace.distributed.replay import item_schema
 from podrace.envs.host.spaces import action_bounds
 from podrace.replay.frame_stacks import CONTINUED, REPEATED
-from podrace.replay.host import selector
+from podrace.replay.host_tables import selector
 from podrace.replay.labels import LOGGED, OFFLINE, TABLE, TRAIN, VERSION, Mix
 from podrace.replay.layout import Layout, is_single, named
 from podrace.types import (
@@ -113,7 +114,7 @@ def replay_table(
     sampler=selector(w),
     remover=tables.fifo(),
     rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
-    max_size=-(-b.capacity // w.period),
+    max_size=-(-math.ceil(b.capacity * part) // w.period),
     run=run,
     contents=window_contents(layout, space),
   )
@@ -137,8 +138,8 @@ def source_tables(
     OFFLINE,
     sampler=selector(w),
     remover=tables.fifo(),
-    rate_limiter=tables.min_size(max(1, int(b.min_size * (1 - mix.acting)) // w.period)),
-    max_size=-(-b.capacity // w.period),
+    rate_limiter=tables.min_size(max(1, int(b.min_size * mix.part(OFFLINE)) // w.period)),
+    max_size=-(-math.ceil(b.capacity * mix.part(OFFLINE)) // w.period),
     run=run,
     contents=window_contents(layout, space),
   )

@@ -41,6 +41,10 @@ class Mix:
     p, q = self.windows.logged
     return (q - p) / q
 
+  def part(self, name: str) -> float:
+    """Return the share of environments whose windows a table has."""
+    return self.acting if name == TABLE else 1 - self.acting
+
   @property
   def tables(self) -> tuple[str, ...]:
     """The tables that have windows."""

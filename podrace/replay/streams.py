@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace.envs.logs.share import is_logged
 from podrace.replay.layout import Columns, Layout, Rows
 from podrace.types import Trajectory
 
@@ -15,8 +16,8 @@ from podrace.types import Trajectory
 class Stream:
   """The experience of one environment without gaps."""
 
-  def __init__(self, writer: Any) -> None:
-    self.writer = writer
+  def __init__(self, writer: Any, table: Any) -> None:
+    self.writer, self.table = writer, table
     self.serial = -2  # number of the newest unroll; the next unroll continues it
     self.timesteps = 0
 
@@ -28,13 +29,16 @@ class Streams:
     layout: columns of the trajectories.
     table: the table for the items, from `podrace.tables`, or a client of a remote table.
     make_writer: makes a writer for `table`. Its argument is the number of history rows to keep.
+    offline: the table for the items of environments that replay a log. None: it is `table`.
   """
 
-  def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
+  def __init__(
+    self, layout: Layout, table: Any, make_writer: Callable[[int], Any], offline: Any = None
+  ) -> None:
     w = layout.windows
     self.highest = 1.0  # highest priority so far; new windows get it if acting computes none
     self._by_env: dict[int, Stream] = {}
-    self._layout, self._windows, self._table = layout, w, table
+    self._layout, self._windows, self._table, self._offline = layout, w, table, offline
     history = w.length + w.unroll_length + w.lookback + 1
     self._make_writer = lambda: make_writer(history)
     self._rows = jax.jit(layout.rows)
@@ -46,7 +50,9 @@ class Streams:
   def stream(self, env: int) -> Stream:
     """Return the stream of an environment, which is made if there is none."""
     if env not in self._by_env:
-      self._by_env[env] = Stream(self._make_writer())
+      is_offline = self._offline is not None and is_logged(env, self._windows.logged)
+      table = self._offline if is_offline else self._table
+      self._by_env[env] = Stream(self._make_writer(), table)
     return self._by_env[env]
 
   def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
@@ -83,7 +89,7 @@ class Streams:
       serial: [B] number of the unroll among the unrolls of its environment.
     """
     rows: Rows = jax.tree.map(np.asarray, self._rows(trajectory))
-    windows: list[tuple[Any, Columns]] = []  # the writer and the columns of each new item
+    windows: list[tuple[Stream, Columns]] = []  # the stream and the columns of each new item
     there: set[int] = set()
     for b, env in enumerate(rows.env_id.tolist()):
       if env in there:  # make its items before its history moves on
@@ -92,7 +98,7 @@ class Streams:
       there.add(env)
       stream = self.stream(env)
       for back in self._extend(stream, rows, b, int(serial[b])):
-        windows.append((stream.writer, self._slices(stream, rows, back)))
+        windows.append((stream, self._slices(stream, rows, back)))
     self._create(windows)
 
   def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
@@ -146,17 +152,19 @@ class Streams:
       'env_id': h['env_id'][-1],
     }
 
-  def _create(self, windows: Sequence[tuple[Any, Columns]]) -> None:
-    for (writer, slices), priority in zip(windows, self._priorities(windows), strict=True):
-      writer.create_item(self._table, priority, slices)
+  def _create(self, windows: Sequence[tuple[Stream, Columns]]) -> None:
+    for (stream, slices), priority in zip(windows, self._priorities(windows), strict=True):
+      stream.writer.create_item(stream.table, priority, slices)
 
-  def _priorities(self, windows: Sequence[tuple[Any, Columns]]) -> Any:
+  def _priorities(self, windows: Sequence[tuple[Stream, Columns]]) -> Any:
     """Compute the priorities of new windows. The default is the highest priority so far."""
     if not windows or self._priority is None:
       return [self.highest] * len(windows)
     small = [
-      writer.read({k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))})
-      for writer, slices in windows
+      stream.writer.read(
+        {k: s for k, s in slices.items() if not k.startswith(('observation', 'stacks'))}
+      )
+      for stream, slices in windows
     ]
     # Padding to a power of two limits the number of compiled programs.
     small += [small[-1]] * ((1 << (len(small) - 1).bit_length()) - len(small))

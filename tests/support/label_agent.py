@@ -11,11 +11,13 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from podrace.agents import value_based
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
+from podrace.topology import AXIS
 from podrace.types import ActorOutput, Replay, TrainState, Trajectory
 
 
@@ -73,7 +75,7 @@ class Regression:
     if self.labels == 'stage':
       target = window.outputs.extras.label[0]
     else:
-      target = self.label(params, window, key)
+      target = self.label(params, window, jax.random.fold_in(key, lax.axis_index(AXIS)))
 
     def loss(network: Any) -> Any:
       q = self.network.step(network, (), step.before)[0][..., 0]
