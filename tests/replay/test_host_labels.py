@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from label_agent import Regression
+from label_agent import Regression, catch_log
 from processes import Podrace, as_users_have_it, assert_same_run, cache, lines, podrace, summary
-from test_sebulba import Running, Sebulba, jittery
+from test_sebulba import Running, Sebulba, compiled, jittery, keys
 
-from podrace import cli
+from podrace import cli, tables
+from podrace.agents.logged import Logged
 from podrace.envs.host import base as host
+from podrace.envs.logs.log_pool import host_spec
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
 from podrace.topology import split_devices
@@ -32,6 +35,25 @@ def program(lag: str, labels: str = 'stage', learners: str = '0', threads: int =
     agent, spec, agent.memory(8, 4), split_devices('0', learners), 8, 4, threads, lag=lag,
     host_replay=True,
   )  # fmt: skip
+
+
+def with_log(share: tuple[int, int], lag: str = '1', **buffer: Any) -> Sebulba:
+  """Catch, of which a share of the environments replays a log."""
+  spec = host.make('podrace:catch')
+  inner = dataclasses.replace(AGENT, buffer=dataclasses.replace(BUFFER, **buffer))
+  agent = Logged(bind(inner, spec, 100, 8), share)
+  spec = host_spec(catch_log(), share, spec)
+  return Sebulba(
+    agent, spec, agent.memory(8, 4), split_devices('0', '0'), 8, 4, lag=lag, host_replay=True
+  )
+
+
+def contents(table: tables.Table) -> dict[str, np.ndarray]:
+  """The windows of a table."""
+  with table.desk.running:
+    items = [item for item in table.contents.items if item is not None]
+  drawn = tables.items.Draws(items, [tuple(np.zeros(len(items)) for _ in range(4))])
+  return drawn.read(table.store, items[0].signature.structure).data
 
 
 def train_of(run: Running) -> Any:
@@ -67,6 +89,61 @@ def test_otherwise_they_are_one_update_old(lag: str) -> None:
     assert told['labels_age_max'] == 1
     # The first update that learns has labels of its own parameters.
     assert told['labels_age_mean'] == pytest.approx(17 / 18)
+
+
+def test_labels_are_of_both_tables_by_the_share() -> None:
+  """A schedule from a quarter to a half, over the first 20 updates."""
+  run = with_log((1, 2), online_share=0.25, online_share_end=0.5, online_share_steps=640)
+  with Running(run) as running:
+    running.advance(30)
+    replay = running.driver.source.replay
+    replay.wait()
+    assert set(replay.sources) == {'windows', 'offline'}
+    online, offline = (contents(replay.sources[name]) for name in ('windows', 'offline'))
+    assert {int(x) % 2 for x in online['env_id']} == {1}
+    assert {int(x) % 2 for x in offline['env_id']} == {0}
+    assert online['observation/recorded'].max() == 0  # only the log has actions
+    assert all(len(t) <= 256 for t in replay.sources.values())  # half of the capacity each
+    counts = {name: t.contents.counts.samples for name, t in replay.sources.items()}
+    told = running.driver.read_log(running.state)[0]['host']
+    ahead = contents(replay.labels.train.table)
+  steps = 32 * np.arange(3, 32)  # at the end of each update that has labels, and the one ahead
+  expected = 64 * (0.25 + 0.25 * np.minimum(steps / 640, 1)).sum()
+  assert counts['windows'] == pytest.approx(expected, abs=len(steps) * 0.5)
+  assert counts['windows'] + counts['offline'] == 64 * len(steps)
+  share = (counts['windows'] - 32) / (64 * (len(steps) - 1))  # without the labels ahead
+  assert told['labels_online'] == pytest.approx(share, abs=0.01)
+  assert (ahead['logged'] == (ahead['env_id'] % 2 == 0)).all() and 0 < ahead['logged'].mean() < 1
+
+
+def test_a_log_alone_is_offline() -> None:
+  with Running(with_log((1, 1), '0')) as run:
+    run.advance(10)
+    assert set(run.driver.source.replay.sources) == {'offline'}
+    told = run.driver.read_log(run.state)[0]['host']
+  assert told['labels_online'] == 0 and told['replay_windows'] == 8 * 40
+
+
+def test_the_tables_are_in_the_checkpoint(tmp_path: Path) -> None:
+  """A run goes on from it with the labels that were made ahead, as if it had not ended."""
+  with Running(with_log((1, 2), '1', online_share=0.25)) as run:
+    source = run.driver.source
+    state = run.advance(12)
+    write = source.save(tmp_path / '12')
+    record = write()
+    ahead = contents(source.replay.labels.train.table)['extras/label']
+    saved = jax.tree.map(jnp.copy, state)
+    expected = jax.device_get(run.advance(8).train)
+  other = with_log((1, 2), '1', online_share=0.25)
+  driver = compiled(other)
+  driver.source.restore(tmp_path / '12', record)
+  restored = contents(driver.source.replay.labels.train.table)['extras/label']
+  assert set(ahead.ravel().tolist()) == set(restored.ravel().tolist()) and len(ahead)
+  driver.start(saved, keys(0))
+  found, made = driver.advance(saved, 8, lambda: False)
+  driver.close()
+  assert made == 8
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.train), expected)
 
 
 @pytest.mark.slow

@@ -10,15 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 
+from podrace import envs
 from podrace.agents import value_based
+from podrace.envs.logs.recorded import Log, LogRows
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Replay, TrainState, Trajectory
+from podrace.types import FIRST, LAST, MID, ActorOutput, Replay, TrainState, Trajectory
 
 
 class Params(NamedTuple):
@@ -28,6 +31,24 @@ class Params(NamedTuple):
 
 class Extras(NamedTuple):
   label: Any  # [B] f32
+
+
+def catch_log(episodes: int = 20) -> Log:
+  """A log with the spaces of Catch, of episodes of noise: 9 steps each, reward 1 at the end."""
+  rng, env = np.random.default_rng(0), envs.make('podrace:catch')
+  n = 10 * episodes
+  end = np.arange(n) % 10 == 9
+  step_type = np.where(end, LAST, MID).astype(np.int8)
+  step_type[::10] = FIRST
+  rows = LogRows(
+    rng.random((n, *env.observation_space.shape), np.float32),
+    rng.integers(0, 3, n).astype(env.action_space.dtype),
+    end.astype(np.float32),
+    (~end).astype(np.float32),
+    step_type,
+    np.arange(0, n, 10, np.int32),
+  )
+  return Log('noise', env.observation_space, env.action_space, rows)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,10 +73,12 @@ class Regression:
   def initial_state(self, env_id: Any) -> Any:
     return ()
 
-  def act(self, params: Params, state: Any, timestep: Any, key: Any) -> Any:
+  def act(
+    self, params: Params, state: Any, timestep: Any, key: Any, replace: Any = lambda action: action
+  ) -> Any:
     values = self.network.step(params.network, (), timestep, per_row=True)[0][..., 0]
     epsilon = jnp.full(values.shape[:1], self.epsilon)
-    action = value_based.epsilon_greedy(values, epsilon, key)
+    action = replace(value_based.epsilon_greedy(values, epsilon, key))
     return ActorOutput(action, Extras(jnp.zeros(values.shape[:1]))), state
 
   def label(self, params: Params, window: Trajectory, key: Any) -> Any:
