@@ -24,7 +24,7 @@ from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
 from podrace.distributed.net.process_metrics import Meter
 from podrace.distributed.replay.replay_messages import MOST_ITEMS
-from podrace.distributed.run_identity import COMMON, Addresses
+from podrace.distributed.run_identity import COMMON, OF_LOG, Addresses
 from podrace.errors import UsageError
 from podrace.hooks import searches
 from podrace.replay.layout import Columns, Layout
@@ -122,7 +122,7 @@ def run(duty: Duty, config: Config, args: Sequence[str], options: Options) -> in
     UsageError: for an impossible config, an agent that the stage is not for, options of `train` in
       `args` on which it does not depend, or if the learner has another run.
   """
-  learner_client.check_options(duty.role, config, args, COMMON)
+  learner_client.check_options(duty.role, config, args, (*COMMON, *OF_LOG))
   duty.check(config.agent)
   give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   resolved = resolve(learner_client.with_fixed(config))
