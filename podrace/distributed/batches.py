@@ -140,19 +140,25 @@ class Labelled:
   def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
     self.table, self.size = table, share(w.buffer.batch_size)
     self._once, self._sharding = Once(self.size), NamedSharding(mesh, P(AXIS))
-    self._online = 0
+    self._online = self._learned = 0  # since they were last read
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
     """Yield batches as `Queued.batches`."""
     for batch in self._once.batches(samples.data):
       self._online += int((~batch[LOGGED]).sum())
+      self._learned += self.size
       version, rows = without_ids(batch)
       yield Draw(version, jax.make_array_from_process_local_data(self._sharding, rows))
 
   def counts(self) -> dict[str, int]:
     """Return counts for the log."""
-    once = self._once
-    return dict(labels_taken=once.taken, labels_repeated=once.repeated, labels_online=self._online)
+    return {'labels_taken': self._once.taken, 'labels_repeated': self._once.repeated}
+
+  def read(self) -> tuple[int, int]:
+    """Return the online labels, and all, of the batches since the last call."""
+    online, learned = self._online, self._learned
+    self._online, self._learned = self._online - online, self._learned - learned
+    return online, learned
 
 
 class Feed:

@@ -32,6 +32,7 @@ from podrace.distributed.run_tables import (
 from podrace.envs.host.base import HostSpec
 from podrace.envs.host.episodes import Totals
 from podrace.hooks import labels_elsewhere
+from podrace.replay.labels import OFFLINE, TABLE, TRAIN
 from podrace.replay.layout import Layout
 from podrace.settings.config import Config
 from podrace.topology import data_size, everyones, from_first
@@ -206,11 +207,16 @@ class DistributedSource:
     """Return the totals of episodes, and the metrics, since the last call."""
     assert self._feed is not None and self._publishing is not None
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    reports = replay_reports(self._client)
+    if self._labelled:
+      of_replay = label_metrics(reports)
+    else:
+      of_replay = replay_metrics(reports, self._source.table.name)
+      of_replay |= {'replay_windows': self._source.table.last_size} if self._windows else {}
     return episodes, {
       **self._publishing.metrics(),
       'learner_resident_mb': resident_mb(),
-      **replay_metrics(replay_reports(self._client), self._source.table.name),
-      **({'replay_windows': self._source.table.last_size} if self._windows else {}),
+      **of_replay,
       **self._counts(),
     }
 
@@ -219,9 +225,12 @@ class DistributedSource:
     assert self._feed is not None
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     counts = self._feed.counts()
-    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *counts.values()])
-    lag_sum, unrolls, *sums = every[:, 1:].sum(0).tolist()
+    online = self._source.read() if isinstance(self._source, Labelled) else (0, 0)
+    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *online, *counts.values()])
+    lag_sum, unrolls, acted, learned, *sums = every[:, 1:].sum(0).tolist()
     metrics: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
+    if learned:
+      metrics['labels_online'] = acted / learned
     if unrolls:
       name = 'labels_age' if self._labelled else 'policy_lag'
       metrics |= {f'{name}_mean': lag_sum / unrolls, f'{name}_max': float(every[:, 0].max())}
@@ -261,14 +270,33 @@ def replay_reports(client: replay.ReplayClient | None) -> Reports:
   return [report for c in connections if (report := c.report) is not None]
 
 
-def replay_metrics(reports: Reports, table: str) -> Measures:
-  """Return metrics of the service's memory and of `table`; none without reports."""
+def replay_metrics(reports: Reports, *tables: str) -> Measures:
+  """Return metrics of the service's memory and of `tables`; none without reports."""
   if not reports:
     return {}
-  tables = [t for report in reports for t in report['tables'] if t['name'] == table]
   names = ('inserts', 'waiting_inserts', 'waiting_samplers')
   return {
     'replay_resident_mb': sum(report['resident_mb'] for report in reports),
     'replay_mb': sum(report['bytes'] for report in reports) / 1e6,
-    **{f'replay_{name}': sum(t[name] for t in tables) for name in names},
+    **{f'replay_{name}': _total(reports, tables, name) for name in names},
   }
+
+
+def label_metrics(reports: Reports) -> Measures:
+  """Return metrics of the service if a stage labels windows; none without reports."""
+  if not reports:
+    return {}
+  sources = TABLE, OFFLINE
+  made, learned, waiting = (_total(reports, (TRAIN,), k) for k in ('inserts', 'samples', 'size'))
+  return {
+    **replay_metrics(reports, *sources),
+    'replay_windows': _total(reports, sources, 'size'),
+    'replay_samples': _total(reports, sources, 'samples'),
+    'labels_waiting': waiting,
+    'labels_per_example': made / max(learned, 1),
+  }
+
+
+def _total(reports: Reports, tables: tuple[str, ...], name: str) -> int:
+  """Return the sum of a number over `tables` of all shards."""
+  return sum(t[name] for report in reports for t in report['tables'] if t['name'] in tables)
