@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import until
-from label_agent import Regression, go_first
+from label_agent import go_first
+from label_run import AGENT, SIZE, Run, check_labels, check_numbers
 from processes import Podrace, as_users_have_it, cache
 from test_apex import Places, places
 
@@ -33,66 +34,11 @@ from podrace.replay.layout import Layout
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
 
-SIZE = 16  # of a batch
-CONFIG = Config(
-  Regression(noise=0.0), env='podrace:catch', architecture='sebulba', num_envs=8, unroll_length=4,
-  lag='async', replay='service', devices=1, actor_threads=1,
-)  # fmt: skip
-
 
 @pytest.fixture(autouse=True)
 def goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
   """This process does not give way, which would be for good."""
   monkeypatch.setattr(stage, 'give_way', lambda: None)
-
-
-class Run:
-  """A run with a learner's publisher and a replay service in this process."""
-
-  def __init__(self, folder: Path) -> None:
-    self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
-    self.resolved = resolve(CONFIG)
-    self.agent = self.resolved.agent
-    example = example_trajectory(self.agent, self.resolved.env, 8, 4)
-    self.layout = Layout(self.resolved.replay.windows, example)
-    self.publisher = parameters.Publisher(self.addresses.parameters, environments=8)
-    self.ended: list[BaseException] = []
-    self.threads: list[threading.Thread] = []
-
-  def params(self, version: int) -> Any:
-    return self.agent.init(jax.random.key(version)).params
-
-  def publish(self, version: int, *more: Any) -> None:
-    told = json.dumps({**run_identity.record(CONFIG), run_identity.RUN: 'one-1'}).encode()
-    record = run_identity.RECORD, np.frombuffer(told, np.uint8)
-    self.publisher.publish(version, [*to_leaves(self.params(version)), record, *more])
-
-  def start(self, process: Any) -> None:
-    """Runs a process in a thread."""
-
-    def work() -> None:
-      try:
-        process.run()
-      except BaseException as e:
-        self.ended.append(e)
-
-    self.threads.append(threading.Thread(target=work, daemon=True))
-    self.threads[-1].start()
-
-  def act(self) -> None:
-    self.start(acting_process.Acting(self.resolved, acting_process.Options(self.addresses)))
-
-  def label(self) -> None:
-    self.start(stage.Stage(label.DUTY, self.resolved, stage.Options(self.addresses)))
-
-  def train_table(self, client: Any) -> Any:
-    return train_table(client, self.layout, self.resolved.env.action_space, 'one-1')
-
-  def end(self, version: int, count: int) -> None:
-    self.publish(version, (run_identity.FINISHED, np.ones(1, np.uint8)))
-    for thread in self.threads:
-      thread.join(120)
-    assert [type(e) for e in self.ended] == [errors.RunFinished] * count, self.ended
 
 
 def test_the_learner_gets_each_label_once(
@@ -123,25 +69,15 @@ def test_the_learner_gets_each_label_once(
     until(lambda: run.publisher.clients('label')[0].get('labels_per_s', 0) > 0)
     assert 'searches_per_s' not in run.publisher.clients('label')[0]
     run.end(10, 2)
-  numbers = np.concatenate([x.data['number'] for x in samples])
-  np.testing.assert_array_equal(numbers, np.arange(len(numbers)))
-  assert len({int(x) for sample in samples for x in sample.data['source']}) == 1
-  assert {3, 9} == {int(x) for sample in samples for x in sample.data['version']}
-  refresh = jax.jit(run.agent.label)
-  for sample in (samples[0], samples[-1]):
-    data = dict(sample.data)
-    version = int(data['version'][0])
-    assert (data['version'] == version).all() and not data['logged'].any()
-    window = run.layout.trajectory({k: jnp.asarray(x) for k, x in data.items()})
-    expected = refresh(run.params(version), window, jax.random.key(0))
-    np.testing.assert_allclose(data['extras/label'][:, 0], expected, atol=1e-5)
-    assert np.ptp(expected) > 0.01
+  labels = [x.data for x in samples]
+  assert list(check_numbers(labels).values()) == [SIZE * len(samples)]
+  assert {3, 9} == {int(x) for data in labels for x in data['version']}
+  for data in (labels[0], labels[-1]):
+    check_labels(run, data)
   assert any('labelled' in r.getMessage() and 'labels/s' in r.getMessage() for r in caplog.records)
 
 
 # --- processes --------------------------------------------------------------------------------------
-
-AGENT = ['catch', '--agent', 'label_agent:Regression', '--num-envs', '8', '--unroll-length', '4']
 
 
 def start(places: Places, command: str, *args: str) -> Podrace:
