@@ -46,11 +46,15 @@ class Run:
     example = example_trajectory(self.agent, self.resolved.env, 8, 4)
     self.layout = Layout(self.resolved.replay.windows, example)
     self.publisher = parameters.Publisher(self.addresses.parameters, environments=8)
+    self.expected: Any = jax.jit(self.agent.label)
+    self._params: dict[int, Any] = {}
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 
   def params(self, version: int) -> Any:
-    return self.agent.init(jax.random.key(version)).params
+    if version not in self._params:
+      self._params[version] = self.agent.init(jax.random.key(version)).params
+    return self._params[version]
 
   def publish(self, version: int, *more: Any) -> None:
     told = json.dumps({**run_identity.record(CONFIG), run_identity.RUN: 'one-1'}).encode()
@@ -100,6 +104,6 @@ def check_labels(run: Run, data: dict[str, np.ndarray]) -> None:
   version = int(data['version'][0])
   assert (data['version'] == version).all() and not data['logged'].any()
   window = run.layout.trajectory({k: jnp.asarray(x) for k, x in data.items()})
-  expected = jax.jit(run.agent.label)(run.params(version), window, jax.random.key(0))
+  expected = run.expected(run.params(version), window, jax.random.key(0))
   np.testing.assert_allclose(data['extras/label'][:, 0], expected, atol=1e-5)
   assert np.ptp(expected) > 0.01
