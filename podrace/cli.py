@@ -28,6 +28,7 @@ podrace: reinforcement learning at scale in JAX
   podrace discover [PRESET] ...       train a rule by which agents learn
   podrace sweep [PRESET] --vary ...   train with many settings and show the best
   podrace eval DIR [--episodes N]     evaluate the newest checkpoint of a run
+  podrace record RUN --to DIR ...     record episodes as a data set, for train --log
   podrace watch RUN                   write videos of its policy
   podrace export RUN DIR              write its policy, for use without training code
   podrace runs [DIR]                  list runs with their progress, return and state
@@ -65,7 +66,7 @@ COMMANDS = _commands()
 FOREIGN = {  # a command, with other names for it
   'train': 'run learn fit',
   'eval': 'test evaluate rollout',
-  'watch': 'enjoy play render record video',
+  'watch': 'enjoy play render video',
   'sweep': 'tune optimize hpo search',
   'runs': 'ls status ps',
   'follow': 'tail log logs',

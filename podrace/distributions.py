@@ -20,6 +20,7 @@ REBOUND = (
   ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
 )
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
+NEAR_BOUND = 1 - 1e-6  # tanh of the largest raw sample that stands for an action
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
@@ -59,6 +60,10 @@ class Distribution(Protocol):
 
   def to_action(self, x: Array) -> Array:
     """Return the actions of raw samples."""
+    ...
+
+  def from_action(self, action: Array) -> Array:
+    """Return raw samples of actions, so that `to_action` returns the actions."""
     ...
 
 
@@ -102,6 +107,10 @@ class Categorical:
     """Return the actions of raw samples."""
     return x
 
+  def from_action(self, action: Array) -> Array:
+    """Return the raw samples of actions."""
+    return action
+
 
 @dataclasses.dataclass(frozen=True)
 class MultiCategorical:
@@ -141,6 +150,10 @@ class MultiCategorical:
   def to_action(self, x: Array) -> Array:
     """Return the actions of raw samples."""
     return x
+
+  def from_action(self, action: Array) -> Array:
+    """Return the raw samples of actions."""
+    return action
 
 
 def _normal_log_prob(mean: Array, log_std: Array, x: Array) -> Array:
@@ -217,6 +230,15 @@ class Normal:
     action = jnp.clip(x, low, high)
     return action.reshape((*x.shape[:-1], *self.shape))
 
+  def from_action(self, action: Array) -> Array:
+    """Return the raw samples [..., n] of actions [..., *shape]."""
+    x = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
+    if any(self.centre):
+      x = x - jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
+    if any(s != 1 for s in self.scale):
+      x = x / jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
+    return x
+
   @property
   def bounded(self) -> tuple[int, ...]:
     """The numbers of an action that have a choice between two bounds."""
@@ -273,6 +295,10 @@ class TanhNormal(Normal):
   def to_action(self, x: Array) -> Array:
     """Return the actions of raw samples."""
     return self.from_unit(jnp.tanh(x))
+
+  def from_action(self, action: Array) -> Array:
+    """Return the raw samples of actions, of a finite size also at the bounds."""
+    return jnp.arctanh(self.to_unit(action).clip(-NEAR_BOUND, NEAR_BOUND))
 
   def from_unit(self, x: Array) -> Array:
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""

@@ -16,6 +16,7 @@ from gymnasium import spaces
 import podrace
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.bc import BC
 from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
@@ -175,6 +176,10 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
     )
     for head in ('sigmoid', 'value')
   ],
+  'bc': [
+    (dict(), dict(network=(ActorCritic, dict()), buffer=(Buffer, {}))),
+    (dict(), dict(network=(ActorCritic, dict(squash=True, shared=False)), buffer=(Buffer, {}))),
+  ],
   'muzero': [
     (
       dict(simulations=2, unroll=1, n_step=1, reanalyse=0.5, consistency=1.0),
@@ -246,18 +251,23 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
   ],
 }
 REPLAY_CLASSES = {
-  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'muzero': MuZero, 'muesli': Muesli,
+  'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
 BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
+LOGGED = {'online_share_end', 'online_share_steps'}  # with a log: tests/replay/test_logged.py
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
-  'dqn': {},
-  'r2d2': {'network': {'num_atoms', 'v_min', 'v_max'}},  # one value, and no distribution
-  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
-  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING},
-  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING},
-  'muzero': {},
+  'dqn': {'buffer': LOGGED},
+  'r2d2': {
+    'network': {'num_atoms', 'v_min', 'v_max'},
+    'buffer': LOGGED,
+  },  # one value, and no distribution
+  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
+  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
+  'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'muzero': {'buffer': LOGGED},
+  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},
@@ -274,7 +284,7 @@ def test_every_field_is_read_with_replay(name: str) -> None:
   cls = REPLAY_CLASSES[name]
   of_agent: set[str] = set()
   of_parts: dict[str, set[str]] = {}
-  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'qtopt') else DISCRETE
+  action_space = CONTINUOUS if name in ('sac', 'd4pg', 'qtopt', 'bc') else DISCRETE
   for settings, parts in WITH_REPLAY[name]:
     envs = {'total_envs': B} if name in ('dqn', 'r2d2') else {}
     for greedy in (False, True):

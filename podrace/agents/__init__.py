@@ -17,9 +17,10 @@ AGENTS = {  # name on the command line -> module, class
   'disco': ('podrace.agents.disco', 'Disco'),
   'lpg': ('podrace.agents.lpg', 'LPG'),
   'intrinsic': ('podrace.agents.intrinsic', 'Intrinsic'),
+  'bc': ('podrace.agents.bc', 'BC'),
 }
 
-FROM_LOGS = ('dqn', 'r2d2', 'sac', 'd4pg')  # agents that learn from recorded actions
+FROM_LOGS = ('bc', 'dqn', 'r2d2', 'sac', 'd4pg', 'qtopt')  # agents that learn from recorded actions
 
 RELATED = {  # other names of algorithms -> the nearest of ours
   **dict.fromkeys(('a2c', 'a3c', 'reinforce', 'vpg', 'v-trace', 'vtrace'), ('impala', 'ppo')),
@@ -32,6 +33,7 @@ RELATED = {  # other names of algorithms -> the nearest of ours
   **dict.fromkeys(('drqn', 'ngu', 'agent57'), ('r2d2',)),
   **dict.fromkeys(('alphazero', 'efficientzero', 'gumbel-muzero', 'sampled-muzero'), ('muzero',)),
   **dict.fromkeys(('discorl', 'disco-rl', 'disco103', 'disco-103'), ('disco',)),
+  **dict.fromkeys(('behavior-cloning', 'behaviour-cloning', 'imitation'), ('bc',)),
   **dict.fromkeys(('learned-policy-gradient', 'groove'), ('lpg',)),
   **dict.fromkeys(('learned-rewards', 'intrinsic-rewards', 'lirpg'), ('intrinsic',)),
 }
@@ -42,8 +44,8 @@ def agents_for(space: Any) -> list[str]:
   from gymnasium import spaces
 
   if isinstance(space, spaces.Discrete):
-    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic']
+    return ['impala', 'ppo', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic', 'bc']
   if not isinstance(space, spaces.Box):
-    return ['impala', 'ppo', 'muzero']
+    return ['impala', 'ppo', 'muzero', 'bc']
   bounded = ['sac', 'd4pg', 'qtopt', 'muzero'] if space.is_bounded() else []
-  return ['impala', 'ppo', *bounded]
+  return ['impala', 'ppo', *bounded, 'bc']

@@ -83,30 +83,18 @@ def fit(actions: Array, scores: Array, settings: CEM, layout: ActionLayout) -> S
 
   The standard deviation has Bessel's correction.
   """
-  elites = settings.elites
-  share = _is_elite(scores, elites) / elites
-  mean = jnp.einsum('bs,bsn->bn', share, actions)
-  x, middle = actions[..., : layout.continuous], mean[:, : layout.continuous]
-  squares = jnp.einsum('bs,bsn->bn', share, jnp.square(x - middle[:, None]))
-  std = jnp.sqrt(squares * (elites / (elites - 1)))
-  shares, start = [], layout.continuous
-  for k in layout.one_hot:
-    chosen = 0.5 * mean[:, start : start + k] + 0.5
-    shares.append((1 - MIXED) * chosen + MIXED / k)
-    start += k
-  return Sampler(middle, jnp.maximum(std, settings.min_std), tuple(shares))
+  _, best = jax.lax.top_k(scores, settings.elites)  # of equal scores the first ones
+  elites = jnp.take_along_axis(actions, best[..., None], axis=1)
+  x, *groups = jnp.split(elites, _starts(layout), axis=-1)
+  std = jnp.maximum(jnp.std(x, axis=1, ddof=1), settings.min_std)
+  chosen = [0.5 * jnp.mean(group, axis=1) + 0.5 for group in groups]
+  shares = tuple((1 - MIXED) * p + MIXED / p.shape[-1] for p in chosen)
+  return Sampler(jnp.mean(x, axis=1), std, shares)
 
 
-def _is_elite(scores: Array, elites: int) -> Array:
-  """Return 1 for exactly `elites` best scores of each row [B, N], else 0; f32.
-
-  Each score is compared with each. On CPU that is faster than to sort them.
-  """
-  index = jnp.arange(scores.shape[1])
-  before = index[None, None] < index[None, :, None]  # of equal scores the first is better
-  mine, other = scores[:, :, None], scores[:, None, :]
-  better = (other > mine) | ((other == mine) & before)
-  return (jnp.sum(better, axis=-1) < elites).astype(jnp.float32)
+def _starts(layout: ActionLayout) -> list[int]:
+  """Return where the groups begin."""
+  return [layout.continuous + sum(layout.one_hot[:i]) for i in range(len(layout.one_hot))]
 
 
 def maximize(

@@ -34,7 +34,7 @@ METRICS = (
     'entropy',
     'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
     'as the policy decides.',
-    ('impala', 'ppo', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic'),
+    ('impala', 'ppo', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic', 'bc'),
   ),
   MetricRow('entropy', 'Estimated entropy of the policy, from one action per state.', ('sac',)),
   MetricRow(
@@ -155,6 +155,12 @@ METRICS = (
   MetricRow('z_target_square', "Square of the mean of the rule's logits of z.", ('disco',)),
   MetricRow('intrinsic_reward', 'Mean learned reward. Near -1 or 1: it is stuck.', ('intrinsic',)),
   MetricRow('intrinsic_square', 'Mean square of the learned reward.', ('intrinsic',)),
+  MetricRow(
+    'action_error',
+    'Share of the recorded actions that the policy would not have taken. With actions of numbers: '
+    "mean distance of the policy's action from the recorded one.",
+    ('bc',),
+  ),
   # self-tuning
   MetricRow('outer_loss', 'With `--agent.self-tuning`: the outer loss.', POLICY_GRADIENT),
   MetricRow(
@@ -168,6 +174,7 @@ MOST_TELLING = {  # agent -> its metric that the report shows first
   **dict.fromkeys((*POLICY_GRADIENT, 'muesli', *RULES), 'entropy'),
   **dict.fromkeys((*VALUE_BASED, *ACTOR_CRITIC, 'qtopt', 'muzero'), 'value'),
   'intrinsic': 'intrinsic_reward',
+  'bc': 'action_error',
 }
 
 

@@ -104,9 +104,9 @@ class QTOpt:
     state: Any,
     timestep: TimeStep,
     key: Array,
-    replace: Callable[[Any], Any] = lambda action: action,
+    replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
-    """Choose the actions of timesteps [B]. `replace` makes the actions that are taken of them."""
+    """Choose the actions of timesteps [B]."""
     batch = timestep.reward.shape[0]
     best_key, random_key, explore_key = jax.random.split(key, 3)
     action, _ = self.best(params.theta1, timestep.observation, best_key)

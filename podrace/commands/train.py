@@ -272,6 +272,7 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
       file=out,
     )
   allow = user_code.options(user_code.named_modules(to_json(config)))
+  env = '' if config.env else '--env LIB:NAME '
   print_text(
-    f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {allow}'.rstrip(), file=out
+    f'next: podrace eval {shlex.quote(str(run_dir))} --episodes 100 {env}{allow}'.rstrip(), file=out
   )

@@ -61,12 +61,13 @@ def make_host_evaluator(
     seeds = np.random.SeedSequence([seed, start]).generate_state(n, np.uint32)
     round_key = jax.random.fold_in(jax.random.key(seed), start)
     pool = spec.make(PoolArgs(n, n, seeds, min(n, cores()), deadline))
-    watched = _WatchedPool(spec.name, pool, deadline)
+    watched = WatchedPool(spec.name, pool, deadline)
     play = functools.partial(
       _play_round, act, agent, spec, params, watched, ids, round_key, max_steps
     )
     try:
-      return watched.run(play)
+      returns: np.ndarray = watched.run(play)
+      return returns
     except HostError as e:
       raise RunError(f'{spec.name} failed: {e}') from e
 
@@ -78,7 +79,7 @@ def make_host_evaluator(
   return evaluate
 
 
-class _WatchedPool:
+class WatchedPool:
   """Pool used in a thread of its own, which is abandoned if the pool does not answer."""
 
   def __init__(self, name: str, pool: HostEnvironment, deadline: float) -> None:
@@ -107,7 +108,7 @@ class _WatchedPool:
     self._timer.answered(arrival.env_id)
     return arrival
 
-  def run(self, work: Callable[[], np.ndarray]) -> np.ndarray:
+  def run(self, work: Callable[[], Any]) -> Any:
     """Run `work`, the only user of the pool, in a thread and return its result.
 
     Raises:
@@ -124,8 +125,7 @@ class _WatchedPool:
       self._over.set()
       if not worker.wait(CLOSE_SECONDS):
         self._pool.kill()
-    returns: np.ndarray = worker.result()
-    return returns
+    return worker.result()
 
 
 def _play_round(
@@ -133,7 +133,7 @@ def _play_round(
   agent: Agent,
   spec: HostSpec,
   params: Any,
-  pool: _WatchedPool,
+  pool: WatchedPool,
   env_id: np.ndarray,
   key: Array,
   max_steps: int,

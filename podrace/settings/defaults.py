@@ -130,6 +130,10 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     _buffer(batch_size=256, min_size=1_000, samples_per_insert=64.0)
     | {'network.head_hidden': (128, 128), 'network.head': 'value', 'discount': 0.99},
   ),
+  ('bc', 'vector'): Defaults(16, 16, {'network.hidden': (128, 128)}),
+  ('bc', 'grid'): Defaults(16, 16, {'network.hidden': (128,)}),
+  ('bc', 'pixels'): Defaults(16, 16, CONVOLUTIONS),
+  ('bc', 'continuous'): Defaults(16, 16, {'network.hidden': (128, 128)}),
   ('muzero', 'vector'): Defaults(
     16, 4, PLANNING | _buffer(samples_per_insert=16.0) | {'n_step': 20, 'discount': 0.99}
   ),

@@ -51,6 +51,10 @@ def check(config: Config) -> None:
       f'--agent.buffer.online-share is for --replay device and for --agent.labels stage, not for '
       f'--replay {config.replay}'
     )
+  if config.envs == 'remote':
+    raise UsageError(
+      '--envs remote: environments that replay a log are local; leave out one of them'
+    )
   name = agent_name(hooks.innermost(config.agent))
   if not hooks.learns_from_replay(config.agent) or (':' not in name and name not in FROM_LOGS):
     raise UsageError(

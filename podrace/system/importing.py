@@ -73,6 +73,7 @@ LIBRARIES = {  # extra -> the modules that it installs, if their names differ fr
   'remote': ('cryptography', 'msgpack'),
   'plot': ('matplotlib',),
   'sweep': ('optuna',),
+  'logs': ('h5py', 'minari', 'PIL'),
   'video': ('av', 'PIL'),
   'tensorboard': ('tensorboardX',),
 }

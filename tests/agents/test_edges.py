@@ -20,6 +20,7 @@ from test_runs import called
 
 from podrace import topology
 from podrace.agents import AGENTS
+from podrace.agents.bc import BC
 from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
@@ -150,6 +151,7 @@ BASES: dict[str, Any] = {
     actor=Actor(hidden=(4,), deterministic=True), critic=Critic(hidden=(4,), atoms=11), v_min=-3, v_max=3
   ),
   'qtopt': QTOpt(network=ActionValue(head_hidden=(4,), head='value'), cem=CEM(samples=4, elites=2)),
+  'bc': BC(network=ActorCritic(hidden=(4,))),
   'muzero': MuZero(network=MODEL, simulations=2, unroll=1, n_step=2, learning_rate=1e-2),
   'muzero, puct': MuZero(network=MODEL, simulations=2, unroll=1, n_step=6, search='puct', reanalyse=0.5),
   'muesli': Muesli(network=MODEL, unroll=1),

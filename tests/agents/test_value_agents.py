@@ -27,6 +27,7 @@ from test_sebulba import (
 
 from podrace import topology
 from podrace.agents import AGENTS as NAMES
+from podrace.agents.bc import BC
 from podrace.agents.cem import CEM
 from podrace.agents.d4pg import D4PG
 from podrace.agents.disco import Disco
@@ -40,7 +41,15 @@ from podrace.architectures.anakin import Anakin
 from podrace.envs import make
 from podrace.envs.host import base as host
 from podrace.experiments.bench import count_bytes, measure_combined, measure_learner
-from podrace.networks import ActionValue, Actor, Critic, LearnedModel, Predictor, QNetwork
+from podrace.networks import (
+  ActionValue,
+  Actor,
+  ActorCritic,
+  Critic,
+  LearnedModel,
+  Predictor,
+  QNetwork,
+)
 from podrace.replay import Buffer
 from podrace.settings.agents import bind
 from podrace.topology import split_devices
@@ -63,6 +72,7 @@ AGENTS: dict[str, Any] = {
     n_step=2,
     target_period=3,
   ),
+  'bc': BC(ActorCritic(hidden=(16,)), SMALL),
   'muzero': MuZero(
     LearnedModel(**TINY_MODEL), RANKED, simulations=3, unroll=2, n_step=2, target_period=3
   ),
@@ -83,7 +93,7 @@ AGENTS: dict[str, Any] = {
     ),
   ),
 }
-ENVS = dict.fromkeys(('dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
+ENVS = dict.fromkeys(('bc', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
 
 
 def env_of(name: str) -> str:
@@ -125,7 +135,7 @@ def test_every_agent_is_here_or_there() -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(1,
-    'dqn', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'qtopt',
+    'dqn', 'bc', 'muzero', 'sac', 'disco', 'muesli', 'r2d2', 'd4pg', 'qtopt',
   ),
 )  # fmt: skip
 def test_the_same_under_both_architectures(name: str) -> None:

@@ -35,8 +35,8 @@ def test_a_move_is_in_pixels_and_degrees() -> None:
   state, timestep = stepped(state_at([8, 8, 0], [12, 12, 0.1]), [1, -0.5, 0.5, -1])
   np.testing.assert_allclose(state.gripper, [14, 11, 0.1 + math.radians(15)], rtol=1e-6)
   assert (timestep.reward, timestep.discount, timestep.last) == (np.float32(-0.02), 1, False)
-  state, _ = stepped(state_at([8, 8, 0], [23, 0, 0]), [5, -5, 0, -1])  # the border, and clipped
-  np.testing.assert_allclose(state.gripper[:2], [23, 0])
+  state, _ = stepped(state_at([8, 8, 0], [17, 6, 0]), [5, -5, 0, -1])  # the border, and clipped
+  np.testing.assert_allclose(state.gripper[:2], [18, 5])
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,12 @@ def test_the_image_shows_place_and_angle() -> None:
   """The object's pixels have their centre and their principal axis where the state has them."""
   for i in range(20):
     state, timestep = Grasp(objects='unseen').reset(key(i))
-    for plane, (x, y, angle) in ((0, state.place.tolist()), (1, state.gripper.tolist())):
+    for plane, (x, y, angle) in ((0, state.place), (1, state.gripper)):
       weight = np.asarray(timestep.observation)[..., plane].astype(float)
       rows, columns = np.indices(weight.shape)
       mean = np.array([np.average(columns, weights=weight), np.average(rows, weights=weight)])
-      np.testing.assert_allclose(mean, [x, y], atol=0.4)
+      where = np.array([x, y]) - state.gripper[:2] + 11.5  # the camera is over the gripper
+      np.testing.assert_allclose(mean, where, atol=0.4)
       spread = np.cov(np.stack([columns.ravel(), rows.ravel()]), aweights=weight.ravel())
       axis = np.linalg.eigh(spread)[1][:, 1]
       seen = math.atan2(axis[1], axis[0]) + plane * math.pi / 2  # the fingers lie across

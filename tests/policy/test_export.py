@@ -21,6 +21,7 @@ from shorthand import Patch
 from test_runs import called
 
 import podrace
+from podrace.agents.bc import BC
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'r2d2': (R2D2(network=QNetwork(core='lstm', core_size=8, dueling=True)), VECTOR, THREE),
   'sac': (SAC(), VECTOR, BOX),
   'd4pg': (D4PG(), VECTOR, BOX),
+  'bc': (BC(), VECTOR, BOX),
 }  # fmt: skip
 # A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {

@@ -66,6 +66,12 @@ class ActingProgram:
         f'--num-envs {self.num_envs} must be a multiple of {parts}, as {near} is: each of '
         f'{senders} sends equal parts to each of {len(self.destinations)} learner devices'
       )
+    if self.envs_per_group % self.spec.multiple:
+      raise ValueError(
+        f'each of {self.total_groups} groups of an actor thread has {self.envs_per_group} '
+        f'environments, which must be a multiple of {self.spec.multiple} for --log-share: give '
+        f'--num-envs a multiple of {self.total_groups * self.spec.multiple}'
+      )
     if not 0 <= self.batch_size <= self.envs_per_group or (
       self.batch_size and self.envs_per_group % self.batch_size
     ):

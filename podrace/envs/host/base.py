@@ -78,6 +78,7 @@ class HostSpec:
   ordered_only: bool = False  # the pool can't return less than all
   frame_stack: int = 0  # number of frames along the first axis of observations; 0: no stack
   jax: Any = None  # the Environment, if it is written in JAX; it runs on the host CPU
+  multiple: int = 1  # number of environments that each pool has a multiple of
   comes_and_goes: bool = False  # environments may connect and disconnect at any time
   metrics: Callable[[], dict[str, float]] | None = None  # of its own, for the log
   finished: Callable[[], None] | None = None  # tells remote environments that the run is complete

@@ -26,7 +26,7 @@ class LogStreams(NamedTuple):
   row: Array  # [n] i32 of the timestep that each stream has reached
   order: Array  # [E] i32 a permutation of the episodes
   next: Array  # [1] i32 the place in `order` of the episode that the next stream begins
-  key: Array  # [1] PRNG key of the next permutation
+  key: Array  # [1, ...] u32 PRNG key of the next permutation, as numbers
 
 
 class LogState(NamedTuple):
@@ -71,7 +71,7 @@ class LogEnvironment:
       UsageError: if they are no multiple of q.
     """
     logged, acting = split_block(num_envs, self.share)
-    streams, rows = _Streams(len(logged)), self.log.rows
+    streams, rows = Streams(len(logged)), self.log.rows
     inner = batch(self.env, len(acting)) if self.env is not None and len(acting) else None
     merge = functools.partial(_merge, order=np.argsort(np.concatenate([logged, acting])))
 
@@ -131,19 +131,21 @@ def split_block(num_envs: int, share: Share) -> tuple[np.ndarray, np.ndarray]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Streams:
+class Streams:
   """`n` streams of a log, as pure functions of its rows."""
 
   n: int
 
   def reset(self, rows: LogRows, key: Array) -> tuple[LogStreams, TimeStep]:
+    """Begin an episode in each stream."""
     order_key, next_key = jax.random.split(key)
     order = jax.random.permutation(order_key, jnp.arange(len(rows.starts), dtype=jnp.int32))
     none = jnp.zeros(self.n, jnp.int32)
-    streams = LogStreams(none, order, jnp.zeros(1, jnp.int32), next_key[None])
+    streams = LogStreams(none, order, jnp.zeros(1, jnp.int32), jax.random.key_data(next_key)[None])
     return self._walk(rows, streams, jnp.ones(self.n, bool))
 
   def step(self, rows: LogRows, streams: LogStreams) -> tuple[LogStreams, TimeStep]:
+    """Move each stream on by one timestep."""
     return self._walk(rows, streams, jnp.asarray(rows.step_type)[streams.row] == LAST)
 
   def _walk(self, rows: LogRows, streams: LogStreams, over: Array) -> tuple[LogStreams, TimeStep]:
@@ -154,12 +156,10 @@ class _Streams:
     through = anywhere(following[0] >= episodes)
 
     def shuffled(key: Array) -> tuple[Array, Array]:
-      order_key, next_key = jax.random.split(key[0])
-      return jax.random.permutation(order_key, streams.order), next_key[None]
+      order_key, next_key = jax.random.split(jax.random.wrap_key_data(key[0]))
+      return jax.random.permutation(order_key, streams.order), jax.random.key_data(next_key)[None]
 
-    again, key = jax.lax.cond(
-      through, shuffled, lambda key: (streams.order, key), jax.random.clone(streams.key)
-    )
+    again, key = jax.lax.cond(through, shuffled, lambda key: (streams.order, key), streams.key)
     ended = following[0] >= episodes  # of this member of a batch, which `through` is not
     again, key = (jnp.where(ended, x, y) for x, y in ((again, streams.order), (key, streams.key)))
     episode = jnp.where(place < episodes, streams.order[place % episodes], again[place % episodes])

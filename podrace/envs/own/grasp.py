@@ -25,7 +25,7 @@ from podrace.types import Array, TimeStep
 SIDE, MIDDLE = 24, 11.5  # pixels of the image, and its centre
 # Bytes up to 255 in a small image would be categories of a grid, see `envs.spaces`.
 BRIGHT = 200
-MARGIN, START = 5.0, 3.0  # from the border to an object; from the centre to the gripper at first
+MARGIN, START = 5.0, 3.0  # from the border to all places; from the centre to the gripper at first
 REACH, TURN = 2.0, math.radians(30)  # of one step: pixels of each axis, radians
 NEAR, ALIGNED = 1.5, math.radians(20)  # distance in pixels and angle at which a grasp succeeds
 PENALTY = 0.02  # of each step that does not close
@@ -62,7 +62,8 @@ class GraspState(NamedTuple):
 class Grasp:
   """Move and turn a gripper over an object, and close it.
 
-  The image has a plane of the object and the distractors, and a plane of the gripper's two fingers.
+  The camera moves with the gripper and does not turn. The image has a plane of the object and the
+  distractors, and a plane of the gripper's two fingers, which are in the middle.
   An action is (dx, dy, dtheta, close) within [-1, 1]: up to 2 pixels for each axis and 30 degrees.
   It moves first. If `close` is above 0, the episode terminates, with reward 1 if the gripper is
   within 1.5 pixels of the object and 20 degrees of its axis, modulo 180 degrees, and else 0. All
@@ -125,7 +126,7 @@ class Grasp:
     """Take one action."""
     move = jnp.clip(action, -1.0, 1.0)
     gripper = state.gripper + move[:3] * jnp.array([REACH, REACH, TURN])
-    place = jnp.clip(gripper[:2], 0.0, SIDE - 1.0)
+    place = jnp.clip(gripper[:2], MARGIN, SIDE - 1 - MARGIN)
     gripper = jnp.append(place, gripper[2] % math.pi)
     closes = move[3] > 0
     near = jnp.sum(jnp.square(gripper[:2] - state.place[:2])) <= NEAR**2
@@ -140,14 +141,18 @@ class Grasp:
     """Return whether the episode that ends in `state` had success."""
     return {'success': state.success.astype(jnp.float32)}
 
+  def scripted(self, state: GraspState, key: Array) -> Array:
+    """Return an action of the script for `podrace record --scripted`."""
+    return scripted(state, key)
+
   def draw(self, state: GraspState) -> Array:
     """Return a picture [240, 240, 3] f32: the object and distractors red, the fingers blue."""
-    planes = _planes(state, 10 * SIDE)
+    planes = _planes(state, jnp.full(2, MIDDLE), 10 * SIDE)
     colours = jnp.array([[0.84, 0.37, 0.0], [0.34, 0.71, 0.91]])
     return 0.07 + 0.93 * jnp.clip(planes @ colours, 0.0, 1.0)
 
   def _image(self, state: GraspState) -> Array:
-    return jnp.round(BRIGHT * _planes(state, SIDE)).astype(jnp.uint8)
+    return jnp.round(BRIGHT * _planes(state, state.gripper[:2], SIDE)).astype(jnp.uint8)
 
 
 def scripted(state: GraspState, key: Array, noise: float = 1.0) -> Array:
@@ -172,10 +177,13 @@ def _between(a: Array, b: Array) -> Array:
   return (a - b + math.pi / 2) % math.pi - math.pi / 2
 
 
-def _planes(state: GraspState, side: int) -> Array:
-  """Return the planes [side, side, 2] of a state, within [0, 1]; `side` pixels show the scene."""
+def _planes(state: GraspState, centre: Array, side: int) -> Array:
+  """Return the planes [side, side, 2] of a state, within [0, 1], around a place [2].
+
+  `side` is the number of pixels that show SIDE pixels of the scene.
+  """
   axis = (jnp.arange(side) + 0.5) * SIDE / side - 0.5
-  y, x = jnp.meshgrid(axis, axis, indexing='ij')
+  y, x = jnp.meshgrid(axis - MIDDLE + centre[1], axis - MIDDLE + centre[0], indexing='ij')
   sharp = side / SIDE
 
   def blob(place: Array, shape: Any) -> Array:

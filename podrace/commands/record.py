@@ -1,0 +1,102 @@
+"""podrace record: record episodes as a Minari data set."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from podrace.commands.shared_options import (
+  ALLOW_CODE,
+  CHECKPOINT,
+  NO_COMPILE_CACHE,
+  allowed_modules,
+  enable_compile_cache,
+)
+from podrace.errors import UsageError
+from podrace.settings.presets import PRESETS
+from podrace.settings.validation import needs_sebulba
+from podrace.system.options import Command, Option, Options
+from podrace.system.output import print_json, results_alone, tell
+
+COMMAND = Command(
+  'record',
+  'RUN|PRESET --episodes N --to DIRECTORY [OPTIONS]',
+  'record episodes as a Minari data set, for --log of podrace train',
+  (
+    Option('--episodes', 'N', 'number of episodes', 100),
+    Option('--to', 'DIRECTORY', 'the new directory of the data set, such as cartpole-medium-v0'),
+    Option('--env', 'LIB:NAME', "another environment than the run's, with the same spaces"),
+    Option('--scripted', '', 'act by the scripted policy of the environment'),
+    Option('--random', '', 'act at random'),
+    Option('--greedy', '', 'take the best action (default: sampled, as in training)'),
+    Option('--noise', 'P', 'share of actions that are drawn at random instead', 0),
+    Option('--seed', 'S', 'seed of the first episode; the next have the next numbers', 0),
+    Option('--max-steps', 'N', 'truncate longer episodes', 1_000_000),
+    CHECKPOINT,
+    NO_COMPILE_CACHE,
+    ALLOW_CODE,
+  ),
+  """
+A preset, or --env alone, names the environment for --scripted or --random. The last line printed is
+JSON: episodes, steps, episode_return_mean, episode_return_std, bytes, dataset.
+""",
+  jax=True,
+  foreign={
+    '--to DIRECTORY': 'output out output-dir dataset-id dataset',
+    '--episodes': 'n-episodes num-episodes',
+    '--noise': 'epsilon eps',
+  },
+)  # fmt: skip
+
+
+@results_alone()
+def run(args: list[str]) -> int:
+  """Record."""
+  options = Options(args, COMMAND)
+  folder = options.path('--to')
+  if folder is None:
+    raise UsageError('record needs --to DIRECTORY, a new directory for the data set')
+  ways = [name for name in ('--scripted', '--random') if name in options]
+  if len(ways) > 1 or (ways and '--greedy' in options):
+    raise UsageError('--scripted, --random and --greedy: give one of them')
+  env, allowed = options.text('--env'), allowed_modules(options)
+  name = _name(options, bool(ways and env))
+  from podrace.run import record
+  from podrace.run.directory import load_config
+  from podrace.settings.config import Config
+
+  enable_compile_cache(options)
+  run_dir = None if ways else Path(name)
+  if not ways and name in PRESETS and not Path(name).is_dir():
+    raise UsageError(f'the preset {name} has no policy: give --scripted or --random, or a run')
+  if name in PRESETS:
+    config = PRESETS[name]()
+  elif name:
+    config = load_config(Path(name), allowed)
+  else:
+    architecture: Any = 'sebulba' if needs_sebulba(env) else 'anakin'
+    config = Config(agent=None, env=env, architecture=architecture)
+  recording = record.Recording(
+    options.whole('--episodes'),
+    options.whole('--seed'),
+    ways[0][2:] if ways else record.POLICY,
+    options.number('--noise'),
+    '--greedy' in options,
+    options.whole('--max-steps'),
+  )
+  result = record.record(
+    config, recording, folder, run_dir, env if name else '', options.text('--checkpoint')
+  )
+  tell(
+    f'recorded {result["episodes"]:,} episodes, {result["steps"]:,} steps, return '
+    f'{result["episode_return_mean"]:.2f} ± {result["episode_return_std"]:.2f}, in {folder}'
+  )
+  print_json(result)
+  return 0
+
+
+def _name(options: Options, is_optional: bool) -> str:
+  """Return the run or preset that is named; '' if there is none and none is needed."""
+  if is_optional and not options.arguments:
+    return ''
+  return options.one_argument('run directory or preset')

@@ -1,0 +1,133 @@
+"""Writing of episodes as a Minari data set, by Minari's library."""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from podrace.envs.spaces import map_leaves
+from podrace.errors import MissingExtra, UsageError
+from podrace.system.files import make_user_folder, move, new_folder, remove
+from podrace.system.importing import why_not
+from podrace.system.process import undone_by_signals
+
+
+class Episode(NamedTuple):
+  """One episode of L steps."""
+
+  observations: Any  # [L + 1, ...] a pytree of arrays
+  actions: np.ndarray  # [L, ...]
+  rewards: np.ndarray  # [L] f32
+  terminated: bool
+  truncated: bool  # by a time limit of the environment, or of the recording
+  seed: int
+
+
+def check_target(folder: Path) -> None:
+  """Raise UsageError if a data set cannot be written to a new directory `folder`.
+
+  Raises:
+    MissingExtra: if Minari is not installed.
+  """
+  if os.path.lexists(folder):
+    raise UsageError(f'--to {folder} exists already: name a new directory')
+  _storage_class()
+
+
+def _storage_class() -> Any:
+  try:
+    import h5py  # noqa: F401
+    from minari.dataset.minari_storage import MinariStorage
+  except ImportError as e:
+    raise MissingExtra(why_not('podrace record', 'logs', e)) from e
+  return MinariStorage
+
+
+def write_log(
+  folder: Path, observation_space: Any, action_space: Any, batches: Iterable[Any], about: Any
+) -> int:
+  """Write a data set to a new directory, whole or not at all.
+
+  Args:
+    folder: the directory of the data set. Minari finds it by name if it is in Minari's home.
+    observation_space: of the environment.
+    action_space: of the environment.
+    batches: lists of episodes, which are written one list after the other.
+    about: entries for the metadata.
+
+  Returns:
+    Bytes of the files.
+  """
+  import minari
+  from minari.data_collector import EpisodeBuffer
+
+  make_user_folder(folder.parent)
+  folder = folder.absolute()  # Minari mistakes a relative path
+  draft = folder.with_name(f'.{folder.name}.draft')
+  with undone_by_signals(functools.partial(remove, draft)):
+    try:
+      new_folder(draft)
+      storage = _storage_class().new(
+        draft / 'data', observation_space, action_space, jpeg_encoding=False
+      )
+      for episodes in batches:
+        storage.update_episodes(EpisodeBuffer(**_buffer(e)) for e in episodes)
+      known = {'dataset_id': dataset_id(folder.name), 'minari_version': minari.__version__}
+      storage.update_metadata({**known, **about})
+      size = sum(x.stat().st_size for x in (draft / 'data').iterdir())
+      move(draft, folder)
+    except FileExistsError:
+      raise UsageError(f'--to {folder} exists already: name a new directory') from None
+    finally:
+      remove(draft)
+  return size
+
+
+def dataset_id(name: str) -> str:
+  """Return a directory's name as Minari names data sets: NAME-vN."""
+  plain = re.sub(r'[^\w-]+', '-', name).strip('-') or 'log'
+  return plain if re.fullmatch(r'[-\w]+-v\d+', plain) else f'{plain}-v0'
+
+
+def _buffer(episode: Episode) -> dict[str, Any]:
+  flags = np.zeros((2, len(episode.rewards)), bool)
+  flags[:, -1] = episode.terminated, episode.truncated
+  return {
+    'seed': episode.seed,
+    'observations': episode.observations,
+    'actions': episode.actions,
+    'rewards': episode.rewards,
+    'terminations': flags[0],
+    'truncations': flags[1],
+  }
+
+
+def cut_episodes(
+  observation_space: Any, timesteps: Any, actions: Any, lengths: np.ndarray, seeds: np.ndarray
+) -> list[Episode]:
+  """Return the first episode of each of n environments.
+
+  Args:
+    observation_space: of the environment.
+    timesteps: [T + 1, n, ...] from FIRST on.
+    actions: [T, n, ...].
+    lengths: [n] steps of each episode.
+    seeds: [n] of the environments.
+  """
+  episodes = []
+  for i, length in enumerate(lengths.tolist()):
+    seen = map_leaves(
+      lambda _, x, i=i, length=length: x[: length + 1, i], observation_space, timesteps.observation
+    )
+    terminated = bool(timesteps.discount[length, i] == 0)
+    reward = np.asarray(timesteps.reward[1 : length + 1, i], np.float32)
+    episodes.append(
+      Episode(seen, actions[:length, i], reward, terminated, not terminated, int(seeds[i]))
+    )
+  return episodes

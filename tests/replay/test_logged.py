@@ -1,0 +1,207 @@
+"""Replay of streams of which a share are a log's: sampling by share, and agents that replay it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from podrace.agents.bc import BC
+from podrace.agents.dqn import DQN
+from podrace.agents.logged import Logged
+from podrace.agents.population import Varied
+from podrace.agents.r2d2 import R2D2
+from podrace.envs.logs.log_environment import FLAG, INNER, RECORDED
+from podrace.envs.logs.share import is_logged
+from podrace.errors import UsageError
+from podrace.networks import ActorCritic, QNetwork
+from podrace.replay import Buffer
+from podrace.replay.windows import Windows, replay_of
+from podrace.settings.agents import bind
+from podrace.topology import AXIS
+from podrace.types import MID, ActorOutput, Sample, TimeStep, Trajectory
+
+B, T = 12, 4
+
+
+def filled(buffer: Buffer, logged: tuple[int, int], updates: int = 3) -> tuple[Any, Any]:
+  """A replay and its memory of B streams, with the environment's number as the observation."""
+  w = Windows(buffer, 1, B, T, False, 0, None, logged)
+  replay = replay_of(w)
+  env_id = jnp.arange(B, dtype=jnp.int32)
+
+  def row(n: int) -> Any:
+    return jnp.broadcast_to(env_id.astype(jnp.float32), (n, B))
+
+  ones = jnp.ones((T + 1, B))
+  timesteps = TimeStep(row(T + 1), ones, ones, jnp.full((T + 1, B), MID, jnp.int8))
+  trajectory = Trajectory(timesteps, ActorOutput(jnp.zeros((T, B), jnp.int32)), (), env_id)
+  memory = replay.init(trajectory)
+  for _ in range(updates):
+    memory = replay.add(memory, trajectory)
+  return replay, memory
+
+
+def counts(buffer: Buffer, logged: tuple[int, int], updates: int = 3, draws: int = 200) -> Any:
+  """Samples of streams that act [draws], and of each stream [B]."""
+  replay, memory = filled(buffer, logged, updates)
+  keys = jax.random.split(jax.random.key(0), draws)
+  sample = jax.jit(jax.vmap(lambda key: replay.sample(memory, key).trajectory.env_id))(keys)
+  of_log = np.asarray(is_logged(sample, logged))
+  return (~of_log).sum(1), np.bincount(np.asarray(sample).ravel(), minlength=B)
+
+
+@pytest.mark.parametrize(('share', 'batch'), [(0.25, 16), (0.5, 16), (0.3, 16), (0.0, 8), (1.0, 8)])
+def test_samples_by_share(share: float, batch: int) -> None:
+  """Each batch has the share, to one sample; streams of a kind are drawn alike."""
+  online, each = counts(Buffer(1000, batch, 1, online_share=share), (2, 3))
+  assert set(online.tolist()) <= {int(np.floor(share * batch)), int(np.ceil(share * batch))}
+  assert abs(online.mean() - share * batch) < 0.15
+  logged = np.asarray(is_logged(np.arange(B), (2, 3)))
+  for kind, part in ((logged, 1 - share), (~logged, share)):
+    expected = 200 * batch * part / kind.sum()
+    assert np.abs(each[kind] - expected).max() <= 6 * np.sqrt(expected) + 1
+
+
+def test_a_share_rises_with_environment_steps() -> None:
+  buffer = Buffer(1000, 20, 1, online_share=0.1, online_share_end=0.5, online_share_steps=4 * B * T)
+  for updates, share in ((1, 0.2), (2, 0.3), (4, 0.5), (6, 0.5)):
+    online, _ = counts(buffer, (1, 2), updates, draws=20)
+    assert abs(online.mean() - share * 20) < 0.01, updates
+
+
+def test_without_a_share_streams_are_drawn_as_ever() -> None:
+  """Also with a share, if no stream or every stream is a log's."""
+  plain, memory = filled(Buffer(1000, 16, 1), (0, 1))
+  expected = plain.sample(memory, jax.random.key(3)).trajectory.env_id
+  for buffer, logged in (
+    (Buffer(1000, 16, 1), (1, 2)),
+    (Buffer(1000, 16, 1, online_share=0.5), (0, 1)),
+    (Buffer(1000, 16, 1, online_share=0.5), (1, 1)),
+  ):
+    replay, memory = filled(buffer, logged)
+    np.testing.assert_array_equal(
+      replay.sample(memory, jax.random.key(3)).trajectory.env_id, expected
+    )
+
+
+@pytest.mark.parametrize(
+  'settings',
+  [
+    dict(online_share=1.5),
+    dict(online_share=-0.1),
+    dict(online_share_end=0.5),
+    dict(online_share=0.1, online_share_end=0.5),
+    dict(online_share=0.1, online_share_steps=5),
+    dict(online_share=0.1, priority_exponent=0.5),
+  ],
+)
+def test_shares_that_are_refused(settings: dict[str, Any]) -> None:
+  with pytest.raises(ValueError, match='online_share'):
+    Buffer(**settings)
+
+
+# --- agents ----------------------------------------------------------------------------------------
+
+VECTOR, THREE, BOX = spaces.Box(-1, 1, (3,)), spaces.Discrete(3), spaces.Box(-2, 2, (2,))
+
+
+def bound(agent: Any, action: Any = THREE) -> Any:
+  return bind(agent, SimpleNamespace(observation_space=VECTOR, action_space=action), 10, 4)
+
+
+def seen(recorded: Any, flag: Any) -> TimeStep:
+  n = len(flag)
+  observation = {
+    INNER: jnp.linspace(-1, 1, 3 * n).reshape(n, 3), RECORDED: recorded, FLAG: jnp.asarray(flag, jnp.int8),
+  }  # fmt: skip
+  return TimeStep(observation, jnp.zeros(n), jnp.ones(n), jnp.full(n, MID, jnp.int8))
+
+
+R2 = R2D2(QNetwork(hidden=(8,), core='gru', core_size=4), sequence=4, burn_in=1)
+APEX = DQN(QNetwork(hidden=(8,)), n_step=2, actor_priorities=True, epsilon=1.0)
+
+
+@pytest.mark.parametrize('agent', [R2, APEX, Varied(R2, ('learning_rate',), (1e-3,))])
+def test_extras_belong_to_the_recorded_actions(agent: Any) -> None:
+  """The value that acting notes is that of the action that is taken, recorded or not."""
+  plain = bound(agent)
+  agent = Logged(plain, (1, 2))
+  timestep = seen(jnp.array([2, 0, 1, 0], jnp.int32), [1, 0, 1, 0])
+  params = agent.init(jax.random.key(0)).params
+  state = agent.initial_state(jnp.arange(4))
+  output, _ = agent.act(params, state, timestep, jax.random.key(1))
+  own, _ = plain.act(
+    params, state, timestep._replace(observation=timestep.observation[INNER]), jax.random.key(1)
+  )
+  assert output.action[jnp.array([0, 2])].tolist() == [2, 1]
+  assert (output.action == own.action)[jnp.array([1, 3])].all()
+  for action in range(3):
+    forced, _ = plain.act(
+      params, state, timestep._replace(observation=timestep.observation[INNER]), jax.random.key(1),
+      lambda x, action=action: jnp.full_like(x, action),
+    )  # fmt: skip
+    for i in np.flatnonzero(output.action == action):
+      assert output.extras.value[i] == forced.extras.value[i]
+  np.testing.assert_array_equal(output.extras.best, own.extras.best)
+
+
+def test_extras_of_other_actions_are_refused() -> None:
+  class Extras(BC):
+    def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+      output, state = super().act(params, state, timestep, key)
+      return output._replace(extras=output.action), state
+
+  agent = Logged(bound(Extras()), (1, 1))
+  with pytest.raises(UsageError, match='replace'):
+    agent.act(
+      agent.init(jax.random.key(0)).params,
+      (),
+      seen(jnp.zeros(2, jnp.int32), [1, 1]),
+      jax.random.key(1),
+    )
+
+
+@pytest.mark.parametrize('action', [THREE, BOX, spaces.MultiDiscrete([2, 3])])
+@pytest.mark.parametrize('share', [(1, 1), (1, 2)])
+def test_recorded_actions_are_taken(action: Any, share: tuple[int, int]) -> None:
+  agent = Logged(bound(BC(ActorCritic(hidden=(4,))), action), share)
+  action.seed(0)
+  recorded = jnp.asarray(np.stack([action.sample() for _ in range(4)]))
+  flag = [1, 1, 1, 1] if share == (1, 1) else [1, 0, 1, 0]
+  output, _ = agent.act(
+    agent.init(jax.random.key(0)).params, (), seen(recorded, flag), jax.random.key(1)
+  )
+  taken = np.asarray(flag) == 1
+  np.testing.assert_array_equal(output.action[taken], recorded[taken])
+  assert output.action.dtype == agent.act(
+    agent.init(jax.random.key(0)).params, (), seen(recorded, [0] * 4), jax.random.key(1)
+  )[0].action.dtype  # fmt: skip
+
+
+def test_learning_sees_the_plain_observation() -> None:
+  plain = bound(BC(ActorCritic(hidden=(4,)), Buffer(batch_size=4, min_size=1)))
+  agent = Logged(plain, (1, 1))
+  replay = agent.memory(4, 2)
+  assert replay.windows.logged == (1, 1) and plain.memory(4, 2).windows.logged == (0, 1)
+  timestep = seen(jnp.array([2, 0, 1, 0], jnp.int32), [1] * 4)
+  both = jax.tree.map(lambda x: jnp.stack([x, x]), timestep)
+  outputs = ActorOutput(timestep.observation[RECORDED][None])
+  sample = Sample(Trajectory(both, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
+  inner = both._replace(observation=both.observation[INNER])
+  train, key = plain.init(jax.random.key(0)), jax.random.key(1)
+
+  def learned(agent: Any, timesteps: Any) -> Any:
+    trajectory = sample.trajectory._replace(timesteps=timesteps)
+    step = jax.vmap(
+      lambda train: agent.learn(train, sample._replace(trajectory=trajectory), key),
+      axis_name=AXIS, axis_size=1,
+    )  # fmt: skip
+    return step(jax.tree.map(lambda x: x[None], train))
+
+  jax.tree.map(np.testing.assert_array_equal, learned(agent, both), learned(plain, inner))
