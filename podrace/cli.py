@@ -41,6 +41,7 @@ podrace: reinforcement learning at scale in JAX
   podrace envs --connect ADDRESS ...  environments for a learner on another machine
   podrace act [PRESET] ...            acting processes for a learner with a replay service
   podrace reanalyse [PRESET] ...      newer targets for the contents of a replay service
+  podrace label [PRESET] ...          targets for a learner that learns from labels
   podrace replay --listen ADDRESS ... serve replay tables
   podrace keys new DIR                make keys for learners, services and their clients
   podrace top ADDRESS                 show the clients of a learner or a service
@@ -85,6 +86,7 @@ LASTING = (
   'reproduce',
   'act',
   'reanalyse',
+  'label',
   'envs',
   'replay',
   'launch',

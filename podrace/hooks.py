@@ -18,8 +18,8 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `opening() -> str`: a line that a run prints when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
-  targets in their `outputs`, by `params`; for `podrace reanalyse`. Without, its targets can't be
-  refreshed.
+  targets in their `outputs`, by `params`; for `podrace reanalyse` and `podrace label`. Without, its
+  targets can't be refreshed.
 - `labels`, a field: `stage` if a stage writes the targets by `refresh`, which `learn` only reads.
 - `refusal() -> str`: the reason why `learn` made the loss infinite without an update, for the user.
 - `replace=lambda action: action`, a fifth argument of `act`: a function from the agent's actions

@@ -26,7 +26,8 @@ RESERVED = frozenset({
   'consensus_distance', 'learner_resident_mb',
 })  # fmt: skip
 RESERVED_PREFIXES = (
-  'acting_', 'episode_', 'info_', 'policy_lag_', 'reanalysing_', 'replay_', 'remote_', 'unrolls_',
+  'acting_', 'episode_', 'info_', 'labelling_', 'labels_', 'policy_lag_', 'reanalysing_', 'replay_',
+  'remote_', 'unrolls_',
 )  # fmt: skip
 
 Learned = tuple[TrainState, Array, Metrics]

@@ -61,7 +61,7 @@ zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
-TAKE_PRESETS = ('train', 'act', 'reanalyse', 'bench', 'sweep')
+TAKE_PRESETS = ('train', 'act', 'reanalyse', 'label', 'bench', 'sweep')
 FIRST = {
   'init': tuple(init.KINDS),
   'completion': tuple(SHELLS),

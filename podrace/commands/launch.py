@@ -44,6 +44,7 @@ OF = {  # options for numbers of processes, by arrangement
   'impala': {'--actors', '--shards', '--learners'},
   'apex': {'--actors', '--shards', '--learners'},
   'reanalyse': {'--actors', '--shards', '--reanalysers', '--learners'},
+  'qtopt': {'--actors', '--shards', '--labellers', '--learners'},
   'learners': {'--learners'},
 }
 OF_ARRANGEMENTS = set().union(*OF.values())
@@ -56,11 +57,13 @@ COMMAND = Command(
     Option('--as', 'ARRANGEMENT', 'processes to start; seed: a learner and environment '
       'processes; impala: a queue and '
       'acting processes; apex: a replay service and acting processes; reanalyse: as apex, with '
-      'processes that search again; learners: processes that learn as one',
+      'processes that search again; qtopt: as apex, with processes that compute the targets; '
+      'learners: processes that learn as one',
       choices=tuple(ARRANGEMENTS)),
     Option('--actors', 'N', 'acting or environment processes', 2),
     Option('--shards', 'N', 'processes of the replay service', 1),
     Option('--reanalysers', 'N', 'processes that search again', 1),
+    Option('--labellers', 'N', 'processes that compute targets', 1),
     Option('--learners', 'N', 'processes that learn as one; 2 with --as learners', 1),
     Option('--on', 'ENGINE', 'place of the processes; local: on this machine; slurm: a job; ray: '
       'a cluster of '
@@ -146,7 +149,8 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     old_defaults = [] if record is None else unrecorded_options(config, record)
     request = LaunchRequest(
       config, preset, (*agent, *options.arguments, *old_defaults, *flags), str(run_dir),
-      actors, options.whole('--shards'), options.whole('--reanalysers'), _learners(options),
+      actors, options.whole('--shards'), options.whole('--reanalysers'),
+      options.whole('--labellers'), _learners(options),
       keyed=options.text('--on') in ENGINES, learners_insecure='--learners-insecure' in options,
     )  # fmt: skip
     return ARRANGEMENTS[arrangement](request)

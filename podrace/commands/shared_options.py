@@ -52,7 +52,7 @@ GIVE_UP_AFTER = Option(
   '--give-up-after', 'S', 'exit after S more seconds without a learner (default: wait)', 0
 )
 
-OF_WORKERS = (  # processes that work for a learner: act, reanalyse
+OF_WORKERS = (  # processes that work for a learner: act, reanalyse, label
   MAX_STALENESS, GIVE_UP_AFTER, CLIENT_KEYS, CLIENT_INSECURE, QUIET, NO_COMPILE_CACHE, AGENT,
 )  # fmt: skip
 

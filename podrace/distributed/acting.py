@@ -28,11 +28,18 @@ from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
 from podrace.distributed.net.process_metrics import Measures, Meter
 from podrace.distributed.parameters import ACTING
-from podrace.distributed.run_identity import COMMON, Addresses
-from podrace.distributed.run_tables import episodes_table, replay_table, timed, unrolls_table
+from podrace.distributed.run_identity import COMMON, OF_LOG, Addresses
+from podrace.distributed.run_tables import (
+  episodes_table,
+  replay_table,
+  source_tables,
+  timed,
+  unrolls_table,
+)
 from podrace.envs.host.episodes import Totals
 from podrace.errors import RunError, UsageError
-from podrace.hooks import learns_from_replay
+from podrace.hooks import labels_elsewhere, learns_from_replay
+from podrace.replay.labels import OFFLINE, TABLE
 from podrace.replay.layout import Layout, named
 from podrace.replay.streams import Streams
 from podrace.settings.agents import agent_name
@@ -45,6 +52,7 @@ log = logging.getLogger('podrace.distributed')
 VERSIONS = 10_000  # versions that are kept with their number at the learner
 HEEDED = (  # fields of the config on which an acting process depends
   *COMMON,
+  *OF_LOG,
   'actor_devices',
   'actor_threads',
   'actor_groups',
@@ -189,10 +197,14 @@ class Acting:
     """Return a function that writes unrolls as windows, for agents with replay."""
     w = layout.windows
     in_flight = 2 * max(1, w.unroll_length // w.period)  # more would queue old windows
-    table = replay_table(client, layout, self._program.spec.action_space, self.newest.run)
+    where = client, layout, self._program.spec.action_space, self.newest.run
+    if labels_elsewhere(self._program.agent):
+      sources = source_tables(*where)
+    else:
+      sources = {TABLE: replay_table(*where)}
     streams = Streams(
-      layout, table,
-      lambda history: client.writer(history, max_in_flight=in_flight),
+      layout, sources.get(TABLE),
+      lambda history: client.writer(history, max_in_flight=in_flight), sources.get(OFFLINE),
     )  # fmt: skip
 
     def write(unroll: Unroll) -> None:

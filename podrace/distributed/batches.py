@@ -19,6 +19,7 @@ from podrace.distributed.run_tables import timed
 from podrace.envs.host.episodes import Totals
 from podrace.errors import ReplayFailed, RunError
 from podrace.replay.host import Draw, weighted
+from podrace.replay.labels import LOGGED, without_ids
 from podrace.replay.layout import Columns, unnamed
 from podrace.replay.windows import Windows
 from podrace.system.threads import ClosableQueue, Worker
@@ -27,7 +28,7 @@ from podrace.types import Array, Trajectory
 
 log = logging.getLogger('podrace.distributed')
 PREFETCH = 2  # batches that are requested, and batches that are unpacked, ahead of time
-SOURCES = 4096  # acting processes of which the newest unroll is remembered
+SOURCES = 4096  # processes of which the newest row is remembered
 POLL = 0.1  # seconds between calls of a learner's `cancelled()`, which no event announces
 
 
@@ -55,51 +56,68 @@ class Sampled:
     return {'replay_samples': self._samples}
 
 
+class Once:
+  """Batches of rows that have not come before.
+
+  A service that was killed begins again from a checkpoint, and may send a row again. It is
+  recognized by its source and number, which only grows. Each of several learner processes remembers
+  its own rows.
+
+  Args:
+    size: rows of a batch.
+  """
+
+  def __init__(self, size: int) -> None:
+    self._size = size
+    self._newest: collections.OrderedDict[int, int] = collections.OrderedDict()
+    self._kept: Columns = {}  # rows too few for a batch
+    self.taken = self.repeated = 0
+
+  def batches(self, data: Columns) -> Iterator[Columns]:
+    """Yield batches of all rows so far, without repeated rows. Keep the rest for the next call."""
+    ids = zip(data['source'].tolist(), data['number'].tolist(), strict=True)
+    new = [self._is_new(*each) for each in ids]
+    rows = {k: x[new] for k, x in data.items()}
+    if self._kept:
+      rows = {k: np.concatenate([self._kept[k], x]) for k, x in rows.items()}
+    n = self._size
+    while len(rows['number']) >= n:
+      batch, rows = {k: x[:n] for k, x in rows.items()}, {k: x[n:] for k, x in rows.items()}
+      yield batch
+    self._kept = rows
+
+  def _is_new(self, source: int, number: int) -> bool:
+    self.taken += 1
+    newest = self._newest.pop(source, -1)
+    self._newest[source] = max(newest, number)
+    while len(self._newest) > SOURCES:
+      self._newest.popitem(last=False)
+    self.repeated += number <= newest
+    return number > newest
+
+
 class Queued:
   """Batches of unrolls, for agents without replay; `key` has the versions that acted, [n].
 
-  Each unroll is learned from once. A service that was killed begins again from a checkpoint, and
-  may send an unroll again. It is recognized by its source and number. Each of several learner
-  processes remembers its own rows.
+  Each unroll is learned from once.
   """
 
   prioritised, ahead = False, 1
 
   def __init__(self, table: Any, example: Trajectory, mesh: Mesh) -> None:
     self.table, self.size = table, share(example.env_id.shape[0])
-    self._example = example
+    self._example, self._once = example, Once(self.size)
     self._shardings: Any = jax.tree.map(
       lambda spec: NamedSharding(mesh, spec), TRAJECTORY_SPECS, is_leaf=lambda x: isinstance(x, P)
     )
-    self._newest: collections.OrderedDict[int, int] = collections.OrderedDict()
-    self._kept: Columns = {}  # rows too few for a batch
-    self._taken = self._repeated = 0
 
   def batches(self, samples: tables.Samples) -> Iterator[Draw]:
     """Yield batches as `Sampled.batches`. Repeated unrolls make their number other than one."""
-    new = [self._is_new(*ids) for ids in zip(
-      samples.data['source'].tolist(), samples.data['number'].tolist(), strict=True
-    )]  # fmt: skip
-    rows = {k: x[new] for k, x in samples.data.items()}
-    if self._kept:
-      rows = {k: np.concatenate([self._kept[k], x]) for k, x in rows.items()}
-    n = self.size
-    while len(rows['number']) >= n:
-      batch, rows = {k: x[:n] for k, x in rows.items()}, {k: x[n:] for k, x in rows.items()}
+    for batch in self._once.batches(samples.data):
       trajectory = self._trajectory(batch)
       yield Draw(
         batch['version'], jax.make_array_from_process_local_data(self._shardings, trajectory)
       )
-    self._kept = rows
-
-  def _is_new(self, source: int, number: int) -> bool:
-    self._taken += 1
-    newest = self._newest.pop(source, -1)
-    self._newest[source] = max(newest, number)
-    while len(self._newest) > SOURCES:
-      self._newest.popitem(last=False)
-    self._repeated += number <= newest
-    return number > newest
 
   def _trajectory(self, rows: Columns) -> Trajectory:
     return unnamed(
@@ -108,7 +126,39 @@ class Queued:
 
   def counts(self) -> dict[str, int]:
     """Return counts for the log."""
-    return {'unrolls_taken': self._taken, 'unrolls_repeated': self._repeated}
+    return {'unrolls_taken': self._once.taken, 'unrolls_repeated': self._once.repeated}
+
+
+class Labelled:
+  """Batches of labelled windows; `key` has the versions that labelled them, [n].
+
+  Each label is learned from once.
+  """
+
+  prioritised, ahead = False, 1
+
+  def __init__(self, table: Any, w: Windows, mesh: Mesh) -> None:
+    self.table, self.size = table, share(w.buffer.batch_size)
+    self._once, self._sharding = Once(self.size), NamedSharding(mesh, P(AXIS))
+    self._online = self._learned = 0  # since they were last read
+
+  def batches(self, samples: tables.Samples) -> Iterator[Draw]:
+    """Yield batches as `Queued.batches`."""
+    for batch in self._once.batches(samples.data):
+      self._online += int((~batch[LOGGED]).sum())
+      self._learned += self.size
+      version, rows = without_ids(batch)
+      yield Draw(version, jax.make_array_from_process_local_data(self._sharding, rows))
+
+  def counts(self) -> dict[str, int]:
+    """Return counts for the log."""
+    return {'labels_taken': self._once.taken, 'labels_repeated': self._once.repeated}
+
+  def read(self) -> tuple[int, int]:
+    """Return the online labels, and all, of the batches since the last call."""
+    online, learned = self._online, self._learned
+    self._online, self._learned = self._online - online, self._learned - learned
+    return online, learned
 
 
 class Feed:
@@ -122,7 +172,7 @@ class Feed:
     episodes: the table of finished episodes, None if this process does not read it.
   """
 
-  def __init__(self, source: Sampled | Queued, episodes: Any) -> None:
+  def __init__(self, source: Sampled | Queued | Labelled, episodes: Any) -> None:
     self._source, self._table, self._episodes = source, source.table, episodes
     self._drawn: ClosableQueue[Draw] = ClosableQueue(source.ahead)
     self._learned: ClosableQueue[tuple[np.ndarray, Array]] = ClosableQueue(PREFETCH)

@@ -19,13 +19,20 @@ from podrace.architectures.sebulba import (
 )
 from podrace.distributed import replay
 from podrace.distributed import replay as service
-from podrace.distributed.batches import Feed, Queued, Sampled
+from podrace.distributed.batches import Feed, Labelled, Queued, Sampled
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.publishing import Publishing
 from podrace.distributed.run_identity import Addresses, check, run_name
-from podrace.distributed.run_tables import episodes_table, replay_table, unrolls_table
+from podrace.distributed.run_tables import (
+  episodes_table,
+  replay_table,
+  train_table,
+  unrolls_table,
+)
 from podrace.envs.host.base import HostSpec
 from podrace.envs.host.episodes import Totals
+from podrace.hooks import labels_elsewhere
+from podrace.replay.labels import OFFLINE, TABLE, TRAIN
 from podrace.replay.layout import Layout
 from podrace.settings.config import Config
 from podrace.topology import data_size, everyones, from_first
@@ -80,8 +87,9 @@ class DistributedSource:
     self._feed: Feed | None = None
     self._episodes = Totals()
     self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
+    self._labelled = labels_elsewhere(learning.agent)
     self._waited = False  # for the first experience, which is logged once
-    self._lags: list[np.ndarray] = []  # of unrolls, in updates, since the last `read`
+    self._lags: list[np.ndarray] = []  # of unrolls or labels, in updates, since the last `read`
     self._steps = 0  # environment steps so far
     self._taken = 0  # batches of the update at hand
     self._cancelled: Callable[[], bool] = lambda: False
@@ -97,9 +105,12 @@ class DistributedSource:
     self._client = service.connect(a.replay, a.keys, a.insecure, timeout=None)
     # Here a signal ends the wait: a service may go away while its tables are requested.
     space, mesh, replay = self._spec.action_space, self._learning.mesh, self._learning.replay
-    if isinstance(replay, Layout):
+    if isinstance(replay, Layout) and self._labelled:
+      table = train_table(self._client, replay, space, run)
+      self._source: Sampled | Queued | Labelled = Labelled(table, replay.windows, mesh)
+    elif isinstance(replay, Layout):
       table = replay_table(self._client, replay, space, run)
-      self._source: Sampled | Queued = Sampled(table, replay.windows, mesh)
+      self._source = Sampled(table, replay.windows, mesh)
     else:
       example = self._learning.example
       table = unrolls_table(self._client, self._config.num_envs, example, space, run)
@@ -108,7 +119,12 @@ class DistributedSource:
 
   def _program(self) -> dict[str, Any]:
     """Return the part of `podrace top` that is not about acting processes."""
-    return dict(steps=self._steps, replay=replay_reports(self._client))
+    missing = self._publishing.missing if self._publishing and self._labelled else None
+    return {
+      'steps': self._steps,
+      'replay': replay_reports(self._client),
+      **({} if missing is None else {'missing': missing}),
+    }
 
   def start(self, state: State, key: Array) -> None:
     """Publish the parameters, and start to read batches."""
@@ -162,6 +178,8 @@ class DistributedSource:
     if draw is None:
       return None
     self._taken = (i + 1) % due
+    if self._labelled:
+      self._lags.append(np.maximum(update - draw.key, 0))
     return Batch(draw.data, draw.key, i, not self._taken)
 
   def _take_unrolls(self, update: int) -> Batch | None:
@@ -173,7 +191,7 @@ class DistributedSource:
     self._lags.append(np.maximum(update - draw.key, 0))
     return Batch((draw.data,))
 
-  def learned(self, batch: Batch, priority: Any) -> None:
+  def learned(self, batch: Batch, priority: Any, params: Any) -> None:
     """Set the priorities of a batch that was learned from."""
     assert self._feed is not None
     if self._windows:
@@ -189,24 +207,33 @@ class DistributedSource:
     """Return the totals of episodes, and the metrics, since the last call."""
     assert self._feed is not None and self._publishing is not None
     episodes, self._episodes = self._episodes + self._feed.episodes(), Totals()
+    reports = replay_reports(self._client)
+    if self._labelled:
+      of_replay = label_metrics(reports)
+    else:
+      of_replay = replay_metrics(reports, self._source.table.name)
+      of_replay |= {'replay_windows': self._source.table.last_size} if self._windows else {}
     return episodes, {
       **self._publishing.metrics(),
       'learner_resident_mb': resident_mb(),
-      **replay_metrics(replay_reports(self._client), self._source.table.name),
-      **({'replay_windows': self._source.table.last_size} if self._windows else {}),
+      **of_replay,
       **self._counts(),
     }
 
   def _counts(self) -> dict[str, float]:
-    """Return the counts of batches of all learner processes, and the lag of the policy."""
+    """Return the counts of batches of all learner processes, and the lag of policy or labels."""
     assert self._feed is not None
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     counts = self._feed.counts()
-    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *counts.values()])
-    lag_sum, unrolls, *sums = every[:, 1:].sum(0).tolist()
+    online = self._source.read() if isinstance(self._source, Labelled) else (0, 0)
+    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *online, *counts.values()])
+    lag_sum, unrolls, acted, learned, *sums = every[:, 1:].sum(0).tolist()
     metrics: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
+    if learned:
+      metrics['labels_online'] = acted / learned
     if unrolls:
-      metrics |= dict(policy_lag_mean=lag_sum / unrolls, policy_lag_max=float(every[:, 0].max()))
+      name = 'labels_age' if self._labelled else 'policy_lag'
+      metrics |= {f'{name}_mean': lag_sum / unrolls, f'{name}_max': float(every[:, 0].max())}
     return metrics
 
   def _save_statistics(self) -> dict[str, Any]:
@@ -243,14 +270,33 @@ def replay_reports(client: replay.ReplayClient | None) -> Reports:
   return [report for c in connections if (report := c.report) is not None]
 
 
-def replay_metrics(reports: Reports, table: str) -> Measures:
-  """Return metrics of the service's memory and of `table`; none without reports."""
+def replay_metrics(reports: Reports, *tables: str) -> Measures:
+  """Return metrics of the service's memory and of `tables`; none without reports."""
   if not reports:
     return {}
-  tables = [t for report in reports for t in report['tables'] if t['name'] == table]
   names = ('inserts', 'waiting_inserts', 'waiting_samplers')
   return {
     'replay_resident_mb': sum(report['resident_mb'] for report in reports),
     'replay_mb': sum(report['bytes'] for report in reports) / 1e6,
-    **{f'replay_{name}': sum(t[name] for t in tables) for name in names},
+    **{f'replay_{name}': _total(reports, tables, name) for name in names},
   }
+
+
+def label_metrics(reports: Reports) -> Measures:
+  """Return metrics of the service if a stage labels windows; none without reports."""
+  if not reports:
+    return {}
+  sources = TABLE, OFFLINE
+  made, learned, waiting = (_total(reports, (TRAIN,), k) for k in ('inserts', 'samples', 'size'))
+  return {
+    **replay_metrics(reports, *sources),
+    'replay_windows': _total(reports, sources, 'size'),
+    'replay_samples': _total(reports, sources, 'samples'),
+    'labels_waiting': waiting,
+    'labels_per_example': made / max(learned, 1),
+  }
+
+
+def _total(reports: Reports, tables: tuple[str, ...], name: str) -> int:
+  """Return the sum of a number over `tables` of all shards."""
+  return sum(t[name] for report in reports for t in report['tables'] if t['name'] in tables)

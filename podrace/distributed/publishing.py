@@ -17,21 +17,23 @@ import numpy as np
 from podrace.distributed import parameters
 from podrace.distributed.batches import POLL
 from podrace.distributed.net.process_metrics import logged
-from podrace.distributed.parameters import ACTING, REANALYSING
+from podrace.distributed.parameters import ACTING, LABELLING, REANALYSING
 from podrace.distributed.run_identity import (
   FINISHED,
   RECORD,
   RUN,
   Addresses,
-  act_command,
   record,
   to_leaves,
+  worker_command,
 )
 from podrace.errors import ReplayFailed
+from podrace.hooks import labels_elsewhere
 from podrace.settings.config import Config
 
 GOODBYE_SECONDS = 5.0  # for acting processes to notice that the run is complete
 REMIND = 30.0  # seconds between warnings that no process acts
+WAITED_FOR = {ACTING: ('acting', 'experience'), LABELLING: ('labelling', 'labels')}
 log = logging.getLogger('podrace.distributed')
 
 
@@ -63,7 +65,8 @@ class Publishing:
     self._addresses, self._config, self._every = a, config, every
     self._text = np.frombuffer(json.dumps({**record(config), RUN: run}).encode(), np.uint8)
     self._version, self._at = -1, 0.0
-    self._reminded = -math.inf
+    self._labelled = labels_elsewhere(config.agent)
+    self._reminded: dict[str, float] = {}  # role -> time of the warning
     self._publisher: parameters.Publisher | None = None
     if jax.process_index() == 0:
       self._publisher = parameters.Publisher(
@@ -101,32 +104,41 @@ class Publishing:
     if self._publisher is not None and self._publisher.failure:
       raise ReplayFailed(self._publisher.failure)
 
+  @property
+  def missing(self) -> list[str]:
+    """The roles of which the run needs a process, and none is connected."""
+    if self._publisher is None:
+      return []
+    needed = (ACTING, LABELLING) if self._labelled else (ACTING,)
+    return [role for role in needed if not self._publisher.clients(role)]
+
   def warn_if_alone(self) -> None:
-    """Warn that no process acts, at most every REMIND seconds, while the learner waits."""
+    """Warn that no process acts or labels, while the learner waits, every REMIND seconds."""
     if self._publisher is None:
       return
-    now = time.monotonic()
-    if self._publisher.clients(ACTING):
-      self._reminded = -math.inf
-    elif now - self._reminded > REMIND:
-      self._reminded = now
-      there = dataclasses.replace(self._addresses, parameters=self._publisher.reachable)
-      log.warning(
-        'no acting process is connected; waiting for experience of `%s`',
-        act_command(self._config, there),
-      )
+    missing, now = self.missing, time.monotonic()
+    self._reminded = {role: at for role, at in self._reminded.items() if role in missing}
+    for role in missing:
+      if now - self._reminded.get(role, -math.inf) > REMIND:
+        self._reminded[role] = now
+        there = dataclasses.replace(self._addresses, parameters=self._publisher.reachable)
+        log.warning(
+          'no %s process is connected; waiting for %s of `%s`',
+          *WAITED_FOR[role], worker_command(role, self._config, there),
+        )  # fmt: skip
 
   def metrics(self) -> dict[str, float]:
     """Return metrics of the connected processes."""
     if self._publisher is None:
       return {}
-    acting, reanalysing = (self._publisher.clients(role) for role in (ACTING, REANALYSING))
-    return {
-      'acting_processes': len(acting),
-      'reanalysing_processes': len(reanalysing),
-      **logged('acting', acting),
-      **logged('reanalysing', reanalysing),
-    }
+    roles = {'acting': ACTING, 'reanalysing': REANALYSING}
+    if self._labelled:
+      roles = {'acting': ACTING, 'labelling': LABELLING}
+    clients = {name: self._publisher.clients(role) for name, role in roles.items()}
+    metrics: dict[str, float] = {f'{name}_processes': len(x) for name, x in clients.items()}
+    for name, measures in clients.items():
+      metrics |= logged(name, measures)
+    return metrics
 
   def finish(self, update: int, params: Any) -> None:
     """Publish that the run is complete, and wait for the acting processes to leave."""

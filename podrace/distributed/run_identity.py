@@ -30,6 +30,7 @@ from podrace.topology import on_host
 
 RECORD, FINISHED = '.run', '.finished'  # names of the arrays that are published besides parameters
 RUN = 'run'  # the key of the run's name in the record; tables have that name, too
+OF_LOG = ('log', 'log_share')  # fields about a log, whose copies may be in other places
 DIFFERENCES = 10  # the most that are listed
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # fields on which both sides must agree
 
@@ -88,7 +89,8 @@ def run_name(run_dir: Path) -> str:
 
 def record(config: Config) -> dict[str, Any]:
   """Return the part of a config on which both sides must agree."""
-  return {k: v for k, v in to_json(config, whole=True).items() if k in COMMON}
+  common = (*COMMON, 'log_share') if config.log else COMMON
+  return {k: v for k, v in to_json(config, whole=True).items() if k in common}
 
 
 def read_record(document: np.ndarray | None) -> tuple[str, dict[str, Any]]:
@@ -123,8 +125,14 @@ def describe_differences(learner: dict[str, Any], here: dict[str, Any]) -> list[
   return [plain(x) for x in lines[:DIFFERENCES]] + ([f'and {more} more'] if more > 0 else [])
 
 
-def act_command(config: Config, addresses: Addresses) -> str:
-  """Return the command of an acting process, from the preset that is nearest to the config."""
+def worker_command(command: str, config: Config, addresses: Addresses) -> str:
+  """Return a command of a process that works for the learner, from the preset nearest to `config`.
+
+  Args:
+    command: its name, such as act.
+    config: the config of the run.
+    addresses: the addresses of the run's processes.
+  """
   wanted, name = record(config), agent_name(config.agent)
   bases: dict[tuple[str, ...], Config] = {(preset,): make() for preset, make in PRESETS.items()}
   near = {words: base for words, base in bases.items() if agent_name(base.agent) == name}
@@ -134,10 +142,12 @@ def act_command(config: Config, addresses: Addresses) -> str:
   different = {words: list(changes(record(base), wanted)) for words, base in near.items()}
   nearest = min(different, key=lambda words: len(different[words]))
   options = [quote(words(path, value)) for path, _, value in different[nearest]]
+  if config.log:
+    options.append(f'--log {quote(config.log)}')
   a = addresses
   where = f'--connect-replay {",".join(a.replay)} --params {a.parameters}'
   keys = ['--keys DIR'] if a.keys else ['--insecure'] if a.insecure else []
-  return ' '.join(['podrace act', *nearest, *options, where, *keys])
+  return ' '.join([f'podrace {command}', *nearest, *options, where, *keys])
 
 
 def quote(value: Any) -> str:

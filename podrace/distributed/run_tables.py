@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ from podrace.distributed import replay
 from podrace.distributed.replay import item_schema
 from podrace.envs.host.spaces import action_bounds
 from podrace.replay.frame_stacks import CONTINUED, REPEATED
-from podrace.replay.host import TABLE, selector
+from podrace.replay.host_tables import selector
+from podrace.replay.labels import LOGGED, OFFLINE, TABLE, TRAIN, VERSION, Mix
 from podrace.replay.layout import Layout, is_single, named
 from podrace.types import (
   FIRST,
@@ -24,6 +26,7 @@ from podrace.types import (
 
 UNROLLS = 'unrolls'  # the table of agents without replay: a queue
 EPISODES = 'episodes'  # the table of finished episodes
+QUEUED = 2  # batches of labels that wait for the learner
 # Bounds of the number of episodes, the sum of their returns, that of the squared returns, and that
 # of their lengths.
 LOWEST_TOTALS = (0.0, -1e30, 0.0, 0.0)
@@ -80,24 +83,88 @@ def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
   ]
 
 
-def replay_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:
-  """Open the table of windows, or create it.
+def replay_table(
+  client: replay.ReplayClient,
+  layout: Layout,
+  space: Any,
+  run: str,
+  name: str = TABLE,
+  part: float = 1.0,
+  draws: int = 1,
+) -> Any:
+  """Open a table of windows, or create it.
 
   Its limiter keeps `samples_per_insert` to within the windows of a few updates.
+
+  Args:
+    client: the client of the service.
+    layout: columns of the windows.
+    space: of the actions.
+    run: the name of the run.
+    name: the name of the table.
+    part: the share of all environments whose windows it has.
+    draws: the draws of which the limiter counts one.
   """
   w, b = layout.windows, layout.windows.buffer
-  per_window = b.samples_per_insert * w.period
-  least = max(1, b.min_size // w.period)
+  per_window = b.samples_per_insert * w.period / draws
+  least = max(1, int(b.min_size * part) // w.period)
   error = 4.0 * b.batch_size + 4 * max(1.0, per_window) * w.num_envs * w.unroll_length / w.period
   return client.table(
-    TABLE,
+    name,
     sampler=selector(w),
     remover=tables.fifo(),
     rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
-    max_size=-(-b.capacity // w.period),
+    max_size=-(-math.ceil(b.capacity * part) // w.period),
     run=run,
     contents=window_contents(layout, space),
   )
+
+
+def source_tables(
+  client: replay.ReplayClient, layout: Layout, space: Any, run: str
+) -> dict[str, Any]:
+  """Open the tables from which a stage draws windows, or create them.
+
+  The environments that act keep the pace. Each process acts in its share of them and replays its
+  share of the log, so the offline table has no limiter of its own beside the online one: two
+  limiters could wait for each other.
+  """
+  mix, names = Mix(layout.windows), Mix(layout.windows).tables
+  if len(names) == 1:
+    return {names[0]: replay_table(client, layout, space, run, names[0])}
+  online = replay_table(client, layout, space, run, TABLE, mix.acting, mix.period)
+  w, b = layout.windows, layout.windows.buffer
+  offline = client.table(
+    OFFLINE,
+    sampler=selector(w),
+    remover=tables.fifo(),
+    rate_limiter=tables.min_size(max(1, int(b.min_size * mix.part(OFFLINE)) // w.period)),
+    max_size=-(-math.ceil(b.capacity * mix.part(OFFLINE)) // w.period),
+    run=run,
+    contents=window_contents(layout, space),
+  )
+  return {TABLE: online, OFFLINE: offline}
+
+
+def train_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:
+  """Open the queue of labelled windows, or create it. Each label is learned from once.
+
+  It has room for few batches, so labels are not much older than the parameters.
+  """
+  size = QUEUED * layout.windows.buffer.batch_size
+  ids = [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', VERSION)]
+  return client.table(
+    TRAIN,
+    sampler=tables.fifo(),
+    remover=tables.fifo(),
+    rate_limiter=tables.queue(size),
+    max_size=size,
+    max_times_sampled=1,
+    run=run,
+    contents=[
+      *window_contents(layout, space), *ids, item_schema.pack_column(LOGGED, np.bool_, ())
+    ],
+  )  # fmt: skip
 
 
 def unrolls_table(

@@ -4,6 +4,7 @@
   impala     a queue of unrolls, acting processes that fill it, a learner that empties it (IMPALA)
   apex       a replay service, acting processes that write to it, a learner that samples (Ape-X)
   reanalyse  as apex, and processes that search the past again (MuZero Reanalyse)
+  qtopt      as apex, and processes that compute the targets (Bellman updaters of QT-Opt)
   learners   processes that learn as one, each with its own environments (replicated Sebulba)
 
 An arrangement is a function from a LaunchRequest to a Program. It adds nothing to an agent.
@@ -22,7 +23,9 @@ from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.system.options import value_of
 
-SHARED = ('--agent', '--env', '--num-envs', '--unroll-length')  # options of all processes
+SHARED = (  # options of all processes
+  '--agent', '--env', '--num-envs', '--unroll-length', '--log', '--log-share',
+)  # fmt: skip
 OF_ACTING = (  # options of acting processes
   '--actor-devices', '--actor-groups', '--actor-threads', '--env-batch-size', '--env-deadline',
   '--env-threads', '--max-lag',
@@ -43,6 +46,7 @@ class LaunchRequest:
     actors: the number of processes that act, or have environments.
     shards: the number of shards of the replay service.
     reanalysers: the number of processes that search again.
+    labellers: the number of processes that compute targets.
     learners: the number of processes that learn as one.
     keyed: whether connections have keys, as on several machines.
     learners_insecure: whether learners may be on several machines, although they have no keys.
@@ -55,12 +59,13 @@ class LaunchRequest:
   actors: int = 2
   shards: int = 1
   reanalysers: int = 1
+  labellers: int = 1
   learners: int = 1
   keyed: bool = False
   learners_insecure: bool = False
 
   def __post_init__(self) -> None:
-    for name in ('actors', 'shards', 'reanalysers', 'learners'):
+    for name in ('actors', 'shards', 'reanalysers', 'labellers', 'learners'):
       if getattr(self, name) < 1:
         raise UsageError(f'--{name} must be at least 1, not {getattr(self, name)}')
     if self.config.num_envs % self.actors:
@@ -173,11 +178,32 @@ def reanalyse(request: LaunchRequest) -> Program:
     raise UsageError(
       f'--as reanalyse: {agent_name(request.config.agent)} has no search; take --agent muzero'
     )
-  at = ('--connect-replay', '{replay:all}', '--params', '{learner}', *request.keys)
-  command = request.command('reanalyse', *at, only=(*SHARED, *OF_ALL))
   return Program(
-    (*_over_service('reanalyse', request), Node('reanalyse', command, request.reanalysers))
+    (*_over_service('reanalyse', request), _stage('reanalyse', request, request.reanalysers))
   )
+
+
+def qtopt(request: LaunchRequest) -> Program:
+  """Return QT-Opt (Kalashnikov et al.
+
+  2018, arXiv 1806.10293): acting processes, which also replay a log if there is one, Bellman
+  updaters, and a learner that regresses on their labels.
+  """
+  if not hasattr(request.config.agent, 'labels'):
+    raise UsageError(
+      f'--as qtopt: {agent_name(request.config.agent)} computes its own targets; take --agent qtopt'
+    )
+  request.demand('qtopt', **{'agent.labels': 'stage'})
+  if value_of('--agent.labels', request.arguments) is None:
+    arguments = (*request.arguments, '--agent.labels', 'stage')
+    request = dataclasses.replace(request, arguments=arguments)
+  return Program((*_over_service('qtopt', request), _stage('label', request, request.labellers)))
+
+
+def _stage(name: str, request: LaunchRequest, count: int) -> Node:
+  """Return the node of processes that compute targets for the learner."""
+  at = ('--connect-replay', '{replay:all}', '--params', '{learner}', *request.keys)
+  return Node(name, request.command(name, *at, only=(*SHARED, *OF_ALL)), count)
 
 
 def learners(request: LaunchRequest) -> Program:
@@ -258,5 +284,6 @@ ARRANGEMENTS: dict[str, Callable[[LaunchRequest], Program]] = {
   'impala': impala,
   'apex': apex,
   'reanalyse': reanalyse,
+  'qtopt': qtopt,
   'learners': learners,
 }

@@ -10,6 +10,7 @@ The thread draws AHEAD samples ahead of the learner.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -23,17 +24,16 @@ from jax.sharding import PartitionSpec as P
 
 from podrace import tables
 from podrace.replay.host_checkpoint import checksum, write_snapshot
+from podrace.replay.host_labels import HostLabels, LabelRequest, Learned
+from podrace.replay.host_tables import HostTables, make_tables
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.requests import POLL, Requests
-from podrace.replay.streams import Streams
 from podrace.replay.windows import Windows
 from podrace.system.files.reading import open_regular, read_npz
 from podrace.topology import AXIS, data_size, everyones, own_rows, share
 from podrace.types import Array, Trajectory
 
 AHEAD = 2  # samples drawn before the priorities of the current sample are known
-CACHE_BYTES = 2**26  # of the cache of unpacked chunks
-TABLE = 'windows'
 
 
 # --- the learner's table
@@ -67,11 +67,6 @@ def weighted(samples: tables.Samples, w: Windows, steps: int) -> Columns:
   return {**samples.data, 'weight': weight}
 
 
-def selector(w: Windows) -> tables.selectors.Selector:
-  """Return the table's sampler: prioritized, or uniform without priorities."""
-  return tables.prioritized(w.exponent) if w.has_priorities else tables.uniform()
-
-
 class HostReplay:
   """One learner's replay: the table, and the thread that writes to it and samples from it.
 
@@ -85,6 +80,7 @@ class HostReplay:
     layout: columns of the trajectories.
     mesh: the learner's mesh. A batch is split over its devices.
     seed: seed of sampling.
+    labels: computes the targets of the agent, if a stage does. Samples are then labelled windows.
 
   Owner:
     The creator, which calls `start` and `close`.
@@ -97,33 +93,34 @@ class HostReplay:
     ReplayFailed: from each method, after the thread has failed.
   """
 
-  def __init__(self, layout: Layout, mesh: Mesh, seed: int) -> None:
+  def __init__(
+    self, layout: Layout, mesh: Mesh, seed: int, labels: HostLabels | None = None
+  ) -> None:
     w = layout.windows
     if w.buffer.batch_size % data_size(mesh):
       raise ValueError(
         f'batch_size {w.buffer.batch_size} does not divide over {data_size(mesh)} learner devices'
       )
-    self._windows, self._seed, self._layout = w, seed, layout
+    self._windows, self._seed, self._layout, self.labels = w, seed, layout, labels
     self._batch_size = share(w.buffer.batch_size)
     self._sharding = NamedSharding(mesh, P(AXIS))
     self._begun: int | None = None  # index of the update in which learning began
+    self._at = 0  # index of the current update
     self._steps = 0  # environment steps up to the end of the current update
     self._requests = Requests('replay')
     self._drawn: queue.SimpleQueue[Draw] = queue.SimpleQueue()
-    self.table, self.streams = self._make_table()
+    self._use(make_tables(layout, seed, labels))
 
-  def _make_table(self) -> tuple[tables.Table, Streams]:
-    w, store = self._windows, tables.ChunkStore(CACHE_BYTES)
-    table = tables.Table(
-      TABLE,
-      store,
-      sampler=selector(w),
-      remover=tables.fifo(),
-      rate_limiter=tables.min_size(1),  # `times` sets the rate of sampling
-      max_size=-(-share(w.buffer.capacity) // w.period),
-      seed=(self._seed, jax.process_index()),
-    )
-    return table, Streams(self._layout, table, lambda history: tables.Writer(store, history))
+  def _use(self, made: HostTables) -> None:
+    self.sources, self.streams, self.store = made.sources, made.streams, made.store
+    self.table = next(iter(made.sources.values()))  # of environments that act, if there are any
+    if self.labels:
+      self.labels.train = made.train
+
+  @property
+  def steps_per_update(self) -> int:
+    """Environment steps of an update."""
+    return self._windows.num_envs * self._windows.unroll_length
 
   def start(self) -> None:
     """Start the thread, which then serves the requests."""
@@ -151,28 +148,40 @@ class HostReplay:
     a window. Call this after all unrolls of the update have been added.
     """
     w = self._windows
-    self._steps = (update + 1) * w.num_envs * w.unroll_length
+    self._at, self._steps = update, (update + 1) * self.steps_per_update
     if self._begun is None:
       if self._steps < w.buffer.min_size:
         return 0
       self.wait()
-      if not everyones([len(self.table)]).all():
+      if not everyones([len(table) for table in self.sources.values()]).all():
         return 0
       self._begun = update
-    return int(w.schedule.due(update - self._begun))
+    return self.due(update)
 
-  def samples(self, count: int) -> Iterator[Draw]:
+  def due(self, update: int) -> int:
+    """Return the result of `times` for an update, as far as is known now."""
+    return 0 if self._begun is None else int(self._windows.schedule.due(update - self._begun))
+
+  def samples(self, count: int, prepare: Callable[[int], None] | None = None) -> Iterator[Draw]:
     """Yield `count` samples of the current update, of which AHEAD may already be drawn.
 
-    Call `update` with the priorities of each sample before the next sample is taken.
+    Call `update` with the priorities of each sample before the next sample is taken. With
+    `prepare`, no sample is drawn ahead, and `prepare(i)` is called before the i-th is drawn.
     """
-    draw = functools.partial(self._draw, self._steps)
+    draw = functools.partial(self._draw, self._at, self._steps)
     requested = 0
     for i in range(count):
-      while requested < min(count, i + AHEAD):
+      while requested < min(count, i + (1 if prepare else AHEAD)):
+        if prepare:
+          prepare(requested)
         self._requests.add(draw)
         requested += 1
       yield self._next()
+
+  def label(self, request: LabelRequest) -> None:
+    """Request a batch of labels."""
+    assert self.labels is not None
+    self._requests.add(functools.partial(self.labels.label, self.sources, request))
 
   def update(self, key: np.ndarray, priority: Array) -> None:
     """Request that new priorities of a batch are set.
@@ -187,18 +196,20 @@ class HostReplay:
   def metrics(self) -> dict[str, float]:
     """Return the counts of windows, inserts and samples of all processes, which all call this."""
     self.wait()
-    counts = self.table.contents.counts
-    numbers = {
-      'replay_windows': len(self.table),
-      'replay_inserts': counts.inserts,
-      'replay_samples': counts.samples,
+    counts = [table.contents.counts for table in self.sources.values()]
+    numbers: dict[str, float] = {
+      'replay_windows': sum(map(len, self.sources.values())),
+      'replay_inserts': sum(c.inserts for c in counts),
+      'replay_samples': sum(c.samples for c in counts),
     }
     sums = everyones(list(numbers.values())).sum(0).astype(int).tolist()
-    return dict(zip(numbers, sums, strict=True))
+    numbers = dict(zip(numbers, sums, strict=True))
+    return numbers | self.labels.metrics() if self.labels else numbers
 
   def close(self) -> None:
     """End the thread, and wait for it a few seconds at most."""
-    self.table.close()
+    for table in self.store.tables.values():
+      table.close()
     self._requests.close()
 
   def _next(self) -> Draw:
@@ -218,10 +229,13 @@ class HostReplay:
 
   # --- for the replay thread
 
-  def _draw(self, steps: int) -> None:
-    samples = self.table.sample(self._batch_size)
-    rows = weighted(samples, self._windows, steps)
-    self._drawn.put(Draw(samples.key, jax.make_array_from_process_local_data(self._sharding, rows)))
+  def _draw(self, update: int, steps: int) -> None:
+    if self.labels:
+      key, rows = self.labels.draw(update)
+    else:
+      samples = self.table.sample(self._batch_size)
+      key, rows = samples.key, weighted(samples, self._windows, steps)
+    self._drawn.put(Draw(key, jax.make_array_from_process_local_data(self._sharding, rows)))
 
   def _update(self, key: np.ndarray, priority: np.ndarray) -> None:
     if np.isfinite(priority).all():  # otherwise the loss is not finite either, and the run ends
@@ -244,9 +258,11 @@ class HostReplay:
       `record` for `restore`. It raises tables.CheckpointError or OSError if writing fails.
     """
     self.wait()
-    taken = tables.snapshot(self.table.store)
+    taken = tables.snapshot(self.store)
     history = self.streams.snapshot() if streams else dict
-    record = dict(begun=self._begun, highest=self.streams.highest)
+    record: dict[str, Any] = dict(begun=self._begun, highest=self.streams.highest)
+    if self.labels:
+      record['labels'] = dataclasses.asdict(self.labels.learned)
 
     def write() -> dict[str, Any]:
       write_snapshot(path, taken, history())
@@ -269,12 +285,15 @@ class HostReplay:
       raise tables.CheckpointError(f'{path} is not there')
     if (sha256 := checksum(path)) != record['sha256']:
       raise tables.CheckpointError(f'{path}: its checksum is {sha256}, expected {record["sha256"]}')
-    table, streams = self._make_table()
-    tables.restore(table.store, path / 'tables')
+    made = make_tables(self._layout, self._seed, self.labels)
+    tables.restore(made.store, path / 'tables')
     try:
       with open_regular(path / 'streams.npz') as file:
-        streams.restore(read_npz(file))
+        made.streams.restore(read_npz(file))
     except (ValueError, TypeError) as e:
       raise tables.CheckpointError(f'{path} is damaged: {e}') from e
-    streams.highest = record['highest']
-    self.table, self.streams, self._begun = table, streams, record['begun']
+    made.streams.highest = record['highest']
+    self._begun = record['begun']
+    self._use(made)
+    if self.labels:
+      self.labels.learned = Learned(**record['labels'])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from podrace.envs.logs.share import is_logged
 from podrace.replay.layout import Columns, Layout, Rows
 from podrace.types import FIRST, Trajectory
 
@@ -15,8 +16,8 @@ from podrace.types import FIRST, Trajectory
 class Stream:
   """The experience of one environment without gaps."""
 
-  def __init__(self, writer: Any) -> None:
-    self.writer = writer
+  def __init__(self, writer: Any, table: Any) -> None:
+    self.writer, self.table = writer, table
     self.serial = -2  # number of the newest unroll; the next unroll continues it
     self.timesteps = 0
 
@@ -24,7 +25,7 @@ class Stream:
 class NewWindow(NamedTuple):
   """A window that becomes an item."""
 
-  writer: Any
+  stream: Stream
   slices: Columns
   sampled: bool  # False: its priority is 0
 
@@ -36,13 +37,16 @@ class Streams:
     layout: columns of the trajectories.
     table: the table for the items, from `podrace.tables`, or a client of a remote table.
     make_writer: makes a writer for `table`. Its argument is the number of history rows to keep.
+    offline: the table for the items of environments that replay a log. None: it is `table`.
   """
 
-  def __init__(self, layout: Layout, table: Any, make_writer: Callable[[int], Any]) -> None:
+  def __init__(
+    self, layout: Layout, table: Any, make_writer: Callable[[int], Any], offline: Any = None
+  ) -> None:
     w = layout.windows
     self.highest = 1.0  # highest priority so far; new windows get it if acting computes none
     self._by_env: dict[int, Stream] = {}
-    self._layout, self._windows, self._table = layout, w, table
+    self._layout, self._windows, self._table, self._offline = layout, w, table, offline
     history = w.length + w.unroll_length + w.lookback + 1
     self._make_writer = lambda: make_writer(history)
     self._rows = jax.jit(layout.rows)
@@ -54,7 +58,9 @@ class Streams:
   def stream(self, env: int) -> Stream:
     """Return the stream of an environment, which is made if there is none."""
     if env not in self._by_env:
-      self._by_env[env] = Stream(self._make_writer())
+      is_offline = self._offline is not None and is_logged(env, self._windows.logged)
+      table = self._offline if is_offline else self._table
+      self._by_env[env] = Stream(self._make_writer(), table)
     return self._by_env[env]
 
   def snapshot(self) -> Callable[[], dict[str, np.ndarray]]:
@@ -101,7 +107,7 @@ class Streams:
       stream = self.stream(env)
       starts = self._extend(stream, rows, b, int(serial[b]))
       for back, sampled in zip(starts, self._sampled(stream, starts), strict=True):
-        windows.append(NewWindow(stream.writer, self._slices(stream, rows, back), sampled))
+        windows.append(NewWindow(stream, self._slices(stream, rows, back), sampled))
     self._create(windows)
 
   def _extend(self, stream: Stream, rows: Rows, b: int, serial: int) -> range:
@@ -165,14 +171,15 @@ class Streams:
 
   def _create(self, windows: Sequence[NewWindow]) -> None:
     for window, priority in zip(windows, self._priorities(windows), strict=True):
-      window.writer.create_item(self._table, priority if window.sampled else 0.0, window.slices)
+      stream = window.stream
+      stream.writer.create_item(stream.table, priority if window.sampled else 0.0, window.slices)
 
   def _priorities(self, windows: Sequence[NewWindow]) -> Any:
     """Compute the priorities of new windows. The default is the highest priority so far."""
     if not windows or self._priority is None:
       return [self.highest] * len(windows)
     small = [
-      w.writer.read(
+      w.stream.writer.read(
         {k: s for k, s in w.slices.items() if not k.startswith(('observation', 'stacks'))}
       )
       for w in windows

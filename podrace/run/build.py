@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from podrace import envs
+from podrace import envs, hooks
 from podrace.architectures.agreement import AllReduce, Gossip
 from podrace.architectures.anakin import Anakin, AnakinDriver
 from podrace.architectures.protocol import Architecture
@@ -24,6 +24,7 @@ from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
 from podrace.replay import Buffer, windows
+from podrace.replay.host_labels import HostLabels
 from podrace.replay.layout import Layout
 from podrace.run.check_agent import check_run
 from podrace.settings.agents import bind_run
@@ -234,10 +235,18 @@ def sebulba(
   if host_replay:
     layout = Layout(replay.windows, example)
     learning = LearningProgram(agent, mesh, layout, example, keeps_previous=previous)
-    source = HostReplaySource(actors, layout, mesh, program.seed)
+    labels = _host_labels(agent, layout, topology) if hooks.labels_elsewhere(agent) else None
+    source = HostReplaySource(actors, layout, mesh, program.seed, labels)
     return SebulbaDriver(learning, source, source.publish)
   learning = LearningProgram(agent, mesh, replay, example, program.local_groups, previous)
   return SebulbaDriver(learning, actors, actors.publish)
+
+
+def _host_labels(agent: Any, layout: Layout, topology: Topology) -> HostLabels:
+  """Return the stage of a process, on a device that neither acts nor learns if there is one."""
+  used = {*topology.actors, *topology.destinations}
+  spare = [device for device in jax.local_devices() if device not in used]
+  return HostLabels(agent, layout, (spare or topology.destinations)[0])
 
 
 def build_learner(resolved: Resolved) -> LearningProgram:

@@ -45,8 +45,12 @@ def check(config: Config) -> None:
     raise UsageError('--eval-every needs --env or --eval-env: a log has no environment to act in')
   if share is not None and p == q:
     raise UsageError('--agent.buffer.online-share needs --log-share below 1: no environment acts')
-  if share is not None and config.replay != 'device':
-    raise UsageError(f'--agent.buffer.online-share is for --replay device, not {config.replay}')
+  elsewhere = hooks.labels_elsewhere(config.agent)  # then the log has a table of its own
+  if share is not None and config.replay != 'device' and not elsewhere:
+    raise UsageError(
+      f'--agent.buffer.online-share is for --replay device and for --agent.labels stage, not for '
+      f'--replay {config.replay}'
+    )
   if config.envs == 'remote':
     raise UsageError(
       '--envs remote: environments that replay a log are local; leave out one of them'

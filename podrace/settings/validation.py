@@ -112,6 +112,7 @@ def check_basics(config: Basics) -> None:
 
 def _check_common(config: Config) -> None:
   log_settings.check(config)
+  _check_labels(config)
   check_at_least(config, 1, 'seeds', 'eval_episodes')
   check_at_least(config, 0, 'eval_every')
   has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
@@ -125,6 +126,29 @@ def _check_common(config: Config) -> None:
   check_at_least(config, 1, 'model_devices')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
+
+
+def _check_labels(config: Config) -> None:
+  """Raise UsageError if a stage has to compute the targets, and there is no place for it."""
+  if not hooks.labels_elsewhere(config.agent):
+    return
+  if config.architecture == 'anakin':
+    raise UsageError(
+      '--agent.labels stage is for --architecture sebulba with --replay host or service; this run '
+      'is anakin, where the learner computes them: leave it out'
+    )
+  if config.replay == 'device':
+    raise UsageError(
+      '--agent.labels stage needs --replay host, or service with `podrace label`, not device'
+    )
+  buffer = getattr(hooks.innermost(config.agent), 'buffer', None)
+  if exponent := getattr(buffer, 'priority_exponent', 0.0):
+    raise UsageError(
+      f'--agent.buffer.priority-exponent {exponent}: with --agent.labels stage windows are drawn '
+      'uniformly; leave it out'
+    )
+  if config.model_devices > 1:
+    raise UsageError(f'--model-devices {config.model_devices}: not with --agent.labels stage')
 
 
 def _check_agreement(config: Config) -> None:

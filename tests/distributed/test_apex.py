@@ -781,7 +781,7 @@ def test_acting_processes_hear_of_older_units() -> None:
   older = with_unrecorded(new, {'agent': {'network': {}}})
   (line,) = run_identity.describe_differences(*map(run_identity.record, (older, new)))
   assert re.match('--agent.network.scaling: .* plain.* space', line)
-  command = run_identity.act_command(older, run_identity.Addresses(('unix:r',), 'unix:p'))
+  command = run_identity.worker_command('act', older, run_identity.Addresses(('unix:r',), 'unix:p'))
   assert '--agent.network.scaling plain' in command
 
 
@@ -809,7 +809,7 @@ class OwnImpala(Impala):
 )  # fmt: skip
 def test_the_command_that_starts_acting_does(config: Config) -> None:
   addresses = run_identity.Addresses(('unix:/a', 'unix:/b'), 'unix:/c', insecure=True)
-  podrace, command, *args = shlex.split(run_identity.act_command(config, addresses))
+  podrace, command, *args = shlex.split(run_identity.worker_command('act', config, addresses))
   assert (podrace, command) == ('podrace', 'act')
   preset = configure.take_preset(args)
   options = Options(args, act.COMMAND)
@@ -821,7 +821,7 @@ def test_the_command_that_starts_acting_does(config: Config) -> None:
 
 def test_a_preset_as_it_is_needs_no_options() -> None:
   addresses = run_identity.Addresses(('unix:/a',), 'unix:/c', keys=Path('here'))
-  assert run_identity.act_command(PRESETS['apex-pong'](), addresses) == (
+  assert run_identity.worker_command('act', PRESETS['apex-pong'](), addresses) == (
     'podrace act apex-pong --connect-replay unix:/a --params unix:/c --keys DIR'
   )
 

@@ -27,7 +27,7 @@ from podrace.agents.muzero import MuZero
 from podrace.agents.search import MuZeroParams
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import acting as acting_process
-from podrace.distributed import learner_client, parameters, reanalyse, replay, run_identity
+from podrace.distributed import learner_client, parameters, reanalyse, replay, run_identity, stage
 from podrace.distributed.net import link
 from podrace.distributed.replay.server import ReplayServer
 from podrace.distributed.run_identity import to_leaves
@@ -36,6 +36,7 @@ from podrace.hooks import memory
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.replay import Buffer
 from podrace.replay.layout import Layout
+from podrace.replay.refresh import Refresh
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
 from podrace.types import Trajectory
@@ -144,7 +145,7 @@ def test_what_is_written_are_the_columns_that_an_agent_changes() -> None:
   layout = Layout(windows, example_trajectory(agent, spec, config.num_envs, config.unroll_length))
   data = {k: x for k, x in layout.batch().items() if k != 'weight'}
   params = jax.eval_shape(lambda key: agent.init(key).params, jax.random.key(0))
-  found = jax.eval_shape(reanalyse.Refresh(agent, layout), params, data, jax.random.key(0))
+  found = jax.eval_shape(Refresh(agent, layout), params, data, jax.random.key(0))
   names = ('weights', 'value', 'steps', 'reanalysed')
   assert found.keys() == {f'extras/plan/{name}' for name in names}
   for name, x in found.items():
@@ -165,7 +166,7 @@ def test_each_window_gets_its_own_targets() -> None:
     writer.close(timeout=30)
     wanted = np.arange(12, dtype=np.float32).reshape(4, 3)
     targets = reanalyse.Targets(client, table, 3)
-    targets.write(np.array(keys), {'y': jnp.asarray(wanted)})
+    targets.write(stage.Batch(np.array(keys), {}), {'y': jnp.asarray(wanted)}, 0)
     until(lambda: contents(server.tables['it'])[keys[3]]['y'].any())
     found = contents(server.tables['it'])
     for i, key in enumerate(keys):
@@ -210,7 +211,7 @@ class Learner:
 
   def reanalyse(self, **options: Any) -> None:
     self.start(
-      reanalyse.Reanalysing(resolve(self.config), reanalyse.Options(self.addresses, **options))
+      stage.Stage(reanalyse.DUTY, resolve(self.config), stage.Options(self.addresses, **options))
     )
 
   def end(self, version: int, count: int) -> None:
@@ -318,7 +319,7 @@ def test_it_is_of_the_learners_run(tmp_path: Path) -> None:
     learner.threads[0].join(120)
     assert all(name in str(learner.ended) for name in ("'two-2'", "'one-1'"))
     config = dataclasses.replace(learner.config, num_envs=16)
-    other = reanalyse.Reanalysing(resolve(config), reanalyse.Options(learner.addresses))
+    other = stage.Stage(reanalyse.DUTY, resolve(config), stage.Options(learner.addresses))
     with pytest.raises(ValueError, match=r'--num-envs: .* 8.* 16'):
       other.run()
 
@@ -397,7 +398,7 @@ def test_reanalysing_processes_come_and_go(places: Places) -> None:
 @pytest.fixture(autouse=True)
 def goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
   """This process does not give way, which would be for good."""
-  monkeypatch.setattr(reanalyse, 'give_way', lambda: None)
+  monkeypatch.setattr(stage, 'give_way', lambda: None)
 
 
 # --- bad input --------------------------------------------------------------------------------------

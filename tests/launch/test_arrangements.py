@@ -55,6 +55,25 @@ def test_every_process_has_keys_on_several_machines() -> None:
       assert node.command[at + 1] == '{keys}', node
 
 
+def test_qtopt(tmp_path: Path) -> None:
+  """Every process learns from labels, and those with windows have the log."""
+  arguments = ('--log', 'grasps', '--log-share', '1/2', '--total-steps', '9')
+  request = asked('qtopt-grasp', *arguments, actors=1, labellers=2)
+  found = commands(ARRANGEMENTS['qtopt'](request), tmp_path)
+  log, labels = '--log grasps --log-share 1/2', '--agent.labels stage'
+  at = '--connect-replay unix:S/replay-0 --params unix:S/learner-0'
+  assert found == {
+    'replay': 'podrace replay --listen unix:S/replay-0 --announce S/announced/replay-0 --dir '
+    f'{tmp_path}/replay-0 --checkpoint-every 60',
+    'learner': f'podrace train qtopt-grasp {log} --total-steps 9 {labels} --replay service --lag '
+    'async --connect-replay unix:S/replay-0 --listen unix:S/learner-0 --announce '
+    'S/announced/learner-0 --run-dir runs/one',
+    'act': f'podrace act qtopt-grasp {log} {labels} {at} --local-envs 32',
+    'label-0': f'podrace label qtopt-grasp {log} {labels} {at}',
+    'label-1': f'podrace label qtopt-grasp {log} {labels} {at}',
+  }
+
+
 def test_acting_processes_get_the_options_they_need(tmp_path: Path) -> None:
   arguments = (
     '--agent.learning-rate', '1e-3', '--total-steps', '9', '--num_envs=8', '--agent', 'impala',

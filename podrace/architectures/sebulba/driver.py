@@ -64,7 +64,7 @@ class SebulbaDriver:
         break
       if batch.data is not None:
         state, priority = self.learning.learn(state, batch)
-        self.source.learned(batch, priority)
+        self.source.learned(batch, priority, state.train.params)
         learned = True
       if batch.last:
         self._update, made = self._update + 1, made + 1

@@ -133,12 +133,13 @@ class LearningProgram:
     self, params: Any, rest: Any, memory: Any, log: Log, key: Array, update: Array, i: Array, x: Any
   ) -> Any:
     """Learn from the data `x` of a batch, the i-th of an update; see `jitted`."""
-    train, (_, key) = TrainState(params, rest), jax.random.split(jax.random.fold_in(key, update))
+    train = TrainState(params, rest)
     if isinstance(self.replay, Layout):
-      _, learn_key = jax.random.split(jax.random.fold_in(key, i))  # as `learner`'s i-th
+      learn_key = sample_key(key, update, i)
       learn = sample_learner(self.agent, self.mesh, self.replay.sample)
       train, priority, metrics = learn(train, x, learn_key)
       return train, memory, add_to_log(log, metrics, jnp.int32(1), update), update, priority
+    _, key = jax.random.split(jax.random.fold_in(key, update))
     join = topology_.on_each(
       lambda *trajectories: _concatenate(trajectories),
       self.mesh,
@@ -223,6 +224,16 @@ class LearningProgram:
   def health(self, state: State) -> tuple[Any, Any]:
     """Return the first update with non-finite loss, else -1; and if all parameters are finite."""
     return jax.device_get(self._health(state.train.params, state.log.broken))
+
+
+def sample_key(key: Array, update: Any, i: Any) -> Array:
+  """Return the key with which an agent learns from the i-th sample of an update, as `learner` does.
+
+  `key` is the key of the run.
+  """
+  _, key = jax.random.split(jax.random.fold_in(key, update))
+  _, learn_key = jax.random.split(jax.random.fold_in(key, i))
+  return learn_key
 
 
 def _concatenate(trajectories: Any) -> Trajectory:

@@ -15,6 +15,7 @@ from podrace import tables
 from podrace.architectures.protocol import Part, SavedReplay, WriteExtra
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
+from podrace.architectures.sebulba.labels import LabelOrder
 from podrace.architectures.sebulba.learning import Batch, State
 from podrace.architectures.sebulba.pipe import Snapshot, Unroll
 from podrace.architectures.sebulba.saved_actors import ActorState, SavedActors, part_of
@@ -22,6 +23,7 @@ from podrace.architectures.sebulba.statistics import Statistics
 from podrace.envs.host.episodes import Totals
 from podrace.errors import CheckpointError, ReplayFailed, UsageError
 from podrace.replay.host import HostReplay
+from podrace.replay.host_labels import HostLabels
 from podrace.replay.layout import Layout
 from podrace.system.files import make_folder, sync, write_json
 from podrace.system.files.reading import read_json
@@ -68,8 +70,8 @@ class Source(Protocol):
     """
     ...
 
-  def learned(self, batch: Batch, priority: Any) -> None:
-    """Take new priorities after a batch was used. They may still be being computed."""
+  def learned(self, batch: Batch, priority: Any, params: Any) -> None:
+    """Take new priorities and parameters after a batch was used, which may be being computed."""
     ...
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
@@ -174,7 +176,7 @@ class ActorSource:
 
     return tuple(map_batch(one, *u.parts) for u in unrolls)
 
-  def learned(self, batch: Batch, priority: Any) -> None:
+  def learned(self, batch: Batch, priority: Any, params: Any) -> None:
     """Do nothing: trajectories have no priorities."""
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
@@ -208,20 +210,38 @@ class HostReplaySource:
   """A `Source` of samples from replay on the host, which holds the unrolls of actor threads.
 
   It is also the `SavedReplay` of this replay, of which each process saves its own part.
+
+  Args:
+    actors: the actor threads.
+    layout: columns of the trajectories.
+    mesh: the learner's mesh.
+    seed: seed of sampling.
+    labels: computes the targets of the agent, if a stage does.
   """
 
-  def __init__(self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int) -> None:
+  def __init__(
+    self, actors: ActorSource, layout: Layout, mesh: Mesh, seed: int,
+    labels: HostLabels | None = None,
+  ) -> None:  # fmt: skip
     self._actors, self.snapshots = actors, actors.snapshots
-    self.replay = HostReplay(layout, mesh, seed)
-    self.parts, self.open, self.publish = actors.parts, actors.open, actors.publish
-    self.finish = actors.finish
+    self.replay = HostReplay(layout, mesh, seed, labels)
+    self._labels = LabelOrder(self.replay, actors.acting.lag == '0') if labels else None
+    self.parts, self.open, self.finish = actors.parts, actors.open, actors.finish
     self.saved_replay = self
     self._batches: Iterator[Batch] = iter(())  # of the update under way
 
   def start(self, state: State, key: Array) -> None:
     """Start replay and the actor threads."""
     self.replay.start()
+    if self._labels:
+      self._labels.start(state)
     self._actors.start(state, key)
+
+  def publish(self, update: int, params: Any) -> None:
+    """Give the actors, and the stage, the parameters after `update` updates."""
+    if self._labels:
+      self._labels.publish(update, params)
+    self._actors.publish(update, params)
 
   def take(self, update: int, cancelled: Cancelled) -> Batch | None:
     """Add the next unrolls to replay, and return one sample of the update after the other."""
@@ -233,19 +253,23 @@ class HostReplaySource:
         return None
       for unroll in unrolls:
         self.replay.add(unroll.parts, unroll.serial)
-      self._batches = self._draw(self.replay.times(update), snapshots_of(unrolls))
+      self._batches = self._draw(update, self.replay.times(update), snapshots_of(unrolls))
       batch = next(self._batches)
     return batch
 
-  def _draw(self, count: int, ends: tuple[Snapshot, ...]) -> Iterator[Batch]:
+  def _draw(self, update: int, count: int, ends: tuple[Snapshot, ...]) -> Iterator[Batch]:
+    labels = self._labels
     if not count:
       yield Batch(None, snapshots=ends)
-    for i, draw in enumerate(self.replay.samples(count)):
+    draws = labels.samples(update, count) if labels else self.replay.samples(count)
+    for i, draw in enumerate(draws):
       yield Batch(draw.data, draw.key, i, i == count - 1, ends)
 
-  def learned(self, batch: Batch, priority: Any) -> None:
+  def learned(self, batch: Batch, priority: Any, params: Any) -> None:
     """Update the priorities of a batch."""
     self.replay.update(batch.key, priority)
+    if self._labels:
+      self._labels.learned(params)
 
   def read(self) -> tuple[Totals, dict[str, Any]]:
     """Return the episodes that ended since the last reading, and metrics."""

@@ -153,6 +153,8 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
     f'version {report["version"]}, {report["parameter_bytes"]:,} bytes; '
     f'{steps:,} steps, {_rate("steps", steps, before, seconds)} steps/s'
   )
+  if missing := report['program'].get('missing'):
+    head += f'; waits for: {_plain(", ".join(missing))}'
   return Group(head, clients, *replay)
 
 

@@ -25,6 +25,7 @@ Measures = dict[str, float]
 LOGGED: dict[str, Callable[[list[float]], float]] = {
   'steps_per_s': sum,
   'windows_per_s': sum,
+  'labels_per_s': sum,
   'searches_per_s': sum,
   'env_restarts': sum,
   'dropped_steps': sum,

@@ -37,7 +37,10 @@ def read(report: Any) -> dict[str, Any]:
     _check('report', report, dict(parameter_bytes=int, program=dict))
     if type(report['version']) is not int:
       raise WireError(f'a version {short(report["version"])} in a report, expected int')
-    _check('program', {'steps': 0, 'replay': [], **report['program']}, dict(steps=int, replay=list))
+    optional = {'steps': 0, 'replay': [], 'missing': []}
+    _check('program', optional | report['program'], dict(steps=int, replay=list, missing=list))
+    for role in report['program'].get('missing', []):
+      check_fields('missing', [role], (str,))
     for shard in report['program'].get('replay', []):
       _check_shard(shard)
   else:

@@ -9,6 +9,7 @@ net.require()
 
 from podrace.distributed.parameters.parameter_messages import (  # noqa: E402  # after the check
   ACTING,
+  LABELLING,
   REANALYSING,
   Published,
 )
@@ -18,6 +19,7 @@ from podrace.errors import StaleParameters  # noqa: E402
 
 __all__ = [
   'ACTING',
+  'LABELLING',
   'REANALYSING',
   'Parameters',
   'Published',

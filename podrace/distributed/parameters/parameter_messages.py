@@ -10,7 +10,7 @@ import numpy as np
 from podrace.distributed.net.frame import packed
 
 SERVICE = 'podrace parameters'
-ACTING, REANALYSING = 'act', 'reanalyse'  # roles of readers
+ACTING, REANALYSING, LABELLING = 'act', 'reanalyse', 'label'  # roles of readers
 MOST_ENVIRONMENTS = 2**31  # of a run, because their numbers have 32 bits
 
 NEWEST = packed(

@@ -53,7 +53,7 @@ class Parameters(link.LinkHandler):
     keys: a directory with this client's keys, needed beyond this machine.
     insecure: no keys, beyond this machine.
     max_staleness: seconds; `get` waits while the staleness is above. None for no bound.
-    role: ACTING or REANALYSING; the publisher counts readers by role.
+    role: ACTING, REANALYSING or LABELLING; the publisher counts readers by role.
     environments: in which this process acts. It waits for its session until as many are free.
     first: preferred number of the first environment.
     measure: returns this process's metrics. Called by a thread.

@@ -34,7 +34,7 @@ RESOURCES = (
   'infra', 'accelerators', 'cpus', 'memory', 'instance_type', 'use_spot', 'disk_size', 'disk_tier',
   'network_tier',
 )  # fmt: skip
-CLIENTS = ('envs', 'act', 'reanalyse')  # commands of podrace that wait for a learner
+CLIENTS = ('envs', 'act', 'reanalyse', 'label')  # commands of podrace that wait for a learner
 GIVE_UP = 300  # seconds: clients end by themselves after the end of the first machine
 HEAD = '"$head"'
 RUN = """\

@@ -1,0 +1,167 @@
+"""Labelling processes: they fill the table that the learner learns from; they come, go, and end."""
+# ruff: noqa: F401, F811 (fixtures of processes)
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from children import until
+from label_agent import go_first
+from label_run import AGENT, SIZE, Run, check_labels, check_numbers
+from processes import Podrace, as_users_have_it, cache
+from test_apex import Places, places
+
+from podrace import cli, errors, tables
+from podrace.architectures.sebulba import example_trajectory
+from podrace.distributed import acting as acting_process
+from podrace.distributed import label, parameters, replay, run_identity, stage
+from podrace.distributed.net import link
+from podrace.distributed.net.dashboard import Asker
+from podrace.distributed.replay.server import ReplayServer
+from podrace.distributed.run_identity import to_leaves
+from podrace.distributed.run_tables import train_table
+from podrace.replay.layout import Layout
+from podrace.settings.config import Config
+from podrace.settings.resolved import resolve
+
+
+@pytest.fixture(autouse=True)
+def goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+  """This process does not give way, which would be for good."""
+  monkeypatch.setattr(stage, 'give_way', lambda: None)
+
+
+def test_the_learner_gets_each_label_once(
+  tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """Windows as acted, labelled by the parameters of the version that they name."""
+  monkeypatch.setattr(link, 'METRICS_SECONDS', 0.1)
+  caplog.set_level(logging.INFO)
+  run = Run(tmp_path)
+  address = run.addresses.replay[0]
+  with run.publisher, ReplayServer(address) as server, replay.connect(address) as client:
+    run.publish(3)
+    run.act()
+    run.label()
+    table = run.train_table(client)
+    samples = [table.sample(SIZE, timeout=120) for _ in range(4)]
+    until(lambda: server.tables['train'].info().waiting_inserts)  # the queue is full
+    assert len(server.tables['train']) == 2 * SIZE
+    run.publish(9)
+    while (newest := table.sample(SIZE, timeout=120)).data['version'][0] < 9:
+      samples.append(newest)
+    samples.append(newest)
+    windows = server.tables['windows'].contents.counts
+    train = server.tables['train'].contents.counts
+    assert train.samples == SIZE * len(samples)
+    # Draws in advance: two batches read, one computed, one written, and those of the queue.
+    assert train.inserts <= windows.samples <= train.inserts + 6 * SIZE
+    until(lambda: run.publisher.clients('label')[0].get('labels_per_s', 0) > 0)
+    assert 'searches_per_s' not in run.publisher.clients('label')[0]
+    run.end(10, 2)
+  labels = [x.data for x in samples]
+  assert list(check_numbers(labels).values()) == [SIZE * len(samples)]
+  assert {3, 9} == {int(x) for data in labels for x in data['version']}
+  for data in (labels[0], labels[-1]):
+    check_labels(run, data)
+  assert any('labelled' in r.getMessage() and 'labels/s' in r.getMessage() for r in caplog.records)
+
+
+# --- processes --------------------------------------------------------------------------------------
+
+
+def start(places: Places, command: str, *args: str) -> Podrace:
+  """One of the run's processes."""
+  where = ['--params', places.parameters]
+  if command == 'train':
+    where = ['--listen', places.parameters, '--run-dir', str(places.run_dir)]
+    args = (*LEARNER, *args)
+  words = [command, *AGENT, '--connect-replay', places.replay, *where, *args]
+  log = places.folder / f'{len(places.started)}-{command}.txt'
+  places.started.append(Podrace(words, log, 1, places.cache, go_first))
+  return places.started[-1]
+
+
+LEARNER = (
+  '--architecture', 'sebulba', '--lag', 'async', '--replay', 'service', '--log-every', '64',
+)  # fmt: skip
+
+
+def test_the_learner_waits_for_labels_and_says_so(places: Places) -> None:
+  """Until a labelling process comes; three come and go, and one stays to the end."""
+  server, learner = places.serve(), start(places, 'train', '--total-steps', '6_400')
+  actor = start(places, 'act')
+  learner.says('no labelling process is connected; waiting for labels of `podrace label ')
+  asker = Asker(places.parameters, None, False)
+  with contextlib.closing(asker):
+    until(lambda: asker.ask()['program']['missing'] == ['label'])
+    labelling = [start(places, 'label', '--batch-size', '8')]
+    labelling[0].says('labelling 8 windows at a time')
+    until(lambda: asker.ask()['program']['missing'] == [])
+  places.step_from(64)
+  labelling += [start(places, 'label') for _ in range(2)]
+  labelling[2].says('labelling 16 windows at a time')
+  labelling[0].kill()
+  labelling[1].signal(signal.SIGTERM)
+  assert labelling[1].wait() == 143, labelling[1].output
+  assert [learner.wait(), actor.wait(), labelling[2].wait()] == [0, 0, 0], learner.output
+  told = places.told()[-1]
+  assert told['acting_processes'] == told['labelling_processes'] == 1
+  assert told['labels_repeated'] == 0 and told['labels_online'] == 1
+  updates = 6_400 // 32
+  assert told['labels_taken'] == pytest.approx(32 * 4 * updates, rel=0.1)
+  assert 0 <= told['labels_age_mean'] <= told['labels_age_max'] < updates
+  assert 0.9 < told['labels_per_example'] < 1.2 and told['labelling_labels_per_s'] >= 0
+  assert 'labels/s' in labelling[2].output
+  server.signal(signal.SIGTERM)
+  assert server.wait() == 143
+
+
+# --- bad input --------------------------------------------------------------------------------------
+
+ENDS = ['--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2']
+STAGE = ['qtopt-grasp', '--agent.labels', 'stage']
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['label', *STAGE], '--connect-replay'),
+    (['label', 'qtopt-grasp', *ENDS], '--agent.labels stage'),
+    (['label', 'dqn-cartpole', *ENDS], 'dqn'),
+    (['label', *STAGE, *ENDS, '--batch-size', '0'], '--batch-size'),
+    (['label', *STAGE, *ENDS, '--total-steps', '9'], '--total-steps'),
+    (['label', *STAGE, *ENDS, '--log-share', '1/2'], '--log'),
+    (['reanalyse', *STAGE, *ENDS], 'podrace label'),
+    (['train', *STAGE], 'anakin'),
+    (['train', *STAGE, '--architecture', 'sebulba'], '--replay host'),
+    (
+      ['train', *STAGE, '--architecture', 'sebulba', '--replay', 'host',
+       '--agent.buffer.priority-exponent', '1'],
+      '--agent.buffer.priority-exponent',
+    ),
+    (['launch', 'dqn-cartpole', '--as', 'qtopt', '--dry-run'], '--agent qtopt'),
+    (['launch', *STAGE[:2], 'learner', '--as', 'qtopt', '--dry-run'], '--agent.labels stage'),
+    (['launch', *STAGE, '--as', 'qtopt', '--labellers', '0', '--dry-run'], '--labellers'),
+  ],
+)  # fmt: skip
+def test_bad_usage_is_2(
+  args: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+  capfd: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+  monkeypatch.chdir(tmp_path)
+  with pytest.raises(SystemExit) as end:
+    cli.main(args)
+  said = capfd.readouterr().err
+  assert end.value.code == 2 and message in said and len(said.strip().splitlines()) == 1
+  assert not list(tmp_path.iterdir())
