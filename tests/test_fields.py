@@ -276,7 +276,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'pqn': {'network': {'num_atoms', 'v_min', 'v_max'}},
   'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
-  'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'bc': {'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
   'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
   'muesli': {},

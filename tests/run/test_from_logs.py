@@ -141,7 +141,7 @@ def test_evaluation_is_in_the_plain_environment(
     ([*BC, '--agent.buffer.online-share', '0.5'], 'online-share'),
     ([*BC, '--env', 'podrace:catch'], 'observation space'),
     ([*DQN, '--env', 'gymnax:CartPole-v1', '--log-share', '1/3'], 'multiple of 3'),
-    ([*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/4', '--num-envs', '8'], 'multiple of'),
+    ([*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/4', '--num-envs', '12'], 'multiple of'),
     ([*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/2', '--replay', 'host',
       '--agent.buffer.online-share', '0.5'], 'replay device'),
   ],
