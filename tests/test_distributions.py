@@ -385,3 +385,21 @@ def test_numbers_without_two_bounds_are_not_saturated() -> None:
   assert distributions.saturation(policy, jnp.asarray([[0.0, 0.0, 0.0]]))['saturation'] == 0
   for unbounded in (spaces.Box(-np.inf, np.inf, (2,)), spaces.Discrete(3)):
     assert distributions.saturation(distributions.for_space(unbounded), jnp.zeros((1, 2))) == {}
+
+
+@pytest.mark.parametrize('squash', [False, True])
+def test_raw_samples_of_actions_are_found_again(squash: bool) -> None:
+  """Also at the bounds, where a raw sample stays finite, and where a number has one value."""
+  space = spaces.Box(np.float32([[-2, 1, 0.5]]), np.float32([[3, 1, 0.75]]))
+  policy = distributions.for_space(space, squash)
+  action = jnp.asarray([[[-2, 1, 0.5]], [[3, 1, 0.75]], [[0.7, 1, 0.6]], [[2.9, 1, 0.51]]])
+  x = policy.from_action(action)
+  assert x.shape == (4, 3) and np.isfinite(x).all()
+  np.testing.assert_allclose(policy.to_action(x), action, rtol=1e-5)
+  gradient = jax.grad(lambda p: policy.log_prob(p, x).sum())(jnp.zeros((4, 6)))
+  assert np.isfinite(gradient).all()
+
+
+def test_choices_are_their_own_raw_samples() -> None:
+  for policy, action in ((Categorical(3), [2, 0]), (MultiCategorical((2, 3)), [[1, 2], [0, 1]])):
+    assert policy.from_action(jnp.array(action)).tolist() == action

@@ -265,7 +265,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   },  # one value, and no distribution
   'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
-  'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'bc': {'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
   'qtopt': {'network': {'core', 'core_size'}, 'buffer': RANKING | LOGGED},
   'muesli': {},

@@ -289,6 +289,8 @@ def test_an_accepted_edge_trains(base: str, name: str, value: Any) -> None:
   if range_of(agent, name) == COST and value == 0:
     assert any(groups.values())
   else:
+    if base == 'bc':  # it learns no values
+      del groups["[0]['value_head']"]
     assert all(groups.values()), groups
 
 

@@ -24,7 +24,7 @@ from podrace.replay import Buffer
 from podrace.replay.windows import Windows, replay_of
 from podrace.settings.agents import bind
 from podrace.topology import AXIS
-from podrace.types import MID, ActorOutput, Sample, TimeStep, Trajectory
+from podrace.types import FIRST, LAST, MID, ActorOutput, Sample, TimeStep, Trajectory
 
 B, T = 12, 4
 
@@ -184,6 +184,13 @@ def test_recorded_actions_are_taken(action: Any, share: tuple[int, int]) -> None
   )[0].action.dtype  # fmt: skip
 
 
+def learned(agent: Any, sample: Sample) -> Any:
+  """The result of one update on one device."""
+  train, key = agent.init(jax.random.key(0)), jax.random.key(1)
+  step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
+  return step(jax.tree.map(lambda x: x[None], train))
+
+
 def test_learning_sees_the_plain_observation() -> None:
   plain = bound(BC(ActorCritic(hidden=(4,)), Buffer(batch_size=4, min_size=1)))
   agent = Logged(plain, (1, 1))
@@ -194,14 +201,36 @@ def test_learning_sees_the_plain_observation() -> None:
   outputs = ActorOutput(timestep.observation[RECORDED][None])
   sample = Sample(Trajectory(both, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
   inner = both._replace(observation=both.observation[INNER])
-  train, key = plain.init(jax.random.key(0)), jax.random.key(1)
+  alone = sample._replace(trajectory=sample.trajectory._replace(timesteps=inner))
+  jax.tree.map(np.testing.assert_array_equal, learned(agent, sample), learned(plain, alone))
 
-  def learned(agent: Any, timesteps: Any) -> Any:
-    trajectory = sample.trajectory._replace(timesteps=timesteps)
-    step = jax.vmap(
-      lambda train: agent.learn(train, sample._replace(trajectory=trajectory), key),
-      axis_name=AXIS, axis_size=1,
-    )  # fmt: skip
-    return step(jax.tree.map(lambda x: x[None], train))
 
-  jax.tree.map(np.testing.assert_array_equal, learned(agent, both), learned(plain, inner))
+def test_cloning_maximises_the_likelihood_of_actions_within_episodes() -> None:
+  """The loss is the mean surprise, and the step from LAST to FIRST teaches nothing."""
+  agent = bound(BC(ActorCritic(hidden=(4,)), Buffer(batch_size=4, min_size=1)))
+  observation = jnp.linspace(-1, 1, 12).reshape(4, 3)
+  kinds = jnp.array([MID, LAST, FIRST, MID], jnp.int8)
+
+  def sample_of(actions: Any) -> Sample:
+    t = TimeStep(observation, jnp.zeros(4), jnp.ones(4), kinds)
+    window = jax.tree.map(lambda x: jnp.stack([x, x]), t)
+    outputs = ActorOutput(jnp.array([actions], jnp.int32))
+    return Sample(Trajectory(window, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
+
+  train, priority, metrics = learned(agent, sample_of([2, 0, 1, 0]))
+  params = agent.init(jax.random.key(0)).params
+  t = TimeStep(observation, jnp.zeros(4), jnp.ones(4), kinds)
+  log_p = jax.nn.log_softmax(agent.network.step(params, (), t)[0].policy)
+  surprise = -log_p[jnp.arange(4), jnp.array([2, 0, 1, 0])]
+  np.testing.assert_allclose(
+    metrics['loss'][0], surprise[jnp.array([0, 2, 3])].sum() / 4, rtol=1e-5
+  )
+  wrong = log_p.argmax(1) != jnp.array([2, 0, 1, 0])
+  np.testing.assert_allclose(metrics['action_error'][0], wrong[jnp.array([0, 2, 3])].sum() / 4)
+  assert priority[0, 1] == 0 and (priority[0, jnp.array([0, 2, 3])] > 0).all()
+  other, *_ = learned(agent, sample_of([2, 1, 1, 0]))
+  jax.tree.map(np.testing.assert_array_equal, train, other)
+  after = jax.tree.map(lambda x: x[0], train).params
+  new = jax.nn.log_softmax(agent.network.step(after, (), t)[0].policy)
+  better = (new - log_p)[jnp.arange(4), jnp.array([2, 0, 1, 0])]
+  assert better[jnp.array([0, 2, 3])].sum() > 0
