@@ -278,7 +278,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
   'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
   'bc': {'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
-  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'qtopt': {'network': {'core', 'core_size'}, 'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},

@@ -265,7 +265,7 @@ def changed(before: Any, after: Any) -> dict[str, bool]:
 
 def learned(train: Any) -> Any:
   """Networks that gradients change: without counters, statistics and optimisers."""
-  networks = getattr(train.params, 'network', train.params)
+  networks = getattr(train.params, 'network', getattr(train.params, 'theta1', train.params))
   return networks, getattr(train.rest, 'critic', ()), getattr(train.rest, 'network', ())
 
 
