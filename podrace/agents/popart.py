@@ -153,7 +153,7 @@ def check_combination(agent: _ValueAgent) -> None:
   if agent.normalize_rewards:
     raise ValueError(
       'normalize_values and normalize_rewards both adapt to the size of returns, and the units of '
-      'rewards would move under the values: switch normalize_rewards off'
+      'rewards would move under the values: give --agent.no-normalize-rewards'
     )
   if agent.self_tuning:
     raise ValueError(
