@@ -7,7 +7,7 @@ acting computed. Epochs of minibatches follow. All environments share one epsilo
 With a recurrent network, targets are made inside the loss, by the present parameters: each
 minibatch has whole unrolls of some environments, from the state that acting had before them. The
 authors also unroll a memory window of earlier steps first; here the unroll is the window, so
-`--unroll-length` is what memory is trained over.
+`--unroll-length` is the length that memory is trained over.
 
 Against the released code (mttga/purejaxql):
 
@@ -128,7 +128,7 @@ class PQN:
     return TrainState(params, PQNRest(opt_state, updates)), jnp.ones_like(sample.weight), metrics
 
   def batch(self, params: PQNParams, trajectory: Trajectory) -> PQNBatch:
-    """Return what the epochs learn from; feed-forward, with targets by the values of acting."""
+    """Return the data of the epochs; feed-forward, with targets by the values of acting."""
     timesteps: Any = trajectory.timesteps
     target: Any = ()
     mask = 1.0 - timesteps.last[:-1].astype(jnp.float32)
