@@ -24,6 +24,7 @@ STATED = {  # the greedy return that each preset is to reach
   'muzero-pendulum': -180.0, 'muzero-tictactoe': 0.9, 'muzero-connect-four': 0.6, 'muzero-minatar': 50.0,
   'muzero-asterix': 20.0, 'pong': 18.0, 'ppo-pong': 18.0, 'dqn-pong': 18.0, 'r2d2-pong': 18.0, 'muesli-catch': 1.0,
   'muesli-cartpole': 490.0, 'muesli-minatar': 20.0, 'qtopt-pendulum': -180.0, 'qtopt-grasp': 0.9,
+  'pqn-cartpole': 490.0, 'pqn-minatar': 20.0,
 }  # fmt: skip
 HOURS = ('pong', 'ppo-pong', 'dqn-pong', 'r2d2-pong', 'muzero-minatar', 'muzero-asterix', 'muesli-minatar')  # fmt: skip
 VARIANTS = {'rainbow-minatar-asterix': ('rainbow-minatar', '--env', 'gymnax:Asterix-MinAtar')}

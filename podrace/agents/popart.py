@@ -121,8 +121,8 @@ def with_popart(cls: AgentClass) -> AgentClass:
   """Add PopArt to the dataclass of an agent, active where its field `normalize_values` is true.
 
   The class's check of its fields, its `init` and its `learn` are wrapped. Its `learn` has one more
-  argument: the `Units` of values, or None without PopArt. The parameters have a field `network`,
-  whose head `HEAD` is in these units there. The metrics have `value_moments` of targets in them.
+  argument: the `Units` of values, or None without PopArt. There the layer `HEAD` of the parameters'
+  field `network` is in these units, and the metrics have `value_moments` of targets in them.
   """
   check, init, update = getattr(cls, '__post_init__', None), cls.init, cls.learn
 
@@ -153,7 +153,7 @@ def check_combination(agent: _ValueAgent) -> None:
   if agent.normalize_rewards:
     raise ValueError(
       'normalize_values and normalize_rewards both adapt to the size of returns, and the units of '
-      'rewards would move under the values: switch normalize_rewards off'
+      'rewards would move under the values: give --agent.no-normalize-rewards'
     )
   if agent.self_tuning:
     raise ValueError(
@@ -198,7 +198,7 @@ def learn(
 
 
 def normalize_head(network: Any, units: Units) -> Any:
-  """Return the parameters of a network whose values are in raw units with values in `units`."""
+  """Return the parameters of a network with values in `units`, from one with raw values."""
   head = network[HEAD]
   kernel, bias = head['kernel'] / units.std, (head['bias'] - units.mean) / units.std
   return {**network, HEAD: {**head, 'kernel': kernel, 'bias': bias}}

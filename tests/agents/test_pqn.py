@@ -303,7 +303,7 @@ def test_layers_are_normalized_over_their_channels() -> None:
   np.testing.assert_allclose(q[..., 0], y @ head['kernel'] + head['bias'], atol=1e-5)
 
 
-def test_what_pqn_does_not_learn_is_told() -> None:
+def test_networks_that_pqn_refuses() -> None:
   with pytest.raises(ValueError, match='pqn learns values'):
     PQN(QNetwork(head='quantile'))
   with pytest.raises(ValueError, match='layer_norm'):
@@ -338,7 +338,7 @@ def score(agent: PQN, env: str, updates: int, length: int, devices: int = 1) -> 
 
 @pytest.mark.parametrize('devices', slow_after(1, 1, 8))
 def test_learns_catch(devices: int) -> None:
-  """A random policy has -0.6, as does one whose loss has no targets."""
+  """A random policy has -0.6, and so has one that learns without targets."""
   assert score(CATCH, 'podrace:catch', 120, 20, devices) > 0.9
 
 

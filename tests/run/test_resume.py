@@ -78,7 +78,8 @@ CASES = {
         '--agent.network.core-size', '8', *SHORT, '--actor-devices', '0', '--learner-devices', '0,1']
   ),
   'popart-sebulba': (
-    2, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'ppo', '--agent.normalize-values', *SHORT,
+    2, ['--architecture', 'sebulba', '--lag', '1', '--agent', 'ppo', '--agent.normalize-values',
+        '--agent.no-normalize-rewards', *SHORT,
         '--actor-devices', '0', '--learner-devices', '0,1']
   ),
   'pqn': (1, ['--agent', 'pqn', '--agent.epochs', '2', '--agent.minibatches', '2', *SHORT]),
