@@ -69,7 +69,7 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
 
   Raises:
     UsageError: if a record or a begun run has other settings.
-    RunError: if a program fails. The others are run first.
+    RunError: if a program fails. The remaining programs run first.
   """
   _check(plan, say)
   remaining = {plan.run_dir(p): p for p in plan.programs if not _is_recorded(plan, p)}
@@ -253,7 +253,7 @@ def describe_scores(record: Record) -> str:
 
 
 class Estimate:
-  """The time that programs still take, from the suite's speeds and from those of this machine.
+  """The time that programs still take, from the speeds in the suite and the measured speed.
 
   Args:
     programs: the programs to run.
