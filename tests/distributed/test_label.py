@@ -24,6 +24,7 @@ from podrace.distributed.batches import Once
 from podrace.distributed.net import link
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.replay.server import ReplayServer
+from podrace.envs.logs.log_environment import FLAG
 from podrace.replay import Buffer, windows
 from podrace.replay.labels import Mix
 
@@ -85,6 +86,7 @@ def test_labels_of_a_log_are_of_a_table_of_their_own(tmp_path: Path) -> None:
     table = run.train_table(client)
     labels = [table.sample(SIZE, timeout=120).data for _ in range(100)]
     counts = {k: t.contents.counts for k, t in server.tables.items()}
+    limits = server.tables['windows'].rate_limiter.name
     run.end(4, 2)
   assert {'windows', 'offline', 'train'} <= set(counts)
   (made,) = check_numbers(labels).values()
@@ -92,9 +94,10 @@ def test_labels_of_a_log_are_of_a_table_of_their_own(tmp_path: Path) -> None:
   assert logged.mean() == 0.75 and made == 100 * SIZE
   for data in labels:
     np.testing.assert_array_equal(data['logged'], data['env_id'] % 2 == 0)
-    np.testing.assert_array_equal(data['logged'], data['observation/flag'][:, 0] == 1)
-  # Of two online draws the limiter counts one: as many as if half of the labels were online.
-  assert 4 * 16 * 100 <= counts['windows'].samples <= 4 * 16 * 110
+    np.testing.assert_array_equal(data['logged'], data[f'observation/{FLAG}'][:, 0] == 1)
+  # The limiter counts 4 draws of a batch and wants 2 for each window, where 8 and 4 are nominal.
+  assert 4 * 100 <= counts['windows'].samples <= 4 * 110
+  assert limits.startswith('sample_to_insert_ratio(2, min_size=64,')
   assert counts['offline'].samples == 0  # peeks
   assert counts['windows'].inserts == pytest.approx(counts['offline'].inserts, abs=64)
 
