@@ -4,35 +4,29 @@
 from __future__ import annotations
 
 import contextlib
-import json
+import dataclasses
 import logging
 import signal
-import threading
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import until
-from label_agent import go_first
+from label_agent import Regression, go_first, write_catch_log
 from label_run import AGENT, SIZE, Run, check_labels, check_numbers
 from processes import Podrace, as_users_have_it, cache
 from test_apex import Places, places
 
-from podrace import cli, errors, tables
-from podrace.architectures.sebulba import example_trajectory
-from podrace.distributed import acting as acting_process
-from podrace.distributed import label, parameters, replay, run_identity, stage
+from podrace import cli
+from podrace.distributed import replay, stage
+from podrace.distributed.batches import Once
 from podrace.distributed.net import link
 from podrace.distributed.net.dashboard import Asker
 from podrace.distributed.replay.server import ReplayServer
-from podrace.distributed.run_identity import to_leaves
-from podrace.distributed.run_tables import train_table
-from podrace.replay.layout import Layout
-from podrace.settings.config import Config
-from podrace.settings.resolved import resolve
+from podrace.envs.logs.log_environment import FLAG
+from podrace.replay import Buffer, windows
+from podrace.replay.labels import Mix
 
 
 @pytest.fixture(autouse=True)
@@ -75,6 +69,68 @@ def test_the_learner_gets_each_label_once(
   for data in (labels[0], labels[-1]):
     check_labels(run, data)
   assert any('labelled' in r.getMessage() and 'labels/s' in r.getMessage() for r in caplog.records)
+
+
+def test_labels_of_a_log_are_of_a_table_of_their_own(tmp_path: Path) -> None:
+  """A quarter is online, and the limiter keeps samples_per_insert over all environments."""
+  buffer = dataclasses.replace(Regression().buffer, online_share=0.25, min_size=128)
+  run = Run(
+    tmp_path, agent=Regression(noise=0.0, buffer=buffer), env='podrace:catch', log_share='1/2',
+    log=str(write_catch_log(tmp_path / 'noise')),
+  )  # fmt: skip
+  address = run.addresses.replay[0]
+  with run.publisher, ReplayServer(address) as server, replay.connect(address) as client:
+    run.publish(3)
+    run.act()
+    run.label()
+    table = run.train_table(client)
+    labels = [table.sample(SIZE, timeout=120).data for _ in range(100)]
+    counts = {k: t.contents.counts for k, t in server.tables.items()}
+    limits = server.tables['windows'].rate_limiter.name
+    run.end(4, 2)
+  assert {'windows', 'offline', 'train'} <= set(counts)
+  (made,) = check_numbers(labels).values()
+  logged = np.concatenate([x['logged'] for x in labels])
+  assert logged.mean() == 0.75 and made == 100 * SIZE
+  for data in labels:
+    np.testing.assert_array_equal(data['logged'], data['env_id'] % 2 == 0)
+    np.testing.assert_array_equal(data['logged'], data[f'observation/{FLAG}'][:, 0] == 1)
+  # The limiter counts 4 draws of a batch and wants 2 for each window, where 8 and 4 are nominal.
+  assert 4 * 100 <= counts['windows'].samples <= 4 * 110
+  assert limits.startswith('sample_to_insert_ratio(2, min_size=64,')
+  assert counts['offline'].samples == 0  # peeks
+  assert counts['windows'].inserts == pytest.approx(counts['offline'].inserts, abs=64)
+
+
+@pytest.mark.parametrize(
+  ('share', 'start', 'end'), [((1, 2), 0.01, 0.5), ((1, 4), 1.0, 0.2), ((3, 4), None, None)]
+)
+def test_counted_draws_keep_the_pace(
+  share: tuple[int, int], start: float | None, end: float | None
+) -> None:
+  """Over many batches, whatever the share; no batch has fewer online windows than are counted."""
+  steps = 1000 if end is not None else 0
+  buffer = Buffer(online_share=start, online_share_end=end, online_share_steps=steps)
+  w = windows(buffer, 1, 8, 4).windows
+  mix = Mix(dataclasses.replace(w, logged=share))
+  acting = 1 - share[0] / share[1]
+  n = 4000
+  online = [mix.online(32, i, i / 2) for i in range(n)]
+  counted = [mix.counted(32, i) for i in range(n)]
+  assert sum(counted) * mix.period == pytest.approx(32 * n * acting, rel=1e-3)
+  assert all(c <= o + 1 for c, o in zip(counted, online, strict=True))
+  shares = [acting if start is None else start + (end - start) * min(i / 2000, 1) for i in range(n)]
+  assert sum(online) == pytest.approx(32 * sum(shares), rel=1e-2)
+
+
+def test_a_label_that_comes_again_is_dropped() -> None:
+  """As after a restart of the service from a checkpoint."""
+  once, found = Once(4), []
+  for numbers in ([0, 1, 2], [3, 4, 1], [4, 5, 6, 7]):
+    rows = dict(source=np.full(len(numbers), 9), number=np.array(numbers))
+    found += [x for batch in once.batches(rows) for x in batch['number'].tolist()]
+  assert found == list(range(8))
+  assert (once.taken, once.repeated) == (10, 2)
 
 
 # --- processes --------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
 """A stage in the run's process: labels as the learner would compute them, in three tables."""
-# ruff: noqa: F401 (fixtures of processes)
+# ruff: noqa: F401, F811 (fixtures of processes)
 
 from __future__ import annotations
 
 import dataclasses
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from label_agent import Regression, catch_log
-from processes import Podrace, as_users_have_it, assert_same_run, cache, lines, podrace, summary
+from children import until
+from label_agent import Regression, catch_log, write_catch_log
+from processes import (
+  Podrace,
+  as_users_have_it,
+  assert_same_run,
+  cache,
+  checkpoints,
+  lines,
+  podrace,
+)
 from test_sebulba import Running, Sebulba, compiled, jittery, keys
 
-from podrace import cli, tables
+from podrace import tables
 from podrace.agents.logged import Logged
 from podrace.envs.host import base as host
 from podrace.envs.logs.log_pool import host_spec
@@ -28,9 +36,11 @@ BUFFER = Buffer(capacity=512, batch_size=16, min_size=96, samples_per_insert=2.0
 AGENT = Regression(buffer=BUFFER)
 
 
-def program(lag: str, labels: str = 'stage', learners: str = '0', threads: int = 1) -> Sebulba:
+def program(
+  lag: str, labels: str = 'stage', learners: str = '0', threads: int = 1, **changes: Any
+) -> Sebulba:
   spec = host.make('podrace:catch')
-  agent = bind(dataclasses.replace(AGENT, labels=labels), spec, 100, 8)
+  agent = bind(dataclasses.replace(AGENT, labels=labels, **changes), spec, 100, 8)
   return Sebulba(
     agent, spec, agent.memory(8, 4), split_devices('0', learners), 8, 4, threads, lag=lag,
     host_replay=True,
@@ -80,11 +90,18 @@ def test_at_lag_0_labels_are_the_learners() -> None:
 
 @pytest.mark.parametrize('lag', ['1', 'async'])
 def test_otherwise_they_are_one_update_old(lag: str) -> None:
-  with Running(program(lag)) as run:
-    run.advance(20)
+  with Running(program(lag, noise=0.0)) as run:
+    params = jax.tree.map(jnp.copy, run.advance(19).train.params)
+    run.advance(1)
     run.driver.source.replay.wait()
     counts = train_of(run).contents.counts
     assert (counts.inserts, counts.samples) == (16 * 4 * 19, 16 * 4 * 18)
+    ahead = contents(train_of(run))
+    assert (ahead['version'] == 19).all() and len(ahead['version']) == 64
+    agent = run.program.learning.agent
+    window = run.program.learning.replay.trajectory({k: jnp.asarray(x) for k, x in ahead.items()})
+    expected = agent.label(params, window, jax.random.key(0))
+    np.testing.assert_allclose(ahead['extras/label'][:, 0], expected, atol=1e-5)
     told = run.driver.read_log(run.state)[0]['host']
     assert told['labels_age_max'] == 1
     # The first update that learns has labels of its own parameters.
@@ -156,3 +173,27 @@ def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append(jax.device_get(run.advance(20).train))
   for other in found[1:]:
     jax.tree.map(np.testing.assert_array_equal, found[0], other)
+
+
+@pytest.mark.slow
+def test_killed_runs_end_alike(tmp_path: Path, cache: Path) -> None:
+  """With a log, so that a checkpoint has three tables; killed three times."""
+  log = write_catch_log(tmp_path / 'noise')
+  args = [
+    'train', 'catch', '--agent', 'label_agent:Regression', '--architecture', 'sebulba', '--replay',
+    'host', '--num-envs', '8', '--unroll-length', '4', '--actor-threads', '1', '--log', str(log),
+    '--log-share', '1/2', '--agent.buffer.online-share', '0.25', '--total-steps', '6400',
+    '--checkpoint-every', '640', '--log-every', '640',
+  ]  # fmt: skip
+  runs = [tmp_path / name for name in ('whole', 'killed')]
+  code, output = podrace([*args, '--run-dir', str(runs[0])], tmp_path / 'whole.txt', 1, cache)
+  assert code == 0, output
+  for kill in range(3):
+    process = Podrace([*args, '--run-dir', str(runs[1])], tmp_path / f'{kill}.txt', 1, cache)
+    step = 640 * (2 * kill + 2)
+    until(lambda: (runs[1] / 'checkpoints').is_dir() and checkpoints(runs[1])[-1:] >= [step])
+    process.kill()
+  code, output = podrace([*args, '--run-dir', str(runs[1])], tmp_path / 'last.txt', 1, cache)
+  assert code == 0, output
+  assert_same_run(*runs)
+  assert lines(runs[1])[-1]['labels_online'] == 0.25

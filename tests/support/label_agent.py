@@ -6,6 +6,7 @@ Processes take it as `--agent label_agent:Regression --allow-code label_agent`.
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ from jax import lax
 from podrace import envs
 from podrace.agents import value_based
 from podrace.envs.logs.recorded import Log, LogRows
+from podrace.envs.logs.writing import Episode, write_log
 from podrace.learner import sgd
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, windows
@@ -56,6 +58,20 @@ def catch_log(episodes: int = 20) -> Log:
     np.arange(0, n, 10, np.int32),
   )
   return Log('noise', env.observation_space, env.action_space, rows)
+
+
+def write_catch_log(folder: Path) -> Path:
+  """Writes `catch_log` as a data set; returns its directory."""
+  log, length = catch_log(), 9
+  episodes = [
+    Episode(
+      log.rows.observation[i : i + length + 1], log.rows.action[i : i + length],
+      log.rows.reward[i + 1 : i + length + 1], True, False, 0,
+    )
+    for i in log.rows.starts.tolist()
+  ]  # fmt: skip
+  write_log(folder, log.observation_space, log.action_space, [episodes], {})
+  return folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from collections.abc import Iterable
@@ -39,9 +40,10 @@ AGENT = [  # the same, on the command line
 class Run:
   """A run with a learner's publisher and a replay service in this process."""
 
-  def __init__(self, folder: Path) -> None:
+  def __init__(self, folder: Path, **changes: Any) -> None:
+    self.config = dataclasses.replace(CONFIG, **changes)
     self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
-    self.resolved = resolve(CONFIG)
+    self.resolved = resolve(self.config)
     self.agent = self.resolved.agent
     example = example_trajectory(self.agent, self.resolved.env, 8, 4)
     self.layout = Layout(self.resolved.replay.windows, example)
@@ -57,7 +59,7 @@ class Run:
     return self._params[version]
 
   def publish(self, version: int, *more: Any) -> None:
-    told = json.dumps({**run_identity.record(CONFIG), run_identity.RUN: 'one-1'}).encode()
+    told = json.dumps({**run_identity.record(self.config), run_identity.RUN: 'one-1'}).encode()
     record = run_identity.RECORD, np.frombuffer(told, np.uint8)
     self.publisher.publish(version, [*to_leaves(self.params(version)), record, *more])
 

@@ -173,7 +173,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
 
 
 STRICT = {'jax_debug_key_reuse': False, 'jax_numpy_rank_promotion': 'allow'}
-CLOCKED = ('wall_s', 'steps_per_s')
+CLOCKED = ('wall_s', 'steps_per_s', 'labels_per_s')
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:

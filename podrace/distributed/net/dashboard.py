@@ -154,7 +154,7 @@ def service(report: dict[str, Any], before: dict[str, int], seconds: float) -> A
     f'{steps:,} steps, {_rate("steps", steps, before, seconds)} steps/s'
   )
   if missing := report['program'].get('missing'):
-    head += f'; waits for: {_plain(", ".join(missing))}'
+    head += f'; missing: {_plain(", ".join(missing))}'
   return Group(head, clients, *replay)
 
 
