@@ -20,7 +20,6 @@ REBOUND = (
   ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
 )
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
-NEAR_BOUND = 1 - 1e-6  # tanh of the largest raw sample that stands for an action
 MASKED = -1e9  # the logit of an action that the environment forbids
 
 
@@ -107,9 +106,7 @@ class Categorical:
     """Return the actions of raw samples."""
     return x
 
-  def from_action(self, action: Array) -> Array:
-    """Return the raw samples of actions."""
-    return action
+  from_action = to_action
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,9 +148,7 @@ class MultiCategorical:
     """Return the actions of raw samples."""
     return x
 
-  def from_action(self, action: Array) -> Array:
-    """Return the raw samples of actions."""
-    return action
+  from_action = to_action
 
 
 def _normal_log_prob(mean: Array, log_std: Array, x: Array) -> Array:
@@ -233,11 +228,9 @@ class Normal:
   def from_action(self, action: Array) -> Array:
     """Return the raw samples [..., n] of actions [..., *shape]."""
     x = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
-    if any(self.centre):
-      x = x - jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
-    if any(s != 1 for s in self.scale):
-      x = x / jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
-    return x
+    ends = (jnp.asarray(b, jnp.float32) for b in (self.centre or (0.0,), self.scale or (1.0,)))
+    centre, scale = (jnp.broadcast_to(b, x.shape) for b in ends)
+    return (x - centre) / scale
 
   @property
   def bounded(self) -> tuple[int, ...]:
@@ -246,10 +239,7 @@ class Normal:
     return tuple(i for i, (a, b) in enumerate(ends) if -UNBOUNDED < a < b < UNBOUNDED)
 
   def saturation(self, action: Array) -> Array:
-    """Return the share of the `bounded` numbers of actions that are at an end of their range.
-
-    At an end is within 1% of the range. `action` is [..., *shape], and the result is [] f32.
-    """
+    """Return the share of the `bounded` numbers of actions within 1% of an end, [] f32."""
     chosen = np.asarray(self.bounded, np.int32)
     flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
     flat, low, high = (x[..., chosen] for x in (flat, *self.bounds(flat)))
@@ -259,9 +249,8 @@ class Normal:
 
 def saturation(distribution: Any, action: Array) -> dict[str, Array]:
   """Return the metric `saturation` of actions; {} if no number of an action has two bounds."""
-  if not getattr(distribution, 'bounded', ()):
-    return {}
-  return {'saturation': distribution.saturation(action)}
+  bounded = getattr(distribution, 'bounded', ())
+  return {'saturation': distribution.saturation(action)} if bounded else {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -298,7 +287,7 @@ class TanhNormal(Normal):
 
   def from_action(self, action: Array) -> Array:
     """Return the raw samples of actions, of a finite size also at the bounds."""
-    return jnp.arctanh(self.to_unit(action).clip(-NEAR_BOUND, NEAR_BOUND))
+    return jnp.arctanh(self.to_unit(action).clip(1e-6 - 1, 1 - 1e-6))
 
   def from_unit(self, x: Array) -> Array:
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
@@ -337,8 +326,7 @@ def box_bounds(space: Any) -> BoxBounds:
   """Return the bounds, centre and scale of a Box of float actions.
 
   Raises:
-    ValueError: if a bound is NaN, a low bound is above the high one, or float32 has no number
-      between them.
+    ValueError: if a bound is NaN, low is above high, or float32 has no number between them.
   """
   low, high = (np.reshape(b, -1) for b in (space.low, space.high))
   if wrong := np.flatnonzero(~(low <= high)).tolist():
@@ -350,8 +338,7 @@ def box_bounds(space: Any) -> BoxBounds:
   if wrong := np.flatnonzero((low == np.inf) | (high == -np.inf)).tolist():
     raise ValueError(
       f'number {wrong[0]} of the space {space} is beyond the numbers of float32: declare smaller '
-      'bounds in a wrapper, as '
-      'gymnasium.wrappers.RescaleAction'
+      'bounds in a wrapper, as gymnasium.wrappers.RescaleAction'
     )
   half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
   both, free = below & above, low < high
@@ -370,8 +357,7 @@ def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribu
     scaled: the unit of a Normal is half the range of a box, around its middle; else 1, around 0.
 
   Raises:
-    ValueError: if there is none, or if `squash` meets a space without bounds. The message has the
-      remedy.
+    ValueError: if there is none, or if `squash` meets a space without bounds, with the remedy.
   """
   from gymnasium import spaces
 
@@ -379,12 +365,10 @@ def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribu
     box = box_bounds(space)
     if squash and not np.all(space.bounded_below & space.bounded_above):
       raise ValueError(f'a tanh-Normal needs a bounded action space, not {space}{REBOUND}')
-    low, high, centre, scale = (
-      tuple(map(float, b)) for b in (box.low, box.high, box.centre, box.scale)
-    )
+    ends = [tuple(map(float, b)) for b in (box.low, box.high, box.centre, box.scale)]
     if squash:
-      return TanhNormal(space.shape, low, high)
-    return Normal(space.shape, low, high, *((centre, scale) if scaled else ()))
+      return TanhNormal(space.shape, *ends[:2])
+    return Normal(space.shape, *(ends if scaled else ends[:2]))
   if squash:
     raise ValueError(f'a tanh-Normal needs a continuous action space, not {space}: a Box of floats')
   if isinstance(space, spaces.Discrete) and space.start == 0:
@@ -396,17 +380,12 @@ def for_space(space: Any, squash: bool = False, scaled: bool = True) -> Distribu
   raise ValueError(
     f'no distribution for the action space {space}: expected Discrete (from 0), MultiDiscrete '
     '(one axis, from 0), MultiBinary (one axis) or a Box of floats; declare one of these in a '
-    'wrapper, as '
-    "gymnasium.wrappers.TransformAction, which makes the environment's own action of it"
+    "wrapper, as gymnasium.wrappers.TransformAction, which makes the environment's own action of it"
   )
 
 
 def squashed(space: Any) -> TanhNormal:
-  """The tanh-Normal over a bounded box.
-
-  Raises:
-    ValueError: if the space is something else.
-  """
+  """Return the tanh-Normal over a bounded box; raises ValueError for another space."""
   distribution = for_space(space, squash=True)
   assert isinstance(distribution, TanhNormal)
   return distribution
@@ -417,6 +396,5 @@ def check_range(space: Any, distribution: Distribution) -> None:
   if isinstance(distribution, TanhNormal) and not box_bounds(space).bounded.all():
     raise ValueError(
       f'a tanh-Normal spreads actions over all of {space}, whose bounds count as none from '
-      f'{UNBOUNDED:g} on, and at '
-      f'the largest number of the type{REBOUND}'
+      f'{UNBOUNDED:g} on, and at the largest number of the type{REBOUND}'
     )

@@ -89,6 +89,7 @@ DOORS = {  # command -> what it calls when it begins its work
   'eval': 'podrace.run.evaluate.evaluate',
   'watch': 'podrace.run.video.film.watch',
   'export': 'podrace.policy.export.export',
+  'record': 'podrace.run.record.record',
   'runs': 'podrace.commands.runs.find',
   'plot': 'podrace.commands.plot.find',
   'report': 'podrace.commands.report.find',

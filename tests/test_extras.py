@@ -19,6 +19,7 @@ from children import ROOT
 
 from podrace.distributed import net
 from podrace.envs.host import base as host
+from podrace.envs.logs import writing
 from podrace.experiments import plot
 from podrace.experiments.sweep import proposals
 from podrace.launch.engines import ray
@@ -48,6 +49,7 @@ PROGRAMS = {
   'ray': 'import ray\nfrom ray.util import placement_group, remove_placement_group',
   'plot': 'from pathlib import Path\nfrom podrace.experiments import plot\nplot.check_out(Path("a.png")); plot._figure(1, 1, 4, 3)',
   'sweep': 'from podrace.experiments.sweep import proposals; import optuna; proposals.check_optuna(); optuna.create_study()',
+  'logs': 'from pathlib import Path\nfrom podrace.envs.logs import writing; writing.check_target(Path("new"))',
   'onnx': 'from podrace.policy import onnx; assert not onnx.why_not({"network": {}}); import onnx.helper',
   'video': 'from podrace.run.video import film; film.check_libraries()',
   'tensorboard': 'from podrace.run import sinks; sinks.check_sinks(["tensorboard"])',
@@ -73,6 +75,7 @@ USES: dict[str, Callable[[], Any]] = {
   'ray': of_ray,
   'plot': lambda: plot.check_out(Path('a.png')),
   'sweep': proposals.check_optuna,
+  'logs': lambda: writing.check_target(Path('new')),
   'onnx': of_onnx,
   'video': film.check_libraries,
   'tensorboard': lambda: sinks.check_sinks(['tensorboard']),

@@ -6,6 +6,7 @@ serves all numbers, and results do not depend on how the updates are divided int
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
@@ -91,7 +92,23 @@ class Anakin:
     _, _, metrics, _ = jax.eval_shape(self._learn, train, memory, example, run_key, jnp.int32(0))
     return State(train, actor, memory, empty_log(metrics), run_key, jnp.int32(0))
 
-  def _init(self, keys: Array) -> State:
+  @functools.cached_property
+  def arrays(self) -> Any:
+    """Arrays of the environment that programs take as an argument; () if there are none.
+
+    They have no sharding, which would clash within `shard_map`. Several processes compile them.
+    """
+    own = getattr(self.env, 'arrays', ())
+    return jax.device_put(own) if jax.process_count() == 1 else ()
+
+  def _holding(self, arrays: Any) -> contextlib.AbstractContextManager[None]:
+    return self.env.holding(arrays) if arrays else contextlib.nullcontext()  # type: ignore[attr-defined]
+
+  def _init(self, keys: Array, arrays: Any = ()) -> State:
+    with self._holding(arrays):
+      return self._init_all(keys)
+
+  def _init_all(self, keys: Array) -> State:
     if self.seeds == 1:
       train_key, actor_key, run_key = jax.random.split(keys[0], 3)
       with topology.on_mesh(self.mesh):
@@ -122,7 +139,7 @@ class Anakin:
 
   @functools.cached_property
   def init(self) -> Any:
-    """Keys [seeds] -> State, placed on the mesh."""
+    """(keys [seeds], arrays=()) -> State, placed on the mesh."""
     once = {'xla_backend_optimization_level': 1}  # it runs once, so compiling is the cost
     return jax.jit(self._init, out_shardings=self.shardings, compiler_options=once)
 
@@ -138,11 +155,12 @@ class Anakin:
     log = add_to_log(state.log, metrics, count, state.update)
     return State(train, actor, memory, log, state.key, state.update + 1)
 
-  def _run(self, state: State, updates: Array) -> State:
+  def _run(self, state: State, updates: Array, arrays: Any = ()) -> State:
     update = self._update_one
     if self.seeds > 1:
       update = jax.vmap(update, in_axes=(SEEDS,), out_axes=SEEDS)
-    state = lax.fori_loop(0, updates, lambda _, s: update(s), state)
+    with self._holding(arrays):
+      state = lax.fori_loop(0, updates, lambda _, s: update(s), state)
     return state._replace(train=self._of_each_seed(self.agree.finalize)(state.train))
 
   def _of_each_seed(self, f: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -150,7 +168,7 @@ class Anakin:
 
   @functools.cached_property
   def run(self) -> Any:
-    """(State, updates [] i32) -> State. The argument is donated."""
+    """(State, updates [] i32, arrays=()) -> State. The first argument is donated."""
     return jax.jit(self._run, donate_argnums=0, out_shardings=self.shardings)
 
   @functools.cached_property
@@ -249,14 +267,17 @@ class AnakinDriver:
 
   def __init__(self, program: _Program) -> None:
     self._program = program
-    self.mesh, self.shapes, self.init = program.mesh, program.shapes, program.init
+    self.mesh, self.shapes = program.mesh, program.shapes
+    arrays = getattr(program, 'arrays', ())
+    self._arrays = (arrays,) if arrays else ()
+    self.init = lambda keys: program.init(keys, *self._arrays)
     self.windows = program.windows
     self.ready = self.windows.schedule.ready if self.windows else 0
 
   def compile(self) -> None:
     """Compile `run`, `read_log` and `health`."""
     one = jax.ShapeDtypeStruct((), jnp.int32)
-    self._run = self._program.run.lower(self.shapes, one).compile()
+    self._run = self._program.run.lower(self.shapes, one, *self._arrays).compile()
     self._read_log = self._program.read_log.lower(self.shapes).compile()
     self._health = self._program.health.lower(self.shapes).compile()
 
@@ -265,7 +286,7 @@ class AnakinDriver:
 
   def advance(self, state: Any, updates: int, cancelled: Callable[[], bool]) -> tuple[Any, int]:
     """Make `updates` updates in one call, which is not cancelled."""
-    return jax.block_until_ready(self._run(state, np.int32(updates))), updates
+    return jax.block_until_ready(self._run(state, np.int32(updates), *self._arrays)), updates
 
   def read_log(self, state: Any) -> tuple[dict[str, Any], Any]:
     """Return a summary since the last reading, and the state after it."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 from podrace.commands.shared_options import (
   ALLOW_CODE,
   CHECKPOINT,
@@ -13,8 +10,6 @@ from podrace.commands.shared_options import (
   enable_compile_cache,
 )
 from podrace.errors import UsageError
-from podrace.settings.presets import PRESETS
-from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
@@ -62,20 +57,8 @@ def run(args: list[str]) -> int:
   env, allowed = options.text('--env'), allowed_modules(options)
   name = _name(options, bool(ways and env))
   from podrace.run import record
-  from podrace.run.directory import load_config
-  from podrace.settings.config import Config
 
   enable_compile_cache(options)
-  run_dir = None if ways else Path(name)
-  if not ways and name in PRESETS and not Path(name).is_dir():
-    raise UsageError(f'the preset {name} has no policy: give --scripted or --random, or a run')
-  if name in PRESETS:
-    config = PRESETS[name]()
-  elif name:
-    config = load_config(Path(name), allowed)
-  else:
-    architecture: Any = 'sebulba' if needs_sebulba(env) else 'anakin'
-    config = Config(agent=None, env=env, architecture=architecture)
   recording = record.Recording(
     options.whole('--episodes'),
     options.whole('--seed'),
@@ -84,9 +67,7 @@ def run(args: list[str]) -> int:
     '--greedy' in options,
     options.whole('--max-steps'),
   )
-  result = record.record(
-    config, recording, folder, run_dir, env if name else '', options.text('--checkpoint')
-  )
+  result = record.record(name, recording, folder, env, options.text('--checkpoint'), allowed)
   tell(
     f'recorded {result["episodes"]:,} episodes, {result["steps"]:,} steps, return '
     f'{result["episode_return_mean"]:.2f} ± {result["episode_return_std"]:.2f}, in {folder}'

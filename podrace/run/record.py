@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,14 @@ from podrace.envs.host.spaces import action_bounds
 from podrace.envs.logs.writing import Episode, check_target, cut_episodes, write_log
 from podrace.envs.spaces import MASK
 from podrace.errors import HostError, RunError, UsageError
+from podrace.run.directory import load_config
 from podrace.run.evaluate import stage_of
 from podrace.run.evaluate_host import HOST_AT_ONCE, WatchedPool, spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.config import Config
+from podrace.settings.presets import PRESETS
 from podrace.settings.resolved import Resolved
+from podrace.settings.validation import needs_sebulba
 from podrace.system.scheduling import cores
 from podrace.types import FIRST, LAST
 from podrace.version import __version__
@@ -63,22 +66,22 @@ class Recording:
 
 
 def record(
-  config: Config,
+  source: str,
   recording: Recording,
   folder: Path,
-  run_dir: Path | None = None,
   env: str = '',
   checkpoint: str = NEWEST,
+  allow_code: Iterable[str] = (),
 ) -> dict[str, Any]:
   """Record episodes as a Minari data set in a new directory.
 
   Args:
-    config: of the run, or of a preset.
+    source: a run directory, or a preset, which has no policy; '' if `env` is enough.
     recording: the episodes.
     folder: the directory of the data set.
-    run_dir: the run that has the policy; None unless `recording.way` is POLICY.
-    env: another environment than the configuration's.
+    env: another environment than that of `source`.
     checkpoint: newest, best or a step.
+    allow_code: modules of the user that the run may import.
 
   Returns:
     Statistics of the episodes, and the directory.
@@ -88,8 +91,10 @@ def record(
     RunError: if an environment fails.
   """
   check_target(folder)
+  config = _config(source, env, recording.way, allow_code)
+  run_dir = Path(source) if recording.way == POLICY else None
   resolved = Resolved(config).acting
-  stage = stage_of(resolved, env)
+  stage = stage_of(resolved, env if source else '')
   player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
   name = env or config.env
   about = {
@@ -108,6 +113,20 @@ def record(
     'bytes': size,
     'dataset': str(folder),
   }
+
+
+def _config(source: str, env: str, way: str, allow_code: Iterable[str]) -> Config:
+  """Return the configuration of a run, a preset or an environment."""
+  if not source:
+    architecture: Any = 'sebulba' if needs_sebulba(env) else 'anakin'
+    return Config(agent=None, env=env, architecture=architecture)
+  if source not in PRESETS or Path(source).is_dir():
+    return load_config(Path(source), allow_code)
+  if way == POLICY:
+    raise UsageError(
+      f'the preset {source} has no policy: give --scripted or --random, or a run directory'
+    )
+  return PRESETS[source]()
 
 
 def _policy(

@@ -307,10 +307,10 @@ def test_a_data_set_beyond_the_limit_of_memory(
 ) -> None:
   log = read_log(str(cartpole))
   size = log.nbytes - log.rows.starts.nbytes
-  monkeypatch.setattr(minari_files, 'LIMIT_BYTES', size - 1)
+  monkeypatch.setattr(minari_files, 'memory_limit', lambda: size - 1)
   with pytest.raises(UsageError, match='GiB'):
     read_log(str(cartpole))
-  monkeypatch.setattr(minari_files, 'LIMIT_BYTES', size)
+  monkeypatch.setattr(minari_files, 'memory_limit', lambda: size)
   assert read_log(str(cartpole)).nbytes == log.nbytes
 
 

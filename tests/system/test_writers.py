@@ -93,7 +93,7 @@ def writes(call: ast.Call) -> bool:
     return bool(unknown) or any(is_mode(m) and set('wax+') & set(m.value) for m in modes(call))  # type: ignore[attr-defined]
   if name in OF_MODULES.get(of, ()):
     return True
-  if name == 'replace' and of != 'dataclasses':  # of a path: one argument; of a text: two
+  if name == 'replace' and of not in ('dataclasses', ''):  # of a path: one argument; of a text: two
     return len(call.args) == 1 and not call.keywords
   if name == 'move' and not of:  # imported from podrace.system.files
     return False

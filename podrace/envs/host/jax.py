@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -23,18 +24,35 @@ class JaxSteps:
 
   def __init__(self, env: Environment, num_envs: int, length: int) -> None:
     self.env, self.num_envs, self.length = env, num_envs, length
-    many = batch(env, num_envs)
-    self.reset = jax.jit(many.reset)
+    many, arrays = batch(env, num_envs), getattr(env, 'arrays', ())
+    self._arrays = jax.device_put(arrays, host_device()) if arrays else ()
+
+    def holding(arrays: Any) -> contextlib.AbstractContextManager[None]:
+      return env.holding(arrays) if arrays else contextlib.nullcontext()  # type: ignore[attr-defined]
+
+    def reset(key: Array, arrays: Any) -> Any:
+      with holding(arrays):
+        return many.reset(key)
+
     self.split = jax.jit(  # as numbers, which can be indexed without key-reuse errors
       lambda key: jax.random.key_data(jax.random.split(key, (length, num_envs)))
     )
 
-    def step(state: Any, action: Any, keys: Array, t: Array) -> Any:
-      state, timestep = many.step(state, action, jax.random.wrap_key_data(keys[t]))
-      return state, timestep, many.infos(state)
+    def step(state: Any, action: Any, keys: Array, t: Array, arrays: Any) -> Any:
+      with holding(arrays):
+        state, timestep = many.step(state, action, jax.random.wrap_key_data(keys[t]))
+        return state, timestep, many.infos(state)
 
-    self.step = jax.jit(step)
+    self._reset, self._step = jax.jit(reset), jax.jit(step)
     self.infos = Infos()
+
+  def reset(self, key: Array) -> Any:
+    """Return the state and the timesteps of new episodes."""
+    return self._reset(key, self._arrays)
+
+  def step(self, state: Any, action: Any, keys: Array, t: Any) -> Any:
+    """Return the state, the timesteps and the infos after step t of the keys."""
+    return self._step(state, action, keys, t, self._arrays)
 
   def forget_infos(self) -> None:
     """Drop the numbers of all pools so far."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -53,6 +55,28 @@ class LogEnvironment:
   log: Log
   share: Share
   env: Environment | None
+  _held: list[LogRows] = dataclasses.field(default_factory=list, init=False, repr=False)
+
+  @property
+  def arrays(self) -> LogRows:
+    """The timesteps of the log, which a program may take as an argument.
+
+    As constants they would be compiled, at several times their memory.
+    """
+    return self.log.rows
+
+  @contextlib.contextmanager
+  def holding(self, arrays: Any) -> Iterator[None]:
+    """Let functions that are traced meanwhile read `arrays`, if there are any."""
+    self._held.extend([arrays] if arrays else [])
+    try:
+      yield
+    finally:
+      self._held.clear()
+
+  @property
+  def _rows(self) -> LogRows:
+    return self._held[0] if self._held else self.log.rows
 
   @property
   def action_space(self) -> Any:
@@ -71,13 +95,13 @@ class LogEnvironment:
       UsageError: if they are no multiple of q.
     """
     logged, acting = split_block(num_envs, self.share)
-    streams, rows = Streams(len(logged)), self.log.rows
+    streams = Streams(len(logged))
     inner = batch(self.env, len(acting)) if self.env is not None and len(acting) else None
     merge = functools.partial(_merge, order=np.argsort(np.concatenate([logged, acting])))
 
     def reset(key: Array) -> tuple[LogState, TimeStep]:
       log_key, env_key = jax.random.split(key)
-      place, timestep = streams.reset(rows, log_key)
+      place, timestep = streams.reset(self._rows, log_key)
       if inner is None:
         return LogState(place, ()), timestep
       state, acted = inner.reset(env_key)
@@ -87,7 +111,7 @@ class LogEnvironment:
       return () if inner is None else inner.draw(keys[acting])
 
     def step_drawn(state: LogState, action: Any, draws: Any) -> tuple[LogState, TimeStep]:
-      place, timestep = streams.step(rows, state.streams)
+      place, timestep = streams.step(self._rows, state.streams)
       if inner is None:
         return LogState(place, ()), timestep
       step = inner.step_drawn or inner.step

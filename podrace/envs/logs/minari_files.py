@@ -26,7 +26,6 @@ from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
 
 METADATA, MAIN = 'metadata.json', 'main_data.hdf5'
 METADATA_BYTES = 2**26
-LIMIT_BYTES = 2**30  # of all arrays
 EPISODES = 2**24
 NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name -> kinds of dtypes
 
@@ -35,6 +34,11 @@ def minari_home() -> Path:
   """Return the directory of Minari's data sets."""
   root = os.environ.get('MINARI_DATASETS_PATH')
   return Path(root) if root else Path.home() / '.minari' / 'datasets'
+
+
+def memory_limit() -> int:
+  """Return the largest size of all arrays in bytes: half of this machine's memory."""
+  return os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') // 2
 
 
 def find_data(name: str) -> Path:
@@ -151,10 +155,11 @@ class _Reader:
     steps = np.array([self._check(e) for e in range(self._episodes)], np.int64)
     total = int((steps + 1).sum())
     row = sum(_row_bytes(leaf) for _, leaf in self._leaves()) + 9
-    if total * row > LIMIT_BYTES:
+    if total * row > (limit := memory_limit()) or total >= 2**31:
       raise UsageError(
         f'its {total:,} timesteps of {row:,} bytes take {total * row / 2**30:.2f} GiB, and at most '
-        f'{LIMIT_BYTES / 2**30:g} GiB are kept in memory: split it, as by minari.split_dataset'
+        f'{limit / 2**30:.2f} GiB, half of the memory, are kept: split it, as by '
+        'minari.split_dataset'
       )
     starts = np.concatenate([[0], np.cumsum(steps + 1)[:-1]]).astype(np.int32)
     arrays = [np.zeros((total, *leaf.shape), leaf.dtype) for _, leaf in self._leaves()]

@@ -1,0 +1,242 @@
+"""Runs that learn from a log: under every architecture, resumed exactly, evaluated without the log; and `record`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import h5py
+import numpy as np
+import pytest
+from data_sets import balance, collected
+from test_runs import called
+
+import podrace
+from podrace.envs.logs.minari_files import read_log
+
+Capture = pytest.CaptureFixture[str]
+BC = ['--agent', 'bc', '--agent.network.hidden', '32', '--agent.buffer.min-size', '64',
+      '--agent.buffer.batch-size', '64']  # fmt: skip
+DQN = ['--agent', 'dqn', '--agent.network.hidden', '16', '--agent.buffer.min-size', '64',
+       '--agent.buffer.batch-size', '16']  # fmt: skip
+R2D2 = ['--agent', 'r2d2', '--agent.network.core-size', '8', '--agent.network.hidden', '8', '--agent.sequence', '8',
+        '--agent.burn-in', '4', '--agent.buffer.min-size', '64', '--agent.buffer.batch-size', '8']  # fmt: skip
+SIZES = ['--num-envs', '4', '--unroll-length', '8', '--devices', '1', '--quiet']
+
+
+@pytest.fixture(scope='module')
+def cartpole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+  """Episodes of a policy that balances the pole, cut after 60 steps."""
+  home = tmp_path_factory.mktemp('home')
+  env = gymnasium.make('CartPole-v1')
+  return collected(home, 'cartpole-v0', env, 20, balance, steps=60)[0]
+
+
+def trained(capsys: Capture, run_dir: Path, steps: int, *args: str) -> dict[str, Any]:
+  code, _, err = called(
+    capsys,
+    'train',
+    *args,
+    *SIZES,
+    '--total-steps',
+    str(steps),
+    '--run-dir',
+    str(run_dir),
+    '--override',
+  )
+  assert code == 0, err
+  summary: dict[str, Any] = json.loads((run_dir / 'summary.json').read_text())
+  return summary
+
+
+RUNS: dict[str, list[str]] = {
+  'anakin': R2D2,
+  'anakin, half': [*DQN, '--env', 'gymnax:CartPole-v1', '--log-share', '1/2', '--agent.buffer.online-share', '0.25'],
+  'sebulba': [*BC, '--architecture', 'sebulba', '--lag', '1'],
+  'sebulba, half': [*BC, '--env', 'gymnax:CartPole-v1', '--log-share', '1/2', '--architecture', 'sebulba'],
+  'sebulba, host replay': [*DQN, '--architecture', 'sebulba', '--replay', 'host'],
+  'sebulba, half, environments on the host': [*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/2'],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize('name', RUNS)
+def test_a_resumed_run_ends_as_one_that_was_not(
+  name: str, cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  args = [*RUNS[name], '--log', str(cartpole)]
+  whole = trained(capsys, tmp_path / 'whole', 640, *args)
+  half = trained(capsys, tmp_path / 'half', 320, *args)
+  resumed = trained(capsys, tmp_path / 'half', 640, *args)
+  assert whole['params_sha256'] == resumed['params_sha256'] != half['params_sha256']
+
+
+def test_another_data_set_is_refused_on_resume(
+  cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  path = shutil.copytree(cartpole, tmp_path / 'log')
+  args = [*BC, '--log', str(path)]
+  trained(capsys, tmp_path / 'run', 320, *args)
+  with h5py.File(path / 'data' / 'main_data.hdf5', 'a') as file:
+    file['episode_0/observations'][3, 0] += 0.01
+  code, _, err = called(
+    capsys, 'train', *args, *SIZES, '--run-dir', str(tmp_path / 'run'), '--total-steps', '640', '--override'
+  )  # fmt: skip
+  assert code == 2 and 'SHA-256' in err, err
+
+
+def test_the_clone_of_a_policy_is_as_good(cartpole: Path, tmp_path: Path, capsys: Capture) -> None:
+  """From recorded actions alone; evaluated in an environment that the run does not have."""
+  run = tmp_path / 'run'
+  trained(capsys, run, 12_000, *BC, '--agent.learning-rate', '3e-3', '--log', str(cartpole))
+  lines = [json.loads(x) for x in (run / 'metrics.jsonl').read_text().splitlines()]
+  assert lines[-1]['action_error'] < 0.08 < lines[0].get('action_error', 1)
+  assert 40 < lines[-1]['episode_return'] <= 60  # of the log
+  code, _, err = called(capsys, 'eval', str(run))
+  assert code == 2 and '--env' in err
+  code, _, err = called(capsys, 'eval', str(run), '--env', 'podrace:catch')
+  assert code == 2 and 'observation' in err
+  code, out, err = called(
+    capsys, 'eval', str(run), '--env', 'gymnasium:CartPole-v1', '--episodes', '10', '--greedy'
+  )
+  assert code == 0, err
+  assert json.loads(out.splitlines()[-1])['episode_return_mean'] > 150
+  code, out, err = called(capsys, 'export', str(run), str(tmp_path / 'policy'))
+  assert code == 0, err
+  policy = podrace.load_policy(tmp_path / 'policy')
+  action, _ = policy.act(np.array([0, 0, 0.1, 0.5], np.float32))
+  assert action == 1
+
+
+def test_evaluation_is_in_the_plain_environment(
+  cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  run = tmp_path / 'run'
+  trained(
+    capsys, run, 640, *BC, '--log', str(cartpole), '--env', 'gymnax:CartPole-v1', '--eval-every', '320',
+    '--eval-episodes', '4',
+  )  # fmt: skip
+  lines = [json.loads(x) for x in (run / 'eval.jsonl').read_text().splitlines()]
+  assert len(lines) == 2 and all(x['episode_return_mean'] < 500.1 for x in lines)
+  code, out, _ = called(capsys, 'eval', str(run), '--episodes', '4', '--greedy')
+  assert code == 0
+  mean = json.loads(out.splitlines()[-1])['episode_return_mean']
+  code, out, _ = called(
+    capsys, 'eval', str(run), '--episodes', '4', '--greedy', '--env', 'gymnax:CartPole-v1'
+  )
+  assert json.loads(out.splitlines()[-1])['episode_return_mean'] == mean
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['--agent', 'ppo'], 'bc, dqn, r2d2, sac, d4pg'),
+    (['--agent', 'muzero'], 'bc, dqn, r2d2, sac, d4pg'),
+    (['--agent', 'sac'], 'sac cannot act'),
+    ([*BC, '--log-share', '1/2'], '--env'),
+    ([*BC, '--log-share', '2'], 'log-share'),
+    ([*BC, '--eval-every', '100'], '--eval-env'),
+    ([*BC, '--agent.buffer.online-share', '0.5'], 'online-share'),
+    ([*BC, '--env', 'podrace:catch'], 'observation space'),
+    ([*DQN, '--env', 'gymnax:CartPole-v1', '--log-share', '1/3'], 'multiple of 3'),
+    ([*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/4', '--num-envs', '8'], 'multiple of'),
+    ([*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/2', '--replay', 'host',
+      '--agent.buffer.online-share', '0.5'], 'replay device'),
+  ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other(
+  args: list[str], message: str, cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  sizes = [x for x in SIZES if '--num-envs' not in args or x not in ('--num-envs', '4')]
+  code, _, err = called(
+    capsys, 'train', '--log', str(cartpole), *sizes, *args, '--run-dir', str(tmp_path / 'run')
+  )
+  assert code == 2 and message in err, err
+
+
+def test_a_share_needs_a_log(capsys: Capture) -> None:
+  for args in (
+    ['--log-share', '1/2'], ['--agent', 'dqn', '--agent.buffer.online-share', '0.5'], ['--env', '']
+  ):  # fmt: skip
+    code, _, err = called(capsys, 'train', *args)
+    assert code == 2 and '--log' in err, err
+
+
+# --- record ----------------------------------------------------------------------------------------
+
+
+def recorded(capsys: Capture, folder: Path, *args: str) -> dict[str, Any]:
+  code, out, err = called(capsys, 'record', *args, '--to', str(folder))
+  assert code == 0, err
+  result: dict[str, Any] = json.loads(out.splitlines()[-1])
+  return result
+
+
+def test_recorded_episodes_are_of_their_seeds(tmp_path: Path, capsys: Capture) -> None:
+  """Minari reads them, and Gymnasium returns the same from the seeds and actions."""
+  import minari
+
+  folder = tmp_path / 'cartpole-random-v3'
+  result = recorded(
+    capsys, folder, '--env', 'gymnasium:CartPole-v1', '--random', '--episodes', '35', '--seed', '7'
+  )
+  data = minari.MinariDataset(folder / 'data')
+  assert (data.total_episodes, data.total_steps) == (result['episodes'], result['steps'])
+  assert data.spec.dataset_id == 'cartpole-random-v3' and result['episodes'] == 35
+  env, returns = gymnasium.make('CartPole-v1'), []
+  metadata = list(data.storage.get_episode_metadata(range(35)))
+  assert [m['seed'] for m in metadata] == list(range(7, 42))
+  for episode, about in zip(data.iterate_episodes(), metadata, strict=True):
+    observation, _ = env.reset(seed=about['seed'])
+    np.testing.assert_array_equal(observation, episode.observations[0])
+    for t, action in enumerate(episode.actions):
+      observation, reward, terminated, truncated, _ = env.step(int(action))
+      np.testing.assert_array_equal(observation, episode.observations[t + 1])
+      assert (reward, terminated, truncated) == (
+        episode.rewards[t], episode.terminations[t], episode.truncations[t]
+      )  # fmt: skip
+    returns.append(episode.rewards.sum())
+  assert result['episode_return_mean'] == pytest.approx(np.mean(returns))
+  assert read_log(str(folder)).steps == data.total_steps
+
+
+def test_a_run_is_recorded_and_learned_from(
+  cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  run, folder = tmp_path / 'run', tmp_path / 'log'
+  trained(capsys, run, 640, *DQN, '--env', 'gymnax:CartPole-v1')
+  result = recorded(
+    capsys, folder, str(run), '--greedy', '--episodes', '5', '--max-steps', '9', '--noise', '0.5'
+  )
+  assert result['steps'] <= 45
+  again = recorded(
+    capsys, tmp_path / 'again', str(run), '--greedy', '--episodes', '5', '--max-steps', '9', '--noise', '0.5'
+  )  # fmt: skip
+  assert read_log(str(folder)).sha256 == read_log(str(tmp_path / 'again')).sha256
+  assert again['steps'] == result['steps']
+  code, _, err = called(capsys, 'record', str(run), '--to', str(folder))
+  assert code == 2 and 'exists already' in err
+  trained(capsys, tmp_path / 'other', 320, *BC, '--log', str(folder), '--env', 'gymnax:CartPole-v1')
+
+
+@pytest.mark.parametrize(
+  ('args', 'message'),
+  [
+    (['cartpole'], '--scripted'),
+    (['cartpole', '--scripted'], 'scripted'),
+    (['--env', 'gymnasium:CartPole-v1', '--scripted'], 'scripted'),
+    (['cartpole', '--scripted', '--random'], 'one of them'),
+    (['cartpole', '--random', '--episodes', '0'], '--episodes'),
+    (['cartpole', '--random', '--noise', '2'], '--noise'),
+    (['nowhere'], 'nowhere'),
+    ([], 'run directory or preset'),
+  ],
+)
+def test_recordings_that_are_refused(
+  args: list[str], message: str, tmp_path: Path, capsys: Capture
+) -> None:
+  code, _, err = called(capsys, 'record', *args, '--to', str(tmp_path / 'log'))
+  assert code == 2 and message in err, err
+  assert not list(tmp_path.iterdir())
