@@ -35,7 +35,16 @@ from podrace.learner import Learned, flatten, sgd
 from podrace.networks import ActionValue
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import (
+  ActorOutput,
+  Array,
+  Metrics,
+  Replay,
+  Sample,
+  TimeStep,
+  TrainState,
+  Trajectory,
+)
 
 BEYOND = 0.25  # of the range from v_min to v_max: targets further outside are refused, not clipped
 
@@ -161,10 +170,17 @@ class QTOpt:
       embedding = self.embed(network, batch)
       output = self.network.value_of(network, embedding, taken[:, None])[:, 0]
       value = self.network.returns(output)
+<<<<<<< HEAD
       each, outside = self.losses(output, target, mask)
       total = batch.mean(jnp.where(mask > 0, each, 0.0), batch.weight)
       metrics = dict(loss=total, value=batch.average(value), outside_support=outside)
       return total, (metrics, batch.priority(mask * (jnp.abs(target - value) + 1e-6)))
+=======
+      each, metrics = self.losses(output, target, mask)
+      total = jnp.mean(sample.weight * jnp.where(mask > 0, each, 0.0))
+      metrics |= dict(loss=total, value=jnp.mean(value))
+      return total, (metrics, mask * (jnp.abs(target - value) + 1e-6))
+>>>>>>> qtopt
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), rest.network, rest.opt_state, keep=True
@@ -175,18 +191,19 @@ class QTOpt:
     rest = QTOptRest(network, opt_state, steps)
     return TrainState(QTOptParams(theta1, theta2), rest), priority, metrics
 
-  def losses(self, output: Array, target: Array, mask: Array) -> tuple[Array, Array]:
-    """Return the losses [B] of outputs [B], and the share of targets that were cut off.
+  def losses(self, output: Array, target: Array, mask: Array) -> tuple[Array, Metrics]:
+    """Return the losses [B] of outputs [B], and the share of targets that were cut off, if any can.
 
     The loss is infinite if a target is far outside of the range, see `refusal`.
     """
     if self.network.head == 'value':
-      return 0.5 * jnp.square(output - target), jnp.float32(0)
+      return 0.5 * jnp.square(output - target), {}
     share = self.network.share(target)
     inside = jnp.clip(share, 0.0, 1.0)
     each = optax.sigmoid_binary_cross_entropy(output, inside)
     refused = (mask > 0) & (jnp.abs(share - inside) > BEYOND)
-    return jnp.where(refused, jnp.inf, each), jnp.mean(mask * (share != inside))
+    outside = jnp.mean(mask * (share != inside))
+    return jnp.where(refused, jnp.inf, each), dict(outside_support=outside)
 
   def transitions(self, sample: Sample) -> recurrent.Batch:
     """Return the transitions of a sample."""

@@ -186,9 +186,10 @@ PRESETS: Mapping[str, Preset] = {
   'qtopt-grasp': Preset(
     'QT-Opt on a small grasping task from pixels: success above 90%.',
     'qtopt',
-    _network(hidden=(128,), head_hidden=(128, 64), v_min=-0.2, v_max=1.0)
-    | _buffer(capacity=100_000, batch_size=256, min_size=2_000, samples_per_insert=16.0),
-    {'env': 'podrace:grasp', 'num_envs': 32, 'unroll_length': 8, 'total_steps': 300_000},
+    {'epsilon': 0.2}
+    | _network(hidden=(128,), v_min=-0.2, v_max=1.0)
+    | _buffer(capacity=200_000, batch_size=128, min_size=5_000, samples_per_insert=10.0),
+    {'env': 'podrace:grasp', 'num_envs': 32, 'unroll_length': 8, 'total_steps': 200_000},
   ),
   'dqn-pong': Preset(
     'Double, dueling, prioritised n-step DQN on Atari Pong under Sebulba.',

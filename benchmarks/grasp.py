@@ -1,0 +1,107 @@
+"""QT-Opt's three numbers on podrace:grasp: success of the log, offline only, and joint finetuning.
+
+The log is recorded once by the script of the environment. Offline runs see the log alone. Finetuning goes on from them:
+half of the environments replay the log, and the share of online samples rises from 1% to 50%, as in the paper's section on
+joint finetuning. Behaviour cloning and SAC learn from the same log by as many gradient steps. SAC sees a vector of the
+pixels, as its critic is an MLP. Success is measured greedily in 2,000 episodes with the objects of training, and with
+objects that no run has seen.
+
+Tune on seeds from 100 on (`--seeds 100`); the stated seeds are 0 to 4.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import common
+
+STEPS = 200_000  # of the log and of each run
+EPISODES = 43_000  # of the log, about STEPS in all
+ENV = 'podrace:grasp'
+TESTS = {'train': ENV, 'unseen': f'{ENV},objects=unseen'}
+BUFFER = ['--agent.buffer.capacity', STEPS, '--agent.buffer.min-size', 20_000]
+PACE = ['--agent.buffer.batch-size', 128, '--agent.buffer.samples-per-insert', 10]
+SAC = ['--agent.actor.hidden', 128, 128, '--agent.critic.hidden', 128, 128, '--agent.discount', 0.9]
+CASES: dict[str, list[Any]] = {
+  'bc': ['--agent', 'bc', '--env', ENV, *BUFFER, *PACE, '--agent.network.hidden', 128, 64, 64],
+  'sac': ['--agent', 'sac', '--env', ENV, *BUFFER, *PACE, *SAC],
+  'offline': ['qtopt-grasp', *BUFFER],
+  'finetuned': [
+    'qtopt-grasp', '--num-envs', 64, '--log-share', '1/2', *BUFFER,
+    '--agent.buffer.online-share', 0.01, '--agent.buffer.online-share-end', 0.5,
+    '--agent.buffer.online-share-steps', STEPS // 2,
+  ],
+  'online': ['qtopt-grasp'],
+}  # fmt: skip
+
+
+def success(run_dir: Path, episodes: int = 2_000) -> dict[str, float]:
+  """Returns the share of greedy episodes with success: those have a return of at least 0.82."""
+  import jax
+  import numpy as np
+
+  from podrace.envs import make
+  from podrace.hooks import greedily, innermost
+  from podrace.run.directory import load_config
+  from podrace.run.evaluate import make_evaluator
+  from podrace.run.saved_params import restore_params
+  from podrace.settings.resolved import resolve
+
+  resolved = resolve(load_config(run_dir))
+  params = restore_params(resolved, run_dir).params
+  agent = greedily(innermost(resolved.agent))
+  evaluators = {name: make_evaluator(agent, make(env), episodes) for name, env in TESTS.items()}
+  return {
+    name: float(np.mean(evaluate(params, jax.random.key(12_345)) > 0.5))
+    for name, evaluate in evaluators.items()
+  }
+
+
+def record_log(folder: Path) -> dict[str, Any]:
+  """Returns the success of the log, which is recorded if it is not there."""
+  import numpy as np
+
+  from podrace.envs.logs.minari_files import read_log
+
+  if not folder.exists():
+    common.podrace('record', '--env', ENV, '--scripted', '--episodes', EPISODES, '--to', folder)
+  log = read_log(str(folder))
+  won = int(np.sum(log.rows.reward > 0.5))
+  return dict(episodes=log.episodes, steps=log.steps, success=won / log.episodes)
+
+
+def measure(case: str, seed: int, log: Path, runs: Path, steps: int) -> dict[str, Any]:
+  """Trains one case from its beginning; finetuning goes on from the offline run of its seed."""
+  run_dir = runs / f'{case}-{seed}'
+  if (run_dir / 'summary.json').exists():
+    return success(run_dir) | {'wall_s': common.summary_of(run_dir)['wall_s']}
+  with_log = [] if case == 'online' else ['--log', log]
+  start = ['--init-from', runs / f'offline-{seed}'] if case == 'finetuned' else []
+  begun = time.time()
+  common.podrace('train', *CASES[case], *with_log, *start, '--run-dir', run_dir, '--seed', seed, '--total-steps', steps)  # fmt: skip
+  return success(run_dir) | {'wall_s': time.time() - begun}
+
+
+def main() -> None:
+  args = common.arguments(__doc__, CASES, seeds=[0, 1, 2, 3, 4], runs='runs/grasp', steps=STEPS)
+  runs = common.ROOT / args.runs
+  runs.mkdir(parents=True, exist_ok=True)
+  results = common.known('grasp') | {'log': record_log(runs / 'log-v0')}
+  print('log', results['log'], flush=True)
+  for case in args.cases:
+    each = {}
+    for seed in args.seeds:
+      each[seed] = measure(case, seed, runs / 'log-v0', runs, args.steps)
+      print(case, seed, each[seed], flush=True)
+    mean = {name: statistics.mean(x[name] for x in each.values()) for name in TESTS}
+    results[case] = {'mean': mean, 'seeds': each}
+    print(case, mean, flush=True)
+    if min(args.seeds) < 100:
+      common.record('grasp', results)
+
+
+if __name__ == '__main__':
+  main()
