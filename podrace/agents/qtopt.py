@@ -170,17 +170,10 @@ class QTOpt:
       embedding = self.embed(network, batch)
       output = self.network.value_of(network, embedding, taken[:, None])[:, 0]
       value = self.network.returns(output)
-<<<<<<< HEAD
-      each, outside = self.losses(output, target, mask)
-      total = batch.mean(jnp.where(mask > 0, each, 0.0), batch.weight)
-      metrics = dict(loss=total, value=batch.average(value), outside_support=outside)
-      return total, (metrics, batch.priority(mask * (jnp.abs(target - value) + 1e-6)))
-=======
       each, metrics = self.losses(output, target, mask)
-      total = jnp.mean(sample.weight * jnp.where(mask > 0, each, 0.0))
-      metrics |= dict(loss=total, value=jnp.mean(value))
-      return total, (metrics, mask * (jnp.abs(target - value) + 1e-6))
->>>>>>> qtopt
+      total = batch.mean(jnp.where(mask > 0, each, 0.0), batch.weight)
+      metrics |= dict(loss=total, value=batch.average(value))
+      return total, (metrics, batch.priority(mask * (jnp.abs(target - value) + 1e-6)))
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), rest.network, rest.opt_state, keep=True
