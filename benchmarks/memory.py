@@ -31,7 +31,7 @@ WINDOWS = of_part('buffer', batch_size=32, samples_per_insert=32.0)
 CONTROL = CORES | WINDOWS
 EPISODE = {'recurrence.start': 'episode', 'recurrence.sequence': 11}
 DQN = (
-  of_part('network', hidden=(64,), core='gru', core_size=32)
+  of_part('network', hidden=(64,), core='gru', core_size=64, head_size=64)
   | of_part('buffer', batch_size=32, samples_per_insert=4.0)
   | {
     'recurrence.start': 'stored',

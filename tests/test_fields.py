@@ -29,6 +29,7 @@ from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
+from podrace.agents.recurrent import Recurrence
 from podrace.agents.sac import SAC
 from podrace.learner import learner
 from podrace.networks import (
@@ -133,6 +134,8 @@ USES = {
 CLASSES = {'ppo': PPO, 'impala': Impala}
 
 
+CORE: dict[str, Any] = dict(core='gru', core_size=4, previous_action=True)
+SEQUENCE: dict[str, Any] = dict(recurrence=Recurrence(sequence=4, burn_in=1))
 WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of those
   'dqn': [
     (dict(), dict(network=(QNetwork, dict()), buffer=(Buffer, dict()))),
@@ -144,6 +147,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     ),
     (dict(), dict(network=(QNetwork, dict(noisy=True)), buffer=(Buffer, dict()))),
+    (SEQUENCE, dict(network=(QNetwork, dict(**CORE, shortcut=True)), buffer=(Buffer, dict()))),
   ],
   'r2d2': [
     (
@@ -160,6 +164,12 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(actor=(Actor, {}), critic=(Critic, dict(critics=2)), buffer=(Buffer, {})),
     )
     for target in (None, -1.0)
+  ]
+  + [
+    (
+      SEQUENCE,
+      dict(actor=(Actor, CORE), critic=(Critic, dict(critics=2, **CORE)), buffer=(Buffer, {})),
+    )
   ],
   'd4pg': [
     (
@@ -167,7 +177,15 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(
         actor=(Actor, dict(deterministic=True)), critic=(Critic, dict(atoms=5)), buffer=(Buffer, {})
       ),
-    )
+    ),
+    (
+      SEQUENCE,
+      dict(
+        actor=(Actor, dict(deterministic=True, **CORE)),
+        critic=(Critic, dict(atoms=5, **CORE)),
+        buffer=(Buffer, {}),
+      ),
+    ),
   ],
   'qtopt': [
     (
@@ -175,10 +193,12 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(network=(ActionValue, dict(head=head)), buffer=(Buffer, {}), cem=(CEM, {})),
     )
     for head in ('sigmoid', 'value')
-  ],
+  ]
+  + [(SEQUENCE, dict(network=(ActionValue, CORE), buffer=(Buffer, {}), cem=(CEM, {})))],
   'bc': [
     (dict(), dict(network=(ActorCritic, dict()), buffer=(Buffer, {}))),
     (dict(), dict(network=(ActorCritic, dict(squash=True, shared=False)), buffer=(Buffer, {}))),
+    (SEQUENCE, dict(network=(ActorCritic, dict(core='gru', core_size=4)), buffer=(Buffer, {}))),
   ],
   'muzero': [
     (
@@ -254,7 +274,6 @@ REPLAY_CLASSES = {
   'dqn': DQN, 'r2d2': R2D2, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
-BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
 LOGGED = {'online_share_end', 'online_share_steps'}  # with a log: tests/replay/test_logged.py
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
@@ -263,11 +282,11 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
     'network': {'num_atoms', 'v_min', 'v_max'},
     'buffer': LOGGED,
   },  # one value, and no distribution
-  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
-  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
-  'bc': {'network': {'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'sac': {'critic': {'torso', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'd4pg': {'critic': {'torso', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'bc': {'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
-  'qtopt': {'network': {'core', 'core_size', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'qtopt': {'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},
