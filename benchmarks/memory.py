@@ -37,7 +37,7 @@ DQN = (
     'recurrence.start': 'stored',
     'recurrence.sequence': 16,
     'recurrence.burn_in': 8,
-    'learning_rate': 1e-3,
+    'learning_rate': 5e-4,
   }
 )
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # agent, environment, steps, its fields
