@@ -31,9 +31,14 @@ WINDOWS = of_part('buffer', batch_size=32, samples_per_insert=32.0)
 CONTROL = CORES | WINDOWS
 EPISODE = {'recurrence.start': 'episode', 'recurrence.sequence': 11}
 DQN = (
-  of_part('network', hidden=(64,), core='gru', core_size=32)
+  of_part('network', hidden=(64,), core='gru', core_size=64, head_size=64)
   | of_part('buffer', batch_size=32, samples_per_insert=4.0)
-  | {'recurrence.sequence': 16, 'recurrence.burn_in': 4, 'learning_rate': 1e-3}
+  | {
+    'recurrence.start': 'stored',
+    'recurrence.sequence': 16,
+    'recurrence.burn_in': 8,
+    'learning_rate': 5e-4,
+  }
 )
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # agent, environment, steps, its fields
   'SAC, Pendulum, core': ('sac', PENDULUM, 50_000, CONTROL),

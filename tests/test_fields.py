@@ -30,6 +30,7 @@ from podrace.agents.ppo import PPO
 from podrace.agents.pqn import PQN
 from podrace.agents.qtopt import QTOpt
 from podrace.agents.r2d2 import R2D2
+from podrace.agents.recurrent import Recurrence
 from podrace.agents.sac import SAC
 from podrace.learner import learner
 from podrace.networks import (
@@ -136,6 +137,8 @@ USES = {
 CLASSES = {'ppo': PPO, 'impala': Impala}
 
 
+CORE: dict[str, Any] = dict(core='gru', core_size=4, previous_action=True)
+SEQUENCE: dict[str, Any] = dict(recurrence=Recurrence(sequence=4, burn_in=1))
 WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of those
   'dqn': [
     (dict(), dict(network=(QNetwork, dict()), buffer=(Buffer, dict()))),
@@ -147,6 +150,7 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       ),
     ),
     (dict(), dict(network=(QNetwork, dict(noisy=True)), buffer=(Buffer, dict()))),
+    (SEQUENCE, dict(network=(QNetwork, dict(**CORE, shortcut=True)), buffer=(Buffer, dict()))),
   ],
   'r2d2': [
     (
@@ -170,6 +174,12 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(actor=(Actor, {}), critic=(Critic, dict(critics=2)), buffer=(Buffer, {})),
     )
     for target in (None, -1.0)
+  ]
+  + [
+    (
+      SEQUENCE,
+      dict(actor=(Actor, CORE), critic=(Critic, dict(critics=2, **CORE)), buffer=(Buffer, {})),
+    )
   ],
   'd4pg': [
     (
@@ -177,7 +187,15 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(
         actor=(Actor, dict(deterministic=True)), critic=(Critic, dict(atoms=5)), buffer=(Buffer, {})
       ),
-    )
+    ),
+    (
+      SEQUENCE,
+      dict(
+        actor=(Actor, dict(deterministic=True, **CORE)),
+        critic=(Critic, dict(atoms=5, **CORE)),
+        buffer=(Buffer, {}),
+      ),
+    ),
   ],
   'qtopt': [
     (
@@ -185,10 +203,12 @@ WITH_REPLAY = {  # settings of the agent, its parts' classes, and settings of th
       dict(network=(ActionValue, dict(head=head)), buffer=(Buffer, {}), cem=(CEM, {})),
     )
     for head in ('sigmoid', 'value')
-  ],
+  ]
+  + [(SEQUENCE, dict(network=(ActionValue, CORE), buffer=(Buffer, {}), cem=(CEM, {})))],
   'bc': [
     (dict(), dict(network=(ActorCritic, dict()), buffer=(Buffer, {}))),
     (dict(), dict(network=(ActorCritic, dict(squash=True, shared=False)), buffer=(Buffer, {}))),
+    (SEQUENCE, dict(network=(ActorCritic, dict(core='gru', core_size=4)), buffer=(Buffer, {}))),
   ],
   'muzero': [
     (
@@ -264,7 +284,6 @@ REPLAY_CLASSES = {
   'dqn': DQN, 'r2d2': R2D2, 'pqn': PQN, 'sac': SAC, 'd4pg': D4PG, 'qtopt': QTOpt, 'bc': BC, 'muzero': MuZero, 'muesli': Muesli,
   'disco': Disco, 'lpg': LPG, 'intrinsic': Intrinsic,
 }  # fmt: skip
-BODY = {'torso', 'core', 'core_size'}  # a critic is an MLP, and refuses all else
 RANKING = {'importance_exponent', 'importance_steps'}
 LOGGED = {'online_share_end', 'online_share_steps'}  # with a log: tests/replay/test_logged.py
 ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses them not
@@ -274,11 +293,11 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
     'buffer': LOGGED,
   },  # one value, and no distribution
   'pqn': {'network': {'num_atoms', 'v_min', 'v_max'}},
-  'sac': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
-  'd4pg': {'critic': {*BODY, 'transformer'}, 'buffer': RANKING | LOGGED},
+  'sac': {'critic': {'torso', 'transformer'}, 'buffer': RANKING | LOGGED},
+  'd4pg': {'critic': {'torso', 'transformer'}, 'buffer': RANKING | LOGGED},
   'bc': {'buffer': RANKING | LOGGED},
   'muzero': {'buffer': LOGGED},
-  'qtopt': {'network': {'core', 'core_size'}, 'buffer': RANKING | LOGGED},
+  'qtopt': {'buffer': RANKING | LOGGED},
   'muesli': {},
   'disco': {},
   'lpg': {},

@@ -290,6 +290,43 @@ def test_r2d2_remembers_from_where_acting_was() -> None:
   assert remember(burn_in=4) > 0.9
 
 
+def answers(agent: Any, env: str, updates: int) -> float:
+  """The mean greedy return of about 100 episodes after so many updates of 64 steps."""
+  program = anakin(agent, env, 1, 16, 4)
+  state = program.run(program.init(keys(0)), jnp.int32(updates))
+  _, state = program.read_log(state)
+  program = dataclasses.replace(program, agent=dataclasses.replace(program.agent, greedy=True))
+  told, _ = program.read_log(program.run(state, jnp.int32(40)))
+  return float(told['return_sum'] / told['episodes'])
+
+
+CUE = Buffer(capacity=8_192, batch_size=32, min_size=512, samples_per_insert=8)
+
+
+@SLOW
+@pytest.mark.parametrize(('core', 'least', 'most'), [('gru', 0.9, 1.0), ('none', -0.4, 0.4)])
+def test_sac_remembers_with_a_core_only(core: Any, least: float, most: float) -> None:
+  """Without one its expected return is 0."""
+  nets: dict[str, Any] = dict(hidden=(32,), core=core, core_size=16)
+  recurrence = Recurrence('episode', 5) if core != 'none' else Recurrence()
+  agent = SAC(
+    Actor(**nets), Critic(**nets, critics=2), CUE, actor_learning_rate=2e-3,
+    critic_learning_rate=2e-3, temperature_learning_rate=2e-3, recurrence=recurrence,
+  )  # fmt: skip
+  assert least <= answers(agent, 'podrace:memory,length=4,continuous=true', 200) <= most
+
+
+@SLOW
+@pytest.mark.parametrize('start', ['episode', 'stored'])
+def test_dqn_remembers(start: Any) -> None:
+  network = QNetwork(hidden=(32,), core='gru', core_size=16, previous_action=True, shortcut=True)
+  agent = DQN(
+    network, CUE, learning_rate=2e-3, target_period=50, epsilon_steps=300,
+    recurrence=Recurrence(start, 5 if start == 'episode' else 8),
+  )  # fmt: skip
+  assert answers(agent, 'podrace:memory,length=4', 250) > 0.9
+
+
 PENDULUM = Buffer(capacity=20_000, batch_size=64, min_size=500, samples_per_insert=64)
 WIDE: dict[str, Any] = dict(hidden=(64, 64))
 CONTINUOUS = {

@@ -426,3 +426,22 @@ def test_a_capacity_below_an_unroll_and_a_window_is_refused(keep_state: bool) ->
     windows(settings(capacity=1000), 3, 512, 16, keep_state=keep_state)
   found = windows(settings(capacity=9728), 3, 512, 16, keep_state=keep_state).windows
   assert found.rows == 32  # whole unrolls
+
+
+@pytest.mark.parametrize('exponent', [0.0, 0.5])
+def test_windows_at_first_begin_episodes(exponent: float) -> None:
+  """All such windows, and no others, also once rows are overwritten."""
+  world = World(5)
+  replay = windows(settings(priority_exponent=exponent), 5, B, T, at_first=True)
+  memory = replay.init(world.unroll())
+  world = World(5)
+  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  for i in range(12):
+    memory = add(memory, world.unroll())
+    if i < 2:
+      continue
+    drawn = sample(memory, jax.random.key(i))
+    assert (np.asarray(drawn.trajectory.timesteps.step_type[0]) == FIRST).all()
+    starts = check(world, drawn, 5)
+    assert len(set(starts)) > 3
+    memory = replay.update(memory, drawn.index, jnp.full(drawn.index.shape, 2.0))
