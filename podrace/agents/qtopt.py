@@ -65,9 +65,9 @@ class QTOptRest(NamedTuple):
 
 
 class QTOptExtras(NamedTuple):
-  """With `labels` stage: what a stage writes to each step."""
+  """Extras of acting with `labels` stage."""
 
-  label: Array  # [B] f32 the target of the step's action; 0 until then
+  label: Array  # [B] f32 the target of the action, which a stage writes; 0 until then
 
 
 @dataclasses.dataclass(frozen=True)

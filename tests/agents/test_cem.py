@@ -1,4 +1,4 @@
-"""The cross-entropy method: known optima, a slow reference, and what it returns."""
+"""The cross-entropy method: known optima, a slow reference, and the sample that it returns."""
 
 from __future__ import annotations
 

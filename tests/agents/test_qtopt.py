@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from test_cem import reference_fit
+from test_runs import called
 from test_value_losses import (
   CONTINUOUS,
   VECTOR,
@@ -46,7 +47,7 @@ def parameters(agent: QTOpt, seed: int = 0) -> Any:
 
 
 def train_of(agent: QTOpt) -> Any:
-  """A state whose three networks differ."""
+  """Return a state of three unequal networks."""
   train = jax.jit(agent.init)(jax.random.key(0))
   return train._replace(params=QTOptParams(parameters(agent, 1), parameters(agent, 2)))
 
@@ -107,7 +108,7 @@ def test_targets(n: int) -> None:
   """r + discount min(Q1, Q2) of theta1's action, where the episode or the window ends."""
   agent = bound(n_step=n)
   train, window = train_of(agent), random_window(n, 5, continuous)
-  found = jax.jit(agent.label)(train.params, window, jax.random.key(7))
+  computed = jax.jit(agent.label)(train.params, window, jax.random.key(7))
   steps = [n_step(window, 0.9, b) for b in range(B)]
   after = np.stack([window.timesteps.observation[end, b] for b, (_, _, end) in enumerate(steps)])
   theta1, theta2 = jax.device_get(train.params)
@@ -116,7 +117,7 @@ def test_targets(n: int) -> None:
   assert 0 < (q1 < q2).sum() < B  # each is the smaller one somewhere
   v = sigmoid_return(np.minimum(q1, q2))
   expected = [r + d * x for (r, d, _), x in zip(steps, v, strict=True)]
-  np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-3)
+  np.testing.assert_allclose(computed, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize('head', ['sigmoid', 'value'])
@@ -166,9 +167,9 @@ def test_both_target_networks_follow() -> None:
     train, _, _ = learn(agent, train, sample_of(window))
     average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, train.rest.network)
     copy = average if step % 3 == 0 else copy
-    for found, expected in ((train.params.theta1, average), (train.params.theta2, copy)):
+    for computed, expected in ((train.params.theta1, average), (train.params.theta2, copy)):
       jax.tree.map(
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), found, expected
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6), computed, expected
       )
     lags = [not np.allclose(x, y) for x, y in zip(*map(jax.tree.leaves, train.params), strict=True)]
     assert any(lags) == (step % 3 != 0)
@@ -232,20 +233,32 @@ def test_targets_far_outside_of_the_range_are_refused(label: float, finite: bool
   assert '[-40, 40]' in reason and '--agent.network.v-min' in reason
 
 
+@pytest.mark.slow
+def test_a_run_with_returns_outside_of_the_range_ends_with_2(
+  tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+  args = ['--agent', 'qtopt', '--env', 'gymnax:Pendulum-v1', '--agent.network.head', 'sigmoid']
+  sizes = ['--total-steps', '2_048', '--agent.buffer.batch-size', '8', '--agent.cem.samples', '8']
+  code, _, err = called(capsys, 'train', *args, *sizes, '--run-dir', str(tmp_path / 'run'))
+  assert code == 2 and '--agent.network.v-min' in err, err
+
+
 def test_labels_of_a_stage_at_no_lag_are_those_of_the_learner() -> None:
   learner, stage = (bound(labels=labels, n_step=2) for labels in ('learner', 'stage'))
   assert hooks.labels_elsewhere(stage) and not hooks.labels_elsewhere(learner)
   assert hooks.can_refresh(stage) and not hooks.can_refresh(learner)
   train, window = train_of(learner), random_window(2, 5, continuous)
-  expected, _, told = learn(learner, train, sample_of(window))
+  expected, _, learned = learn(learner, train, sample_of(window))
   _, learn_key = jax.random.split(jax.random.key(1))  # as the learner step splits its key
   empty = QTOptExtras(np.full((2, B), 9.0, np.float32))
   stored = window._replace(outputs=window.outputs._replace(extras=empty))
   fresh = jax.jit(stage.refresh)(train.params, stored, jax.random.fold_in(learn_key, 0))
   np.testing.assert_array_equal(fresh.outputs.extras.label[1], 9.0)
-  found, _, metrics = learn(stage, train, sample_of(jax.device_get(fresh)))
-  assert float(metrics['loss']) == pytest.approx(float(told['loss']), rel=1e-6)
-  jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), found, expected)
+  computed, _, metrics = learn(stage, train, sample_of(jax.device_get(fresh)))
+  assert float(metrics['loss']) == pytest.approx(float(learned['loss']), rel=1e-6)
+  jax.tree.map(
+    lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7), computed, expected
+  )
 
 
 def test_acting_leaves_room_for_labels() -> None:
