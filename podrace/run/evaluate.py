@@ -195,8 +195,8 @@ def stage_of(resolved: Resolved, name: str = '') -> Any:
   """Return `eval_env`; raises UsageError also for a run that has no environment."""
   if not (name or resolved.config.env):
     raise UsageError(
-      f'this run learned from the log {resolved.config.log} and has no environment: give --env '
-      'LIB:NAME with its spaces'
+      f'this run learned from the log {resolved.config.log} and has no environment: podrace eval '
+      'and podrace record take --env LIB:NAME, one with the same spaces'
     )
   return eval_env(resolved, name)
 

@@ -31,6 +31,7 @@ from podrace.run.setting_changes import note_changes
 from podrace.run.summary import final_return
 from podrace.run.updates import UpdateLoop, count_updates
 from podrace.run.warm_start import WarmStart
+from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
 from podrace.settings.record import to_json
 from podrace.settings.resolved import Resolved, resolve
@@ -184,6 +185,8 @@ class Run:
 
   def use_log(self, data: Log | None) -> None:
     """Replay a data set, if there is one."""
+    if data is None and agent_name(self.config.agent) == 'bc':
+      self.warn('bc imitates recorded actions, and there is no --log: it imitates itself')
     if data is not None:
       self.log_sha256 = data.sha256
       self.say(

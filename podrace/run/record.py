@@ -38,7 +38,7 @@ Act = Callable[[Any, Any], np.ndarray]  # (timestep [n], state of the environmen
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-  """What to record.
+  """The settings of a recording.
 
   Attributes:
     episodes: number of episodes.

@@ -87,6 +87,7 @@ def bind_run(config: Basics, env: Any) -> Any:
   where = config.env or f'--log {getattr(config, "log", "")}'
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
+    fit = [other for other in fit if other != 'bc' or not config.env]  # it needs a log
     raise UsageError(
       f'{name} cannot act in {where}, whose action space is {env.action_space}: '
       f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'

@@ -1,4 +1,4 @@
-"""Minari data sets as environments: reading, refusals, and the order of what is replayed."""
+"""Minari data sets as environments: reading, refusals, and the order of the replayed episodes."""
 
 from __future__ import annotations
 
@@ -397,7 +397,7 @@ def test_each_episode_is_replayed_once_before_any_is_again(n: int, cartpole: Pat
 
 
 def test_a_share_acts_in_the_environment(cartpole: Path) -> None:
-  """Positions of the log replay it, and the rest see what the environment alone would show."""
+  """Positions of the log replay it, and the rest act in the environment."""
   log = read_log(str(cartpole))
   pure = envs.make('gymnax:CartPole-v1')
   timesteps = walk(LogEnvironment(log, (1, 4), pure), 8, 150)

@@ -23,7 +23,7 @@ def collected(
   rule: Rule | None = None,
   steps: int = 10**6,
 ) -> tuple[Path, list[dict[str, Any]]]:
-  """Record episodes; returns the directory of the data set, and what the environment returned.
+  """Record episodes; returns the directory of the data set, and the results of the environment.
 
   An episode is cut after `steps`. Without a rule, actions are samples of the space.
   """

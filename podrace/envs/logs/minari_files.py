@@ -86,8 +86,9 @@ def read_log(name: str) -> Log:
 
 def read_spaces(name: str) -> tuple[Any, Any]:
   """Return the observation space and the action space of a data set; raises as `read_log`."""
+  data = find_data(name)
   try:
-    return _read_metadata(find_data(name))[:2]
+    return _read_metadata(data)[:2]
   except UsageError as e:
     raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
 
@@ -110,7 +111,7 @@ def _read_metadata(data: Path) -> tuple[Any, Any, Any]:
 def _open(path: Path) -> Any:
   try:
     import h5py
-  except ImportError as e:
+  except Exception as e:  # libraries of the wrong version fail by any exception
     raise MissingExtra(why_not('--log', 'logs', e)) from e
   try:
     return h5py.File(open_regular(path), 'r')

@@ -19,7 +19,7 @@ def read_space(text: Any, name: str) -> Any:
   """Return the space that a data set has as JSON, with the types that JAX has.
 
   Raises:
-    UsageError: if it is no space of numbers; the message says what is wrong with `name`.
+    UsageError: if it is no space of numbers; the message names the fault of `name`.
   """
   if not isinstance(text, str):
     raise UsageError(f'it has no {name}, as minari 0.5 writes one')

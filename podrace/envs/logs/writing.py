@@ -44,7 +44,7 @@ def _storage_class() -> Any:
   try:
     import h5py  # noqa: F401
     from minari.dataset.minari_storage import MinariStorage
-  except ImportError as e:
+  except Exception as e:  # libraries of the wrong version fail by any exception
     raise MissingExtra(why_not('podrace record', 'logs', e)) from e
   return MinariStorage
 
