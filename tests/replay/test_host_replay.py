@@ -18,7 +18,7 @@ from test_windows import B, T, World, settings
 
 from podrace import tables, topology
 from podrace.errors import ReplayFailed
-from podrace.replay import host, windows
+from podrace.replay import host, host_tables, windows
 from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
 from podrace.replay.rings import read_windows
@@ -250,7 +250,8 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
 
 def test_of_two_processes_each_has_a_share(monkeypatch: pytest.MonkeyPatch) -> None:
   """Half of the capacity and of each batch, drawn by numbers of its own, once both have windows."""
-  monkeypatch.setattr(host, 'share', lambda total: -(-total // 2))
+  for module in (host, host_tables):
+    monkeypatch.setattr(module, 'share', lambda total: -(-total // 2))
   there, found = 0, []
   monkeypatch.setattr(
     host, 'everyones', lambda own: np.array([own, np.full(len(own), there)], np.float64)
