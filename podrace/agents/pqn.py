@@ -4,17 +4,17 @@ Networks with LayerNorm, many environments, and targets by Peng's Q(lambda) from
 trajectory: traces are not cut where an action explored. Targets are made once, of the values that
 acting computed. Epochs of minibatches follow. All environments share one epsilon.
 
-With a recurrent network, targets are made inside the loss, by the present parameters: each
-minibatch has whole unrolls of a part of the environments, from the state that acting had before. The
-authors also unroll a memory window of earlier steps first; here the unroll is the window, so
-`--unroll-length` is the length that memory is trained over.
+With a recurrent network, targets are made inside the loss, by the present parameters. A minibatch
+then has whole unrolls of a part of the environments, from the state of acting before them. The
+authors also unroll a memory window of earlier steps first. Here the unroll is the window, so
+memory is trained over `--unroll-length` steps.
 
 Against the released code (mttga/purejaxql):
 
 - A time limit bootstraps. There it counts as a termination.
 - No normalization of inputs, and no scale of rewards.
 - Recurrent: the last action is no input.
-- Defaults: lambda, epochs, minibatches and the share of epsilon are those of its CartPole, where the
+- Defaults: lambda, epochs, minibatches and the share of epsilon are as in its CartPole. There the
   rate is 1e-4, the last epsilon 0.2, and the network 2 x 256.
 """
 
