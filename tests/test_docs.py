@@ -63,6 +63,7 @@ def blocks(page: Path, language: str = '') -> list[str]:
 )
 def test_page(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.chdir(tmp_path)
+  monkeypatch.setenv('MINARI_DATASETS_PATH', str(tmp_path / 'datasets'))
   module = {'__name__': f'docs_{page.stem.replace("-", "_")}'}
   assert blocks(page, 'python')
   for block in blocks(page, 'python'):
