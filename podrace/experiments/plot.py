@@ -187,7 +187,8 @@ def draw_aggregate(
     ticks = [_escape(textwrap.fill(name, 24)) if axis is axes[0] else '' for name in order]
     axis.set_yticks(range(len(order)), ticks, fontsize=8)
   all_scores = np.concatenate([x for tasks in scores.values() for x in tasks])
-  thresholds = np.linspace(all_scores.min(), all_scores.max(), 200)
+  least, most = min(all_scores.min(), 0.0), all_scores.max()
+  thresholds = np.linspace(least, most + 0.02 * ((most - least) or 1.0), 200)
   profiles = [_profile(tasks, thresholds) for tasks in scores.values()]
   _draw_bands(axes[2], profiles, 'performance profile', 'normalized score', 'share of runs above')
   for axis in axes[3:]:
