@@ -59,7 +59,7 @@ class PopArt:
     std = jnp.clip(jnp.sqrt(statistics.var), self.min_std, self.max_std)
     return Units(statistics.mean, std)
 
-  def move(self, statistics: Statistics, units: Units, metrics: Metrics) -> Statistics:
+  def follow(self, statistics: Statistics, units: Units, metrics: Metrics) -> Statistics:
     """Return the statistics after an update.
 
     `metrics` are of all devices, with `value_moments` of targets in `units`. Masked steps have no
@@ -192,7 +192,7 @@ def learn(
   )
   known = (statistics.weight > 0) & (statistics.var > 0)
   params, rest = jax.tree.map(lambda new, old: jnp.where(known, new, old), after, before)
-  statistics = agent.popart.move(statistics, units, metrics)
+  statistics = agent.popart.follow(statistics, units, metrics)
   metrics = metrics | dict(value_mean=statistics.mean, value_std=jnp.sqrt(statistics.var))
   return TrainState(params, PopArtRest(statistics, rest)), priority, metrics
 

@@ -270,7 +270,7 @@ class AnakinDriver:
     self.mesh, self.shapes = program.mesh, program.shapes
     arrays = getattr(program, 'arrays', ())
     self._arrays = (arrays,) if arrays else ()
-    self.init = lambda keys: program.init(keys, *self._arrays)
+    self.init = (lambda keys: program.init(keys, arrays)) if arrays else program.init
     self.windows = program.windows
     self.ready = self.windows.schedule.ready if self.windows else 0
 

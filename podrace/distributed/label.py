@@ -42,11 +42,11 @@ def check_agent(agent: Any) -> None:
     )
 
 
-def _open(place: Place) -> tuple[contextlib.AbstractContextManager[Iterator[Batch]], Labels]:
+def _connect(place: Place) -> tuple[contextlib.AbstractContextManager[Iterator[Batch]], Labels]:
   return Draws(place), Labels(place)
 
 
-DUTY = Duty(LABELLING, check_agent, 'labels', 'labelled', 'labelling', False, _open)
+DUTY = Duty(LABELLING, check_agent, 'labels', 'labelled', 'labelling', False, _connect)
 
 
 class Draws:

@@ -34,7 +34,7 @@ def check_agent(agent: Any) -> None:
     )
 
 
-def _open(place: Place) -> tuple[contextlib.AbstractContextManager[Iterator[Batch]], Targets]:
+def _connect(place: Place) -> tuple[contextlib.AbstractContextManager[Iterator[Batch]], Targets]:
   client, length = place.client, place.layout.windows.length
   table = replay_table(client, place.layout, place.space, place.run)
   return _peeks(table, place.batch_size), Targets(client, table, length)
@@ -47,7 +47,7 @@ def _peeks(table: Any, batch_size: int) -> Iterator[Iterator[Batch]]:
     yield (Batch(sample.key, sample.data) for sample in samples)
 
 
-DUTY = Duty(REANALYSING, check_agent, 'windows', 'reanalysed', 'reanalysing', True, _open)
+DUTY = Duty(REANALYSING, check_agent, 'windows', 'reanalysed', 'reanalysing', True, _connect)
 
 
 class Targets:

@@ -103,7 +103,7 @@ class Duty(NamedTuple):
     unit: the thing that it counts, for the names of its metrics.
     done, doing: the verb in messages.
     searches: whether the searches in each window are counted as well.
-    open: returns the source, which yields batches while it is entered, and the sink.
+    connect: returns the source, which yields batches while it is entered, and the sink.
   """
 
   role: str
@@ -112,7 +112,7 @@ class Duty(NamedTuple):
   done: str
   doing: str
   searches: bool
-  open: Callable[[Place], tuple[contextlib.AbstractContextManager[Iterator[Batch]], Sink]]
+  connect: Callable[[Place], tuple[contextlib.AbstractContextManager[Iterator[Batch]], Sink]]
 
 
 def run(duty: Duty, config: Config, args: Sequence[str], options: Options) -> int:
@@ -167,7 +167,7 @@ class Stage:
       place = Place(
         client, self._layout, self._space, self._newest.run, self._batch_size, self._steps
       )
-      source, sink = self._duty.open(place)
+      source, sink = self._duty.connect(place)
       # Compile before the first windows arrive, which would else be old when written.
       refresh = self._refresh.lower(self._params[1], place.shapes, self._key).compile()
       watcher = Worker('parameters', self._watch, lambda: self._hang_up(client))

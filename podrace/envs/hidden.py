@@ -108,7 +108,7 @@ def without_velocities(env: Any, kept: tuple[int, ...]) -> Any:
   return dataclasses.replace(env, dynamics=PositionsOnly(env.dynamics, kept))
 
 
-def make_gymnasium(name: str, **options: Any) -> gymnasium.Env:
+def make_gymnasium(name: str, /, **options: Any) -> gymnasium.Env:
   """Return `gymnasium.make` of a name and options, of which `hide` is podrace's.
 
   Environments of the user's modules, MODULE:ID, may have an option of that name themselves.

@@ -319,7 +319,6 @@ def test_the_papers_network() -> None:
   [
     (dict(head_hidden=()), 'head_hidden'),
     (dict(v_min=1.0), 'v_min 1.0'),
-    (dict(core='gru'), 'gru'),
   ],
 )
 def test_impossible_networks_are_refused(settings: dict[str, Any], name: str) -> None:

@@ -418,7 +418,7 @@ def test_a_run_is_exported(
   }
   for args, message in (
     (('run', 'policy'), 'exists already'),
-    (('run', 'other', '--member', '2'), 'the run has 2 seed(s)'),
+    (('run', 'other', '--member', '2'), 'has 2 seed(s)'),
     (('nowhere', 'other'), 'is not a run directory'),
     (('run',), 'export takes a run and a new directory'),
   ):

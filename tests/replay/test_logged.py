@@ -31,7 +31,7 @@ B, T = 12, 4
 
 def filled(buffer: Buffer, logged: tuple[int, int], updates: int = 3) -> tuple[Any, Any]:
   """A replay and its memory of B streams, with the environment's number as the observation."""
-  w = Windows(buffer, 1, B, T, False, 0, None, logged)
+  w = Windows(buffer, 1, B, T, False, 0, None, logged=logged)
   replay = replay_of(w)
   env_id = jnp.arange(B, dtype=jnp.int32)
 

@@ -18,7 +18,7 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.commands import configure, train
-from podrace.fields import flag
+from podrace.fields import flag, negate
 from podrace.settings import defaults
 from podrace.settings.agents import bind, default_agent
 from podrace.settings.config import Config
@@ -148,8 +148,9 @@ def test_the_help_has_them(capsys: pytest.CaptureFixture[str]) -> None:
     part = said.partition(f'\n  {agent}, {kind}:\n')[2].partition(':\n')[0]
     told = ' '.join(part.split())
     assert f'--num-envs {entry.num_envs} --unroll-length {entry.unroll_length} ' in told
-    for path in entry.agent:
-      assert f'--agent.{".".join(map(flag, path.split(".")))} ' in told
+    for path, value in entry.agent.items():
+      option = f'--agent.{".".join(map(flag, path.split(".")))}'
+      assert f'{negate(option) if value is False else option} ' in told
 
 
 @pytest.mark.parametrize('kind', ['symbolic', 'symbolic_first_person', 'categorical'])

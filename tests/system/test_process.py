@@ -72,9 +72,7 @@ def test_only_commands_configure_logging() -> None:
         found.add(str(file.relative_to(source)))
       if isinstance(node, ast.Name) and node.id == 'log_to_stderr':
         found.add(str(file.relative_to(source)))
-  commands = {
-    f'commands/{x}.py' for x in ('train', 'act', 'reanalyse', 'envs', 'replay', 'discover')
-  }
+  commands = {f'commands/{x}.py' for x in ('train', 'act', 'stages', 'envs', 'replay', 'discover')}
   assert found == {'system/logs.py', *commands}
 
 
