@@ -87,6 +87,8 @@ class BC:
       outputs = batch.outputs(self.network, network)
       surprise = -policy.log_prob(outputs.policy, taken)
       total = batch.mean(surprise, batch.weight)
+      # The value head is not used. A constant gradient of it would have an all-reduce of its own.
+      total += 0.0 * jnp.mean(jnp.square(outputs.value))
       own = policy.to_action(policy.mode(outputs.policy))
       error = jnp.abs(own - policy.to_action(taken)).reshape(*mask.shape, -1)
       metrics = dict(
