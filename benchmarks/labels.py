@@ -119,8 +119,8 @@ def serve() -> None:
   example = example_trajectory(resolved.agent, resolved.env, config.num_envs, config.unroll_length)
   layout = Layout(resolved.replay.windows, example)
   at = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
-  told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one'}).encode()
-  record = run_identity.RECORD, np.frombuffer(told, np.uint8)
+  line = json.dumps({**run_identity.record(config), run_identity.RUN: 'one'}).encode()
+  record = run_identity.RECORD, np.frombuffer(line, np.uint8)
   params = resolved.agent.init(jax.random.key(0)).params
   with (
     parameters.Publisher(at.parameters, environments=config.num_envs) as publisher,

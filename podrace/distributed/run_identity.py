@@ -30,7 +30,7 @@ from podrace.topology import on_host
 
 RECORD, FINISHED = '.run', '.finished'  # names of the arrays that are published besides parameters
 RUN = 'run'  # the key of the run's name in the record; tables have that name, too
-OF_LOG = ('log', 'log_share')  # fields about a log, whose copies may be in other places
+OF_LOG = ('log', 'log_share')  # fields about a log; copies of it may be in other places
 DIFFERENCES = 10  # the most that are listed
 COMMON = ('agent', 'env', 'num_envs', 'unroll_length')  # fields on which both sides must agree
 

@@ -1,4 +1,4 @@
-"""Labelled windows: the tables of an agent whose targets a stage computes.
+"""Labelled windows: the tables of an agent that gets its targets from a stage.
 
 QT-Opt (Kalashnikov et al. 2018, arXiv 1806.10293) has Bellman updaters, which draw transitions from
 an online and an offline buffer, compute the targets, and write the labelled transitions to a train
@@ -21,9 +21,9 @@ from podrace.replay.windows import Windows
 TABLE, OFFLINE, TRAIN = 'windows', 'offline', 'train'
 LABEL = 'extras/label'  # the column that `refresh` of these agents sets
 # Columns of TRAIN besides those of a window: version of the parameters that labelled it, and if it
-# is a window of the log. All others are described where they are made.
+# is a window of the log. Other columns are described where they are made.
 VERSION, LOGGED = 'version', 'logged'
-LEAST = 100  # the limiter counts at least one of so many draws of an online window
+LEAST = 100  # the limiter counts at least one of this number of draws of an online window
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Mix:
     return (q - p) / q
 
   def part(self, name: str) -> float:
-    """Return the share of environments whose windows a table has."""
+    """Return the share of environments that a table has the windows of."""
     return self.acting if name == TABLE else 1 - self.acting
 
   @property

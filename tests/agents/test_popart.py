@@ -206,8 +206,8 @@ def compare(agent: Any) -> None:
     np.testing.assert_allclose(metrics['value_mean'], reference.mu, rtol=1e-4)
     np.testing.assert_allclose(metrics['value_std'], reference.sigma, rtol=1e-4)
     expected = [[reference.value(x) for x in row] for row in t.timesteps.observation]
-    found = values(agent.network, train.params.network, t)
-    np.testing.assert_allclose(found, expected, atol=2e-5 * reference.sigma + 1e-4)
+    actual = values(agent.network, train.params.network, t)
+    np.testing.assert_allclose(actual, expected, atol=2e-5 * reference.sigma + 1e-4)
 
 
 @pytest.mark.parametrize('name', LINEAR)

@@ -87,7 +87,7 @@ def targets(agent: PQN, steps: TimeStep, best: np.ndarray) -> dict[tuple[int, in
   `best` [T+1, B] are the largest values of all timesteps. A target is a weighted sum of n-step
   returns; the longest, to the end of the episode or of the trajectory, has the rest of the weight.
   """
-  found = {}
+  actual = {}
   for b in range(B):
     for times in streams.episodes(steps.step_type[:, b]):
       v = [0.0 if steps.discount[t, b] == 0 else float(best[t, b]) for t in times]
@@ -100,8 +100,8 @@ def targets(agent: PQN, steps: TimeStep, best: np.ndarray) -> dict[tuple[int, in
           of_n += agent.discount**n * v[k + n]
           share = (1 - agent.lambda_) if n < longest else 1.0
           total += share * agent.lambda_ ** (n - 1) * of_n
-        found[times[k], b] = total
-  return found
+        actual[times[k], b] = total
+  return actual
 
 
 def descended(agent: PQN, params: Any, t: Trajectory) -> tuple[np.ndarray, np.ndarray, float]:
@@ -201,9 +201,9 @@ def test_recurrent_targets_are_made_in_the_loss_from_the_state_of_acting() -> No
   t = trajectory(RECURRENT)
   before, after, metrics = update(RECURRENT, t)
   q, _ = RECURRENT.network.unroll(before.params.network, t.agent_state, t.timesteps)
-  found = targets(RECURRENT, t.timesteps, np.asarray(q[..., 0]).max(-1))
+  actual = targets(RECURRENT, t.timesteps, np.asarray(q[..., 0]).max(-1))
   goals, mask = np.zeros((T, B), np.float32), np.zeros((T, B), np.float32)
-  for where, x in found.items():
+  for where, x in actual.items():
     goals[where], mask[where] = x, 1.0
   loss, gradient = jax.value_and_grad(recurrent_loss)(before.params.network, t, goals, mask)
   np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
@@ -256,8 +256,8 @@ def test_there_is_one_all_reduce_for_each_gradient() -> None:
 
 def test_epsilon_falls_over_a_share_of_the_run() -> None:
   agent = dataclasses.replace(LINEAR, epsilon_start=0.9, epsilon=0.1, epsilon_share=0.5, total_updates=40)  # fmt: skip
-  found = [float(agent.epsilon_after(jnp.int32(i))) for i in (0, 5, 10, 20, 40)]
-  assert found == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1])
+  actual = [float(agent.epsilon_after(jnp.int32(i))) for i in (0, 5, 10, 20, 40)]
+  assert actual == pytest.approx([0.9, 0.7, 0.5, 0.1, 0.1])
   train, after, metrics = update(agent, trajectory(agent))
   assert float(train.params.epsilon) == pytest.approx(0.9)
   assert float(after.params.epsilon) == pytest.approx(0.86) == float(metrics['epsilon'])

@@ -98,17 +98,17 @@ def test_padding_changes_no_gradient(name: str) -> None:
   alone = bound(AGENTS[name], start='episode', sequence=5)
   padded = bound(AGENTS[name], start='episode', sequence=8)
   train = jax.jit(alone.init)(jax.random.key(0))
-  found, expected = (
+  actual, expected = (
     learn(agent, train, episode(alone, 5, padding, 3))
     for agent, padding in ((padded, 3), (alone, 0))
   )
-  pairs = list(zip(moments(found[0]), moments(expected[0]), strict=True))
+  pairs = list(zip(moments(actual[0]), moments(expected[0]), strict=True))
   assert max(np.abs(y).max() for _, y in pairs) > 1e-3
   for x, y in pairs:
     np.testing.assert_allclose(x, y, rtol=0, atol=1e-7)  # of a tenth of the gradient
-  np.testing.assert_allclose(found[1], expected[1], rtol=1e-5)
+  np.testing.assert_allclose(actual[1], expected[1], rtol=1e-5)
   for metric in ('loss', 'value'):
-    np.testing.assert_allclose(found[2][metric], expected[2][metric], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(actual[2][metric], expected[2][metric], rtol=1e-5, atol=1e-6)
 
 
 def test_a_loss_is_the_mean_over_valid_steps() -> None:
@@ -188,12 +188,12 @@ def test_burn_in_has_no_gradient(name: str) -> None:
     jax.tree.map(lambda x: x[4:], window.timesteps),
     jax.tree.map(lambda x: x[4:], window.outputs), state(after), window.env_id,
   )  # fmt: skip
-  found, expected = (
+  actual, expected = (
     moments(learn(a, train, w)[0])
     for a, w in ((burnt, window._replace(agent_state=state(memory))), (rest, late))
   )
   assert max(np.abs(y).max() for y in expected) > 1e-3
-  for x, y in zip(found, expected, strict=True):
+  for x, y in zip(actual, expected, strict=True):
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)
 
 

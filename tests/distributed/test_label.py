@@ -125,11 +125,11 @@ def test_counted_draws_keep_the_pace(
 
 def test_a_label_that_comes_again_is_dropped() -> None:
   """As after a restart of the service from a checkpoint."""
-  once, found = Once(4), []
+  once, actual = Once(4), []
   for numbers in ([0, 1, 2], [3, 4, 1], [4, 5, 6, 7]):
     rows = dict(source=np.full(len(numbers), 9), number=np.array(numbers))
-    found += [x for batch in once.batches(rows) for x in batch['number'].tolist()]
-  assert found == list(range(8))
+    actual += [x for batch in once.batches(rows) for x in batch['number'].tolist()]
+  assert actual == list(range(8))
   assert (once.taken, once.repeated) == (10, 2)
 
 
@@ -171,13 +171,13 @@ def test_the_learner_waits_for_labels_and_says_so(places: Places) -> None:
   labelling[1].signal(signal.SIGTERM)
   assert labelling[1].wait() == 143, labelling[1].output
   assert [learner.wait(), actor.wait(), labelling[2].wait()] == [0, 0, 0], learner.output
-  told = places.told()[-1]
-  assert told['acting_processes'] == told['labelling_processes'] == 1
-  assert told['labels_repeated'] == 0 and told['labels_online'] == 1
+  line = places.told()[-1]
+  assert line['acting_processes'] == line['labelling_processes'] == 1
+  assert line['labels_repeated'] == 0 and line['labels_online'] == 1
   updates = 6_400 // 32
-  assert told['labels_taken'] == pytest.approx(32 * 4 * updates, rel=0.1)
-  assert 0 <= told['labels_age_mean'] <= told['labels_age_max'] < updates
-  assert 0.9 < told['labels_per_example'] < 1.2
+  assert line['labels_taken'] == pytest.approx(32 * 4 * updates, rel=0.1)
+  assert 0 <= line['labels_age_mean'] <= line['labels_age_max'] < updates
+  assert 0.9 < line['labels_per_example'] < 1.2
   assert 'labels/s' in labelling[2].output
   server.signal(signal.SIGTERM)
   assert server.wait() == 143
@@ -218,6 +218,6 @@ def test_bad_usage_is_2(
   monkeypatch.chdir(tmp_path)
   with pytest.raises(SystemExit) as end:
     cli.main(args)
-  said = capfd.readouterr().err
-  assert end.value.code == 2 and message in said and len(said.strip().splitlines()) == 1
+  text = capfd.readouterr().err
+  assert end.value.code == 2 and message in text and len(text.strip().splitlines()) == 1
   assert not list(tmp_path.iterdir())

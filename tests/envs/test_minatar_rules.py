@@ -33,16 +33,16 @@ def test_an_action_repeats_as_often_as_it_should(probability: float) -> None:
   """With alternating actions, each repetition shows; the one before may be a repetition itself."""
   env, steps = StickyActions(Echo(), probability), 20_000
   state, _ = env.reset(jax.random.key(0))
-  asked = jnp.arange(steps, dtype=jnp.int32) % 2 + 1  # 1, 2, 1, 2, ...: never 0
+  sent = jnp.arange(steps, dtype=jnp.int32) % 2 + 1  # 1, 2, 1, 2, ...: never 0
   keys = jax.random.split(jax.random.key(1), steps)
-  _, taken = jax.lax.scan(lambda s, x: (lambda y: (y[0], y[1].observation))(env.step(s, *x)), state, (asked, keys))  # fmt: skip
-  taken, asked = np.asarray(taken), np.asarray(asked)
+  _, taken = jax.lax.scan(lambda s, x: (lambda y: (y[0], y[1].observation))(env.step(s, *x)), state, (sent, keys))  # fmt: skip
+  taken, sent = np.asarray(taken), np.asarray(sent)
   # A repetition shows unless the action before was this one, itself repeated: p / (1 + p) differ.
   expected = probability / (1 + probability)
   error = 4 * np.sqrt(expected / steps)
-  assert abs(np.mean(taken != asked) - expected) < error
+  assert abs(np.mean(taken != sent) - expected) < error
   assert set(taken[:1]) <= {0, 1}  # an episode begins with doing nothing
-  assert (taken[1:][taken[1:] != asked[1:]] == taken[:-1][taken[1:] != asked[1:]]).all()
+  assert (taken[1:][taken[1:] != sent[1:]] == taken[:-1][taken[1:] != sent[1:]]).all()
 
 
 def played(name: str, steps: int, num_envs: int = 8, randomly: bool = False) -> Any:

@@ -81,11 +81,11 @@ def test_at_lag_0_labels_are_the_learners() -> None:
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6), a, b)
   assert int(a.steps) == int(b.steps) == 4 * 18  # from the third update on
   assert logs[0]['metrics']['target'] == pytest.approx(logs[1]['metrics']['target'], rel=1e-5)
-  told = logs[1]['host']
-  assert told['labels_age_mean'] == told['labels_age_max'] == 0
-  assert told['labels_online'] == told['labels_per_example'] == 1 and told['labels_per_s'] > 0
+  line = logs[1]['host']
+  assert line['labels_age_mean'] == line['labels_age_max'] == 0
+  assert line['labels_online'] == line['labels_per_example'] == 1 and line['labels_per_s'] > 0
   assert not any(name.startswith('labels') for name in logs[0]['host'])
-  assert told['replay_samples'] == logs[0]['host']['replay_samples'] == 16 * 4 * 18
+  assert line['replay_samples'] == logs[0]['host']['replay_samples'] == 16 * 4 * 18
 
 
 @pytest.mark.parametrize('lag', ['1', 'async'])
@@ -102,10 +102,10 @@ def test_otherwise_they_are_one_update_old(lag: str) -> None:
     window = run.program.learning.replay.trajectory({k: jnp.asarray(x) for k, x in ahead.items()})
     expected = agent.label(params, window, jax.random.key(0))
     np.testing.assert_allclose(ahead['extras/label'][:, 0], expected, atol=1e-5)
-    told = run.driver.read_log(run.state)[0]['host']
-    assert told['labels_age_max'] == 1
+    line = run.driver.read_log(run.state)[0]['host']
+    assert line['labels_age_max'] == 1
     # The first update that learns has labels of its own parameters.
-    assert told['labels_age_mean'] == pytest.approx(17 / 18)
+    assert line['labels_age_mean'] == pytest.approx(17 / 18)
 
 
 def test_labels_are_of_both_tables_by_the_share() -> None:
@@ -122,14 +122,14 @@ def test_labels_are_of_both_tables_by_the_share() -> None:
     assert online['observation/recorded'].max() == 0  # only the log has actions
     assert all(len(t) <= 256 for t in replay.sources.values())  # half of the capacity each
     counts = {name: t.contents.counts.samples for name, t in replay.sources.items()}
-    told = running.driver.read_log(running.state)[0]['host']
+    line = running.driver.read_log(running.state)[0]['host']
     ahead = contents(replay.labels.train.table)
   steps = 32 * np.arange(3, 32)  # at the end of each update that has labels, and the one ahead
   expected = 64 * (0.25 + 0.25 * np.minimum(steps / 640, 1)).sum()
   assert counts['windows'] == pytest.approx(expected, abs=len(steps) * 0.5)
   assert counts['windows'] + counts['offline'] == 64 * len(steps)
   share = (counts['windows'] - 32) / (64 * (len(steps) - 1))  # without the labels ahead
-  assert told['labels_online'] == pytest.approx(share, abs=0.01)
+  assert line['labels_online'] == pytest.approx(share, abs=0.01)
   assert (ahead['logged'] == (ahead['env_id'] % 2 == 0)).all() and 0 < ahead['logged'].mean() < 1
 
 
@@ -137,8 +137,8 @@ def test_a_log_alone_is_offline() -> None:
   with Running(with_log((1, 1), '0')) as run:
     run.advance(10)
     assert set(run.driver.source.replay.sources) == {'offline'}
-    told = run.driver.read_log(run.state)[0]['host']
-  assert told['labels_online'] == 0 and told['replay_windows'] == 8 * 40
+    line = run.driver.read_log(run.state)[0]['host']
+  assert line['labels_online'] == 0 and line['replay_windows'] == 8 * 40
 
 
 def test_the_tables_are_in_the_checkpoint(tmp_path: Path) -> None:
@@ -157,22 +157,22 @@ def test_the_tables_are_in_the_checkpoint(tmp_path: Path) -> None:
   restored = contents(driver.source.replay.labels.train.table)['extras/label']
   assert set(ahead.ravel().tolist()) == set(restored.ravel().tolist()) and len(ahead)
   driver.start(saved, keys(0))
-  found, made = driver.advance(saved, 8, lambda: False)
+  actual, made = driver.advance(saved, 8, lambda: False)
   driver.close()
   assert made == 8
-  jax.tree.map(np.testing.assert_array_equal, jax.device_get(found.train), expected)
+  jax.tree.map(np.testing.assert_array_equal, jax.device_get(actual.train), expected)
 
 
 @pytest.mark.slow
 def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-  found = []
+  actual = []
   for seed in range(3):
     with monkeypatch.context() as patch:
       jittery(patch, seed)
       with Running(program('1', threads=2)) as run:
-        found.append(jax.device_get(run.advance(20).train))
-  for other in found[1:]:
-    jax.tree.map(np.testing.assert_array_equal, found[0], other)
+        actual.append(jax.device_get(run.advance(20).train))
+  for other in actual[1:]:
+    jax.tree.map(np.testing.assert_array_equal, actual[0], other)
 
 
 @pytest.mark.slow

@@ -59,8 +59,8 @@ class Run:
     return self._params[version]
 
   def publish(self, version: int, *more: Any) -> None:
-    told = json.dumps({**run_identity.record(self.config), run_identity.RUN: 'one-1'}).encode()
-    record = run_identity.RECORD, np.frombuffer(told, np.uint8)
+    line = json.dumps({**run_identity.record(self.config), run_identity.RUN: 'one-1'}).encode()
+    record = run_identity.RECORD, np.frombuffer(line, np.uint8)
     self.publisher.publish(version, [*to_leaves(self.params(version)), record, *more])
 
   def start(self, process: Any) -> None:

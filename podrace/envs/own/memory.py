@@ -36,7 +36,7 @@ class MemoryTask:
   """
 
   length: int = 10  # steps from the cue to the query
-  continuous: bool = False  # an action is a number within [-1, 1], whose sign answers
+  continuous: bool = False  # an action is a number within [-1, 1]; its sign is the answer
 
   def __post_init__(self) -> None:
     if self.length < 1:
