@@ -61,7 +61,7 @@ def make(name: str) -> Environment:
 
 
 def _hidden(key: str, env: str, options: dict[str, Any]) -> tuple[int, ...] | None:
-  """Take the option `hide` off `options`; return the indices of observations to keep, None for all."""
+  """Take the option `hide` off `options`; return the indices to keep, None for all."""
   if 'hide' not in options:
     return None
   kept: tuple[int, ...] = importlib.import_module('podrace.envs.hidden').read(key, env, options)
