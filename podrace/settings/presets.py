@@ -190,7 +190,7 @@ PRESETS: Mapping[str, Preset] = {
     {'env': 'gymnax:Pendulum-v1', 'num_envs': 8, 'unroll_length': 8, 'total_steps': 60_000},
   ),
   'qtopt-pendulum': Preset(
-    'QT-Opt on Pendulum, without an actor: about -150.',
+    'QT-Opt on Pendulum, without an actor.',
     'qtopt',
     {'discount': 0.97, 'target_rate': 0.01, 'target_period': 50}
     | _network(v_min=-250.0, v_max=0.0)
@@ -198,7 +198,7 @@ PRESETS: Mapping[str, Preset] = {
     {'env': 'gymnax:Pendulum-v1', 'num_envs': 8, 'unroll_length': 8, 'total_steps': 60_000},
   ),
   'qtopt-grasp': Preset(
-    'QT-Opt on a small grasping task from pixels: success above 90%.',
+    'QT-Opt on a small grasping task from pixels; its score is not measured yet.',
     'qtopt',
     {'epsilon': 0.2}
     | _network(hidden=(128,), v_min=-0.2, v_max=1.0)
