@@ -21,7 +21,7 @@ from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainSta
 class Logged:
   """`agent`, bound to the spaces of the plain environment. It has the optional hooks of `agent`.
 
-  Observations are those of `podrace.envs.logs.log_environment.LogEnvironment`.
+  It takes the observations of `podrace.envs.logs.log_environment.LogEnvironment`.
   """
 
   agent: Any
