@@ -20,8 +20,8 @@ from podrace.replay.windows import Windows
 
 TABLE, OFFLINE, TRAIN = 'windows', 'offline', 'train'
 LABEL = 'extras/label'  # the column that `refresh` of these agents sets
-# Columns that TRAIN has besides the columns of a window: the version of the parameters that labelled
-# it, and whether it is a window of the log. Each further column has a comment where it is made.
+# Further columns of TRAIN: the version of the parameters that labelled the window, and whether the
+# window is of the log.
 VERSION, LOGGED = 'version', 'logged'
 LEAST = 100  # the limiter counts at least one of this number of draws of an online window
 
