@@ -1,0 +1,44 @@
+"""Results and pictures of examples/papers: each file measures its effect over seeds, and draws it.
+
+    python benchmarks/papers.py cca --seeds 10
+
+A file has `measure(seeds)`, a dict of numbers by method and seed, and `draw(results, figure)`. Writes
+benchmarks/results/papers/NAME.json and docs/papers/NAME.svg.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+
+import common
+
+NAMES = ('cca', 'himo', 'causal', 'avril', 'nas')
+FOLDER = common.ROOT / 'examples' / 'papers'
+PICTURES = common.ROOT / 'docs' / 'papers'
+
+
+def main() -> None:
+  args = common.arguments(__doc__, NAMES, seeds=(10, 'seeds from 0 on'))
+  sys.path.insert(0, str(FOLDER))
+  for name in args.cases:
+    paper, began = importlib.import_module(name), time.perf_counter()
+    results = paper.measure(range(args.seeds))
+    common.record(f'papers/{name}', results | {'wall_s': round(time.perf_counter() - began)})
+    picture(name, paper, results)
+
+
+def picture(name: str, paper: object, results: dict[str, object]) -> None:
+  """Draws results into docs/papers/NAME.svg."""
+  import matplotlib
+  from matplotlib.figure import Figure
+
+  matplotlib.rcParams['svg.hashsalt'] = name
+  figure = Figure(layout='constrained')
+  paper.draw(results, figure)
+  figure.savefig(PICTURES / f'{name}.svg', metadata={'Date': None})
+
+
+if __name__ == '__main__':
+  main()
