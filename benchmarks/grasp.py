@@ -38,8 +38,8 @@ CASES: dict[str, list[Any]] = {
 }  # fmt: skip
 
 
-def success(run_dir: Path, episodes: int = 2_000) -> dict[str, float]:
-  """Returns the share of greedy episodes with success: those have a return of at least 0.82."""
+def success(run_dir: Path, sampled: bool = False, episodes: int = 2_000) -> dict[str, float]:
+  """Returns the share of episodes with success, greedy or not: those have a return of at least 0.82."""
   import jax
   import numpy as np
 
@@ -52,10 +52,12 @@ def success(run_dir: Path, episodes: int = 2_000) -> dict[str, float]:
 
   resolved = resolve(load_config(run_dir))
   params = restore_params(resolved, run_dir).params
-  agent = greedily(innermost(resolved.agent))
+  agent = innermost(resolved.agent)
+  agent = agent if sampled else greedily(agent)
   evaluators = {name: make_evaluator(agent, make(env), episodes) for name, env in TESTS.items()}
+  suffix = ', sampled' if sampled else ''
   return {
-    name: float(np.mean(evaluate(params, jax.random.key(12_345)) > 0.5))
+    name + suffix: float(np.mean(evaluate(params, jax.random.key(12_345)) > 0.5))
     for name, evaluate in evaluators.items()
   }
 
@@ -77,12 +79,17 @@ def measure(case: str, seed: int, log: Path, runs: Path, steps: int) -> dict[str
   """Trains one case from its beginning; finetuning goes on from the offline run of its seed."""
   run_dir = runs / f'{case}-{seed}'
   if (run_dir / 'summary.json').exists():
-    return success(run_dir) | {'wall_s': common.summary_of(run_dir)['wall_s']}
+    return scores(case, run_dir) | {'wall_s': common.summary_of(run_dir)['wall_s']}
   with_log = [] if case == 'online' else ['--log', log]
   start = ['--init-from', runs / f'offline-{seed}'] if case == 'finetuned' else []
   begun = time.time()
   common.podrace('train', *CASES[case], *with_log, *start, '--run-dir', run_dir, '--seed', seed, '--total-steps', steps)  # fmt: skip
-  return success(run_dir) | {'wall_s': time.time() - begun}
+  return scores(case, run_dir) | {'wall_s': time.time() - begun}
+
+
+def scores(case: str, run_dir: Path) -> dict[str, float]:
+  """Returns the greedy success, and of `bc` also that of sampled actions: its log closes at random at times."""
+  return success(run_dir) | (success(run_dir, sampled=True) if case == 'bc' else {})
 
 
 def main() -> None:
@@ -96,7 +103,8 @@ def main() -> None:
     for seed in args.seeds:
       each[seed] = measure(case, seed, runs / 'log-v0', runs, args.steps)
       print(case, seed, each[seed], flush=True)
-    mean = {name: statistics.mean(x[name] for x in each.values()) for name in TESTS}
+    names = [name for name in next(iter(each.values())) if name != 'wall_s']
+    mean = {name: statistics.mean(x[name] for x in each.values()) for name in names}
     results[case] = {'mean': mean, 'seeds': each}
     print(case, mean, flush=True)
     if min(args.seeds) < 100:

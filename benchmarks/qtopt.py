@@ -67,7 +67,7 @@ def acting(name: str, batch: int) -> dict[str, float]:
 
   flat = observation.reshape(batch, -1).astype(jnp.float32)
   actions = jax.random.uniform(jax.random.key(1), (agent.cem.iterations, *shape))
-  decide = jax.jit(lambda key: agent.best(params, observation, key))
+  decide = jax.jit(lambda key: agent.best(params, agent.network.embed(params, observation), key))
   key = jax.random.key(2)
   seconds = in_turn({'decisions': lambda: decide(key), 'products': lambda: products(flat, actions)})
   return {

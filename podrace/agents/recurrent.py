@@ -145,6 +145,7 @@ class Sequences(NamedTuple):
   core: Any  # the stored state of the network that acts; None: zeros
   burn_in: int
   end: Array  # [sequence, B] i32 the timestep, after the burn-in, to bootstrap from
+  padded: bool  # the steps behind an episode's end are padding
 
   def unroll(self, network: Any, params: Any, acts: bool, key: Any = None) -> Any:
     """Return outputs [sequence + 1, B, ...]. No gradient passes the burn-in.
@@ -228,17 +229,22 @@ class Batch:
   def mean(self, x: Array, weight: Array | None = None) -> Array:
     """Return the mean of x [..., N], multiplied by `weight` [N]; by default the mask.
 
-    Of sequences it is the sum divided by the number of valid steps.
+    Of padded sequences it is the sum divided by the number of valid steps of this device.
     """
     weight = self.step.mask if weight is None else weight
     mean = jnp.mean(weight.reshape((1,) * (x.ndim - 1) + weight.shape) * x)
-    if self.sequences is None:
+    if not self.is_padded:
       return mean
     return mean * (weight.size / jnp.maximum(jnp.sum(self.step.mask), 1.0))
 
   def average(self, x: Array) -> Array:
-    """Return the mean of x [N], for metrics: of sequences, over the valid steps."""
-    return jnp.mean(x) if self.sequences is None else self.mean(x)
+    """Return the mean of x [N], for metrics: of padded sequences, over the valid steps."""
+    return self.mean(x) if self.is_padded else jnp.mean(x)
+
+  @property
+  def is_padded(self) -> bool:
+    """Whether some steps are padding."""
+    return self.sequences is not None and self.sequences.padded
 
   def priority(self, error: Array) -> Array:
     """Return the priorities of the windows, by errors [N] of at least 0, masked."""
@@ -320,6 +326,7 @@ def _sequences(recurrence: Recurrence, window: Trajectory, end: Array) -> Sequen
   if stored:
     memory: ActingMemory = window.agent_state
     previous = jax.tree.map(shift, action, memory.action)
-    return Sequences(timesteps, previous, memory.core, recurrence.burn_in, end)
+    return Sequences(timesteps, previous, memory.core, recurrence.burn_in, end, False)
   previous = jax.tree.map(lambda x: shift(x, None), action)
-  return Sequences(timesteps, previous, None, recurrence.burn_in, end)
+  padded = recurrence.start == 'episode'
+  return Sequences(timesteps, previous, None, recurrence.burn_in, end, padded)

@@ -107,9 +107,10 @@ def n_step(window: Trajectory, discount: float, b: int) -> tuple[float, float, i
 def test_targets(n: int) -> None:
   """r + discount min(Q1, Q2) of theta1's action, where the episode or the window ends."""
   agent = bound(n_step=n)
-  train, window = train_of(agent), random_window(n, 5, continuous)
+  train, window = train_of(agent), random_window(n, 15, continuous)
   computed = jax.jit(agent.label)(train.params, window, jax.random.key(7))
   steps = [n_step(window, 0.9, b) for b in range(B)]
+  assert 0 in [d for _, d, _ in steps]  # an episode terminates
   after = np.stack([window.timesteps.observation[end, b] for b, (_, _, end) in enumerate(steps)])
   theta1, theta2 = jax.device_get(train.params)
   action, q1 = best_of(theta1, after, jax.random.key(7), SMALL)

@@ -124,6 +124,38 @@ def test_a_loss_is_the_mean_over_valid_steps() -> None:
   assert together == pytest.approx((5 * first + 2 * second) / 7, rel=1e-5)
 
 
+@pytest.mark.parametrize('name', ['dqn', pytest.param('d4pg', marks=SLOW)])
+def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
+  """With windows that hold ends of episodes, of which one device has more than another."""
+  agent = bound(AGENTS[name], start='zero', sequence=6)
+  train = jax.jit(agent.init)(jax.random.key(0))
+  window = random_window(6, 3, actions_of(agent))
+  window = jax.tree.map(lambda x: x[..., :4] if x.ndim == 1 else x[:, :4], window)
+  ends = (window.timesteps.step_type[:-1] == LAST).sum(0)
+  assert ends[:2].sum() != ends[2:].sum()
+
+  def update(devices: int) -> Any:
+    replay = fixed(Sample(window, np.ones(4, np.float32), np.arange(4)))
+
+    def share(state: Any, key: Any) -> Any:
+      return jax.tree.map(own, replay.sample(state, key))
+
+    def own(x: Any) -> Any:
+      start, axis = jax.lax.axis_index(topology.AXIS) * (4 // devices), min(1, x.ndim - 1)
+      return jax.lax.dynamic_slice_in_dim(x, start, 4 // devices, axis)
+
+    step = learner(
+      agent, replay._replace(sample=share, update=lambda *x: x[0]), topology.learner_mesh(devices)
+    )
+    new, *_ = jax.jit(step)(train, np.zeros(4), window, jax.random.key(1), jnp.int32(0))
+    return moments(new)
+
+  one, two = update(1), update(2)
+  assert max(np.abs(x).max() for x in one) > 1e-3
+  for x, y in zip(one, two, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
+
+
 @pytest.mark.parametrize('kind', [MID, LAST])
 def test_a_window_inside_of_an_episode_teaches_nothing(kind: int) -> None:
   """As replay may give one while it has no other; its priority stays 0."""
