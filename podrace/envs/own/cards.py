@@ -1,7 +1,7 @@
 """A deck of cards, and the base of the tasks of POPGym that deal one.
 
 Morad et al. 2023, POPGym: Benchmarking Partially Observable Reinforcement Learning
-(arXiv 2303.01859). The rules are those of its code, proroklab/popgym at 410d5aa.
+(arXiv 2303.01859). The rules come from its code, proroklab/popgym at 410d5aa.
 """
 
 from __future__ import annotations
