@@ -175,7 +175,14 @@ def test_random_play_has_the_return_of_theory(task: str, expected: float) -> Non
   assert_mean(returns(task, uniform), expected)
 
 
-def test_higher_lower_without_memory_has_the_return_of_theory() -> None:
-  """Of the 51 other cards 4 (12 - r) are higher than rank r, and 4 r are lower."""
+def another(observation: Any, key: Any, actions: int) -> Any:
+  """A suit that is not the visible one: the best without memory."""
+  del key
+  return ((jnp.argmax(observation, axis=1) + 1) % actions).astype(jnp.int32)
+
+
+def test_the_best_without_memory_has_the_return_of_theory() -> None:
+  """Of the 51 other cards 4 (12 - r) are higher than rank r, 4 r are lower, and 13 of each suit."""
   advantage = np.mean([abs(4 * (12 - r) - 4 * r) / 51 for r in range(13)])
   assert_mean(returns('higher-lower', middle), float(51 * advantage / 52))
+  assert_mean(returns('repeat-previous', another), 2 * 13 / 51 - 1)
