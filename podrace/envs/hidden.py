@@ -58,7 +58,7 @@ def read(library: str, name: str, options: dict[str, Value]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class OtherObservations:
+class ObservationWrapper:
   """Base of dynamics that change nothing but observations."""
 
   dynamics: Any  # podrace.envs.base.Dynamics
@@ -81,7 +81,7 @@ class OtherObservations:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PositionsOnly(OtherObservations):
+class PositionsOnly(ObservationWrapper):
   """Dynamics that leave velocities out of observations, which are vectors."""
 
   kept: tuple[int, ...]
