@@ -41,17 +41,12 @@ POSITIONS: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }  # library -> name -> where observations have positions, and no velocities
 
 
-def read(library: str, name: str, options: dict[str, Value]) -> tuple[int, ...] | None:
+def read(library: str, name: str, options: dict[str, Value]) -> tuple[int, ...]:
   """Take the option `hide` off `options`, and return the indices of an observation that are left.
-
-  Returns:
-    The indices; None without the option.
 
   Raises:
     UnknownName: if the environment has nothing to hide, or the value is no such thing.
   """
-  if 'hide' not in options:
-    return None
   value = options.pop('hide')
   if value != 'velocity':
     raise UnknownName(f'{library}:{name}: hide is velocity, not {value!r:.100}')
@@ -63,21 +58,38 @@ def read(library: str, name: str, options: dict[str, Value]) -> tuple[int, ...] 
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PositionsOnly:
-  """Dynamics that leave velocities out of observations, which are vectors."""
+class ObservationWrapper:
+  """Base of dynamics that change nothing but observations."""
 
   dynamics: Any  # podrace.envs.base.Dynamics
+
+  @property
+  def observation_space(self) -> Any:
+    """Space of the observations of one environment."""
+    return self.dynamics.observation_space
+
+  @property
+  def action_space(self) -> Any:
+    """Space of the actions of one environment."""
+    return self.dynamics.action_space
+
+  def infos(self, state: Any) -> dict[str, Any]:
+    """Return numbers to log about the episode that ends in `state`."""
+    from podrace.envs.base import infos
+
+    return infos(self.dynamics, state)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PositionsOnly(ObservationWrapper):
+  """Dynamics that leave velocities out of observations, which are vectors."""
+
   kept: tuple[int, ...]
 
   @functools.cached_property
   def observation_space(self) -> gymnasium.spaces.Box:
     """Space of the observations of one environment."""
     return part_of(self.dynamics.observation_space, self.kept)
-
-  @property
-  def action_space(self) -> Any:
-    """Space of the actions of one environment."""
-    return self.dynamics.action_space
 
   def reset(self, key: Any) -> Any:
     """Begin an episode."""
@@ -90,12 +102,6 @@ class PositionsOnly:
   def _hidden(self, state: Any, timestep: Any) -> Any:
     return state, timestep._replace(observation=timestep.observation[np.array(self.kept)])
 
-  def infos(self, state: Any) -> dict[str, Any]:
-    """Return numbers to log about the episode that ends in `state`."""
-    from podrace.envs.base import infos
-
-    return infos(self.dynamics, state)
-
 
 def part_of(space: Any, kept: tuple[int, ...]) -> gymnasium.spaces.Box:
   """Return the box of some numbers of a vector."""
@@ -103,7 +109,7 @@ def part_of(space: Any, kept: tuple[int, ...]) -> gymnasium.spaces.Box:
   return gymnasium.spaces.Box(space.low[where], space.high[where], dtype=space.dtype)
 
 
-def without_velocities(env: Any, kept: tuple[int, ...]) -> Any:
+def without_velocities(kept: tuple[int, ...], env: Any) -> Any:
   """Return an environment in JAX, wrapped in NextStepReset, with these parts of observations."""
   return dataclasses.replace(env, dynamics=PositionsOnly(env.dynamics, kept))
 
@@ -113,9 +119,9 @@ def make_gymnasium(name: str, /, **options: Any) -> gymnasium.Env:
 
   Environments of the user's modules, MODULE:ID, may have an option of that name themselves.
   """
-  kept = None if ':' in name else read('gymnasium', name, options)
+  if ':' in name or 'hide' not in options:
+    return gymnasium.make(name, **options)
+  kept = read('gymnasium', name, options)
   env = gymnasium.make(name, **options)
-  if kept is None:
-    return env
   space, where = part_of(env.observation_space, kept), np.array(kept)
   return gymnasium.wrappers.TransformObservation(env, lambda x: x[where], space)

@@ -5,7 +5,9 @@ A name is `LIB:NAME`, optionally followed by options: `LIB:NAME,key=value,key=va
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from podrace.envs.env_names import SHOWN, nearest, parse, read_options
@@ -43,8 +45,7 @@ def make(name: str) -> Environment:
       f'{key} has no environment {env!r}{nearest(env, library.names)}; '
       f"'podrace list' names its {len(library.names)}"
     )
-  shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
-  kept = _hidden(key, env, options)
+  wrappers = _wrappers(name, options)
   adapter = load_adapter(library, f"environment '{key}:{env}'")
   try:
     made = adapter.make(env, options)
@@ -52,20 +53,24 @@ def make(name: str) -> Environment:
     if not library.extra:
       raise
     raise MissingExtra(why_not(f"environment '{key}:{env}'", library.extra, error)) from error
-  if kept is not None:
-    made = importlib.import_module('podrace.envs.hidden').without_velocities(made, kept)
+  return functools.reduce(lambda env, wrap: wrap(env), wrappers, made)
+
+
+def _wrappers(name: str, options: dict[str, Any]) -> list[Callable[[Any], Any]]:
+  """Take the options `hide`, `noise` and `state` off `options`; return their wrappers in order."""
+  shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
+  key, env, _ = parse(name)
+  wrappers: list[Callable[[Any], Any]] = []
+  if 'hide' in options:
+    hidden = importlib.import_module('podrace.envs.hidden')
+    wrappers.append(functools.partial(hidden.without_velocities, hidden.read(key, env, options)))
+  if 'noise' in options and key != 'python':  # a function may take it itself
+    noise = importlib.import_module('podrace.envs.noise')
+    wrappers.append(functools.partial(noise.with_noise, f'{key}:{env}', options.pop('noise')))
   if shows_state['state']:
-    shown: Environment = importlib.import_module('podrace.envs.states').with_state(name, made)
-    return shown
-  return made
-
-
-def _hidden(key: str, env: str, options: dict[str, Any]) -> tuple[int, ...] | None:
-  """Take the option `hide` off `options`; return the indices to keep, None for all."""
-  if 'hide' not in options:
-    return None
-  kept: tuple[int, ...] = importlib.import_module('podrace.envs.hidden').read(key, env, options)
-  return kept
+    states = importlib.import_module('podrace.envs.states')
+    wrappers.append(functools.partial(states.with_state, name))
+  return wrappers
 
 
 def load_adapter(library: Library, what: str) -> Any:

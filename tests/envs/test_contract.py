@@ -25,6 +25,7 @@ FAST = (  # one or two of each library
   'podrace:grasp,distractors=2,slip=0.1',
   'podrace:memory,length=3',
   'podrace:memory,length=3,continuous=true',
+  'podrace:count-recall',
   'podrace:empty_rooms,size=5,steps=6,episodes=2',
   'gymnax:CartPole-v1,max_steps_in_episode=15',
   'gymnax:Pendulum-v1,max_steps_in_episode=20',
@@ -35,7 +36,12 @@ FAST = (  # one or two of each library
   'pgx:tic_tac_toe',
 )
 LIMITS = {'brax': ',episode_length=20', 'navix': ',max_steps=20', 'craftax': ',max_timesteps=20'}
-ENDLESS = ('jumanji:Game2048-v1', 'jumanji:FlatPack-v0', 'jumanji:MultiCVRP-v0')  # in 60 steps
+ENDLESS = (  # in 60 steps
+  'jumanji:Game2048-v1',
+  'jumanji:FlatPack-v0',
+  'jumanji:MultiCVRP-v0',
+  'podrace:autoencode',
+)
 
 
 def limited(library: str, name: str) -> str:
@@ -61,7 +67,11 @@ REST = tuple(
   for name in (limited(library, n) for n in all_names)
   if name not in FAST
 )
-OTHERS = ('podrace:maze,size=4', 'gymnax:FrozenLake-misc')  # with other options than in REST
+OTHERS = (  # with other options than in REST
+  'podrace:maze,size=4',
+  'gymnax:FrozenLake-misc',
+  'gymnax:CartPole-v1,hide=velocity,noise=0.1,max_steps_in_episode=20',
+)
 OBSERVATIONS = tuple(
   f'navix:Navix-DoorKey-5x5-v0,max_steps=20,observation={kind}'
   for kind in navix.OBSERVATIONS
