@@ -599,7 +599,7 @@ BAD = [
   (['train', '--env', 'podrace:memory,length=x'], 'length'),
   (['train', '--env', 'podrace:memory,length=0'], 'length'),
   (['train', '--env', 'podrace:autoencode,difficulty=harder'], "difficulty must be easy, medium or hard, not 'harder'"),
-  (['train', '--env', 'podrace:count-recall,difficulty=1'], 'difficulty'),
+  (['train', '--env', 'podrace:count_recall,difficulty=1'], 'difficulty'),
   (['train', '--num-env', '4'], '--num-envs'),
   (['train', '--agent.learning-rat', '1'], '--agent.learning-rate'),
   (['train', '--agent.network.hiden', '1'], '--agent.network.hidden'),

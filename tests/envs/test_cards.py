@@ -17,10 +17,10 @@ from podrace.envs.base import batch
 
 LEVELS = ('easy', 'medium', 'hard')
 TASKS = {  # steps of an episode by difficulty, size of an observation, actions
-  'repeat-previous': ((51, 103, 155), (4, 4, 4), (4, 4, 4)),
-  'count-recall': ((51, 103, 207), (4, 8, 26), (27, 27, 17)),
+  'repeat_previous': ((51, 103, 155), (4, 4, 4), (4, 4, 4)),
+  'count_recall': ((51, 103, 207), (4, 8, 26), (27, 27, 17)),
   'autoencode': ((103, 207, 311), (6, 6, 6), (4, 4, 4)),
-  'higher-lower': ((51, 103, 155), (13, 13, 13), (2, 2, 2)),
+  'higher_lower': ((51, 103, 155), (13, 13, 13), (2, 2, 2)),
 }
 CASES = [(task, level) for task in TASKS for level in range(3)]
 
@@ -75,10 +75,10 @@ def higher_lower(_: int, deck: list[int], __: list[int]) -> Iterator[Turn]:
 
 
 REFERENCES: dict[str, Callable[..., Iterator[Turn]]] = {
-  'repeat-previous': repeat_previous,
-  'count-recall': count_recall,
+  'repeat_previous': repeat_previous,
+  'count_recall': count_recall,
   'autoencode': autoencode,
-  'higher-lower': higher_lower,
+  'higher_lower': higher_lower,
 }
 
 
@@ -114,7 +114,7 @@ def test_an_episode_is_that_of_the_slow_reference(task: str, level: int) -> None
   np.testing.assert_array_equal(timestep.observation, one_hot(turns[-1].seen, size))
   assert timestep.last and timestep.discount == 0 and -1 <= total <= 1
   best = sum(turn.stake for turn in turns if turn.right is not None)
-  assert best == pytest.approx(1) or task == 'higher-lower'
+  assert best == pytest.approx(1) or task == 'higher_lower'
 
 
 EPISODES = 2000
@@ -165,10 +165,10 @@ def assert_mean(samples: np.ndarray, expected: float) -> None:
 @pytest.mark.parametrize(
   ('task', 'expected'),
   [
-    ('repeat-previous', 2 / 4 - 1),
-    ('count-recall', 2 / 27 - 1),
+    ('repeat_previous', 2 / 4 - 1),
+    ('count_recall', 2 / 27 - 1),
     ('autoencode', 2 / 4 - 1),
-    ('higher-lower', 0.0),
+    ('higher_lower', 0.0),
   ],
 )
 def test_random_play_has_the_return_of_theory(task: str, expected: float) -> None:
@@ -184,5 +184,5 @@ def another(observation: Any, key: Any, actions: int) -> Any:
 def test_the_best_without_memory_has_the_return_of_theory() -> None:
   """Of the 51 other cards 4 (12 - r) are higher than rank r, 4 r are lower, and 13 of each suit."""
   advantage = np.mean([abs(4 * (12 - r) - 4 * r) / 51 for r in range(13)])
-  assert_mean(returns('higher-lower', middle), float(51 * advantage / 52))
-  assert_mean(returns('repeat-previous', another), 2 * 13 / 51 - 1)
+  assert_mean(returns('higher_lower', middle), float(51 * advantage / 52))
+  assert_mean(returns('repeat_previous', another), 2 * 13 / 51 - 1)

@@ -25,7 +25,7 @@ FAST = (  # one or two of each library
   'podrace:grasp,distractors=2,slip=0.1',
   'podrace:memory,length=3',
   'podrace:memory,length=3,continuous=true',
-  'podrace:count-recall',
+  'podrace:count_recall',
   'podrace:empty_rooms,size=5,steps=6,episodes=2',
   'gymnax:CartPole-v1,max_steps_in_episode=15',
   'gymnax:Pendulum-v1,max_steps_in_episode=20',

@@ -23,10 +23,10 @@ from podrace.envs.own.repeat_previous import RepeatPrevious
 from podrace.types import Environment
 
 _CARDS: dict[str, Any] = {
-  'repeat-previous': RepeatPrevious,
-  'count-recall': CountRecall,
+  'repeat_previous': RepeatPrevious,
+  'count_recall': CountRecall,
   'autoencode': Autoencode,
-  'higher-lower': HigherLower,
+  'higher_lower': HigherLower,
 }
 _DYNAMICS: dict[str, Any] = {
   'catch': Catch,

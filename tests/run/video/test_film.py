@@ -145,7 +145,7 @@ DRAWN = ['ale:breakout', 'gymnasium:CartPole-v1', 'gymnax:Breakout-MinAtar', 'po
 SLOW = [
   'ale:ms_pacman,episodic_life=true', 'gymnasium:FrozenLake-v1', 'gymnax:CartPole-v1', 'navix:Navix-Empty-8x8-v0',
   'craftax:Craftax-Classic-Symbolic-v1', 'jumanji:Snake-v1', 'gymnax:Pendulum-v1', 'gymnax:Acrobot-v1',
-  'podrace:repeat-previous', 'podrace:autoencode',
+  'podrace:repeat_previous', 'podrace:autoencode',
 ]  # fmt: skip
 
 
