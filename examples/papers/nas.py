@@ -1,15 +1,15 @@
 """Reinforcement learning for neural architecture search (Balaprakash et al. 2019, arXiv 1909.00311).
 
-An episode is an architecture and a step is a choice c_k. The last step pays the validation score R of the trained network.
-A recurrent controller pi(c_k | c_<k) maximises E[R(c_1 ... c_K)] by PPO or IMPALA. Worker processes train the networks. If
-the controller waits for all workers (A2C), they wait for the slowest. Asynchronously (A3C) each gets its next choices at once.
-A network has four dense blocks. A block of 0 units is left out; else it adds the output h_j of an earlier block, or nothing:
+An episode is an architecture, a step is a choice c_k, and the last step pays the validation score R of the trained network. A
+recurrent controller pi(c_k | c_<k) maximises E[R(c_1 ... c_K)] by PPO or IMPALA, for workers that train the networks. If it waits
+for all workers (A2C), they wait for the slowest. Asynchronously (A3C) each gets its next choices at once. A network has four dense
+blocks. A block of 0 units is left out; else it adds the output h_j of an earlier block, or nothing:
 
     h_i = mask_i * f_i(h_{i-1} W_i + b_i) + h_{j_i}       mask_i is 1 for the first units, 0 for the rest
 
 All have the shapes of the largest, so one compiled program trains any of them. As in DeepHyper, training ends early, scores are
 cached by the choices, each architecture has one seed, and a failed one scores -1. Deviations: one learner, no parameter server;
-V-trace, not PPO's loss, for A3C; sums of padded layers, not of projections; observations are one-hot, the decision and the last
+V-trace, not PPO's loss, for A3C; padded layers are added without projection; one-hot observations of the decision and the last
 choice; the learning rate is a choice; small data. In this directory, with scikit-learn:
 
     python nas.py; python nas.py launch runs/nas    # a table; a learner and four processes of environments
@@ -36,13 +36,12 @@ import numpy as np
 import optax
 from gymnasium.spaces import Dict, Discrete, MultiBinary
 
-WIDTH, BLOCKS, CLASSES, BATCH, EPOCHS, PATIENCE, FAILED = 64, 4, 10, 64, 16, 2, -1.0
+WORKERS, EVALUATIONS, WIDTH, BLOCKS, BATCH, EPOCHS, PATIENCE = 4, 1000, 64, 4, 64, 16, 2
 UNITS, RATES = np.array([0, 4, 8, 16, 32, 64]), np.float32([1e-1, 1e-2, 1e-3, 1e-4])
 ACTIVATIONS = (lambda x: x, jax.nn.relu, jnp.tanh, jax.nn.sigmoid)
 # Options of each decision: units, activation and addition of block 1, and so on; the learning rate.
 OPTIONS = *(n for i in range(BLOCKS) for n in (len(UNITS), len(ACTIVATIONS), i + 2)), len(RATES)
-# EPISODE has a step that resets.
-MOST, EPISODE, WORKERS, EVALUATIONS = max(OPTIONS), len(OPTIONS) + 1, 4, 1000
+MOST, EPISODE, CLASSES, FAILED = max(OPTIONS), len(OPTIONS) + 1, 10, -1.0  # + 1: the reset
 
 
 def forward(weights: Any, blocks: Any, x: Any) -> Any:
@@ -51,7 +50,7 @@ def forward(weights: Any, blocks: Any, x: Any) -> Any:
   for kernel, bias, (units, f, addition) in zip(weights[0], weights[1], blocks, strict=True):
     y = jnp.stack([activation(h[-1] @ kernel + bias) for activation in ACTIVATIONS])[f]
     added = sum((addition == j + 1) * earlier for j, earlier in enumerate(h))
-    mask = jnp.arange(WIDTH) < jnp.asarray(UNITS)[units]
+    mask = jnp.arange(WIDTH)[None] < jnp.asarray(UNITS)[units]
     h.append(jnp.where(units == 0, h[-1], mask * y + added))
   return h[-1] @ weights[2]
 
@@ -65,9 +64,8 @@ def loss_and_score(y: Any, target: Any) -> tuple[Any, Any]:
 
 
 @functools.partial(jax.jit, compiler_options={'xla_cpu_multi_thread_eigen': False})  # one thread
-def fit(choices: Any, seed: Any, data: Any) -> Any:
+def fit(choices: Any, seed: Any, x: Any, target: Any, x_valid: Any, target_valid: Any) -> Any:
   """Trains by Adam until the validation score has not risen for some epochs. Returns the last."""
-  x, target, x_valid, target_valid = data
   blocks, key = choices[:-1].reshape(BLOCKS, 3), jax.random.key(seed)
   optimizer = optax.adam(jnp.asarray(RATES)[choices[-1]])
 
@@ -84,7 +82,7 @@ def fit(choices: Any, seed: Any, data: Any) -> Any:
     return state, n + 1, jnp.maximum(best, score), jnp.where(score > best, 0, waited + 1), score
 
   kernels = jax.random.normal(jax.random.fold_in(key, 0), (BLOCKS + 1, WIDTH, WIDTH)) / WIDTH**0.5
-  weights = kernels[:-1], jnp.zeros((BLOCKS, WIDTH)), kernels[-1, :, :CLASSES]
+  weights = kernels[:-1], jnp.zeros((BLOCKS, 1, WIDTH)), kernels[-1, :, :CLASSES]
   start = ((weights, optimizer.init(weights)), 0, -jnp.inf, 0, -jnp.inf)
   return jax.lax.while_loop(lambda c: (c[1] < EPOCHS) & (c[3] < PATIENCE), epoch, start)[-1]
 
@@ -97,10 +95,9 @@ def load(task: str) -> tuple[np.ndarray, ...]:
     package = importlib.util.find_spec('sklearn').submodule_search_locations[0]
     table = random.permutation(np.loadtxt(f'{package}/datasets/data/digits.csv.gz', delimiter=','))
     x, target = table[:, :64] / 16 - 0.5, np.int32(table[:, 64])
-  else:  # y = -sum_i x_i^2 of ten numbers, as in DeepHyper's documentation; standardised here
+  else:  # y = -sum_i x_i^2 of ten numbers, as in DeepHyper's documentation, plus its mean
     x = random.uniform(-1, 1, (1536, WIDTH)) * (np.arange(WIDTH) < 10)
-    y = -np.sum(x**2, axis=1)
-    target = np.float32((y - y.mean()) / y.std())
+    target = np.float32(10 / 3 - np.sum(x**2, axis=1))
   return np.float32(x[:1024]), target[:1024], np.float32(x[1024:1536]), target[1024:1536]
 
 
@@ -109,7 +106,7 @@ def evaluate(task: str, choices: list[int], folder: str) -> float:
   began, path = time.time(), pathlib.Path(folder, f'{"-".join(map(str, choices))}.json')
   path.parent.mkdir(parents=True, exist_ok=True)
   if not (cached := path.exists()):
-    score = float(fit(np.int32(choices), zlib.crc32(bytes(choices)) % 2**31, load(task)))
+    score = float(fit(np.int32(choices), zlib.crc32(bytes(choices)) % 2**31, *load(task)))
     part = path.with_suffix(f'.{os.getpid()}')
     part.write_text(json.dumps(max(score, FAILED) if np.isfinite(score) else FAILED))
     os.replace(part, path)  # other workers see the whole file or none
@@ -138,6 +135,7 @@ class Architecture(gymnasium.Env):
     return dict(decision=decision, choice=choice, action_mask=allowed.astype(np.int8))
 
   def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+    super().reset(seed=seed)
     self._choices = []
     return self._observation(), {}
 
@@ -160,7 +158,7 @@ METHODS: dict[str, Any] = {  # changes of the agent, and of the run
 }
 
 
-def configuration(method: str, evaluations: int, env: str, **settings: Any) -> Any:
+def configuration(method: str, env: str, **settings: Any) -> Any:
   from podrace import configure  # here, as workers import this file too
 
   name, changes, run = METHODS[method]
@@ -168,12 +166,11 @@ def configuration(method: str, evaluations: int, env: str, **settings: Any) -> A
   network = dataclasses.replace(agent.network, hidden=(32,), core='lstm', core_size=32)
   agent = dataclasses.replace(agent, network=network, discount=1.0, **changes)
   sizes = dict(num_envs=WORKERS, env_threads=WORKERS, actor_threads=1, actor_groups=1, devices=1)
-  sizes |= dict(unroll_length=EPISODE, total_steps=evaluations * EPISODE)
-  return configure(env=env, agent=agent, **(sizes | run | settings))
+  return configure(env=env, agent=agent, unroll_length=EPISODE, **(sizes | run | settings))
 
 
 def program(run_dir: str, evaluations: int = EVALUATIONS, task: str = 'digits') -> Any:
-  """Returns the nodes of an asynchronous search: a learner that acts, and workers."""
+  """Returns an asynchronous search: a learner that acts, and workers."""
   from podrace.launch.program import Node, Program, literal
 
   env = literal(f'gymnasium:nas:Architecture-v0,task={task},folder={run_dir}/evaluations')
@@ -198,28 +195,26 @@ def search(method: str, seed: int, evaluations: int, task: str = 'digits') -> di
       from podrace import train
 
       env = f'gymnasium:nas:Architecture-v0,task={task},folder={folder}'
-      train(configuration(method, evaluations, env, seed=seed), f'{folder}/run', quiet=True)
-    logs = [x.read_text().splitlines() for x in pathlib.Path(folder, task).glob('log-*')]
-  logs = sorted(([json.loads(x) for x in log] for log in logs), key=lambda log: log[0]['began'])
-  logs = logs[-WORKERS:]  # without that of the trial before the run
+      config = configuration(method, env, seed=seed, total_steps=evaluations * EPISODE)
+      train(config, f'{folder}/run', quiet=True)
+    paths = pathlib.Path(folder, task).glob('log-*')
+    logs = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+  logs = sorted(logs, key=lambda log: log[0]['began'])[-WORKERS:]  # without the trial's
   rows = sorted((row for log in logs for row in log), key=lambda row: row['ended'])[:evaluations]
   start = max(log[0]['ended'] for log in logs)  # all have compiled the program
   busy = sum(row['ended'] - row['began'] for row in rows if row['began'] >= start)
   busy /= len(logs) * (rows[-1]['ended'] - start)
-  scores, cached = [round(row['score'], 4) for row in rows], sum(row['cached'] for row in rows)
-  last = float(np.mean(scores[-100:]))
+  scores = [round(row['score'], 4) for row in rows]
+  last, cached = float(np.mean(scores[-100:])), sum(row['cached'] for row in rows)
   return dict(last=last, best=max(scores), cached=cached, busy=busy, scores=scores)
 
 
 def measure(seeds: Any) -> dict[str, Any]:
-  methods = 'random search', *METHODS
-  return {m: {s: search(m, s, EVALUATIONS) for s in seeds} for m in methods}
+  return {m: {s: search(m, s, EVALUATIONS) for s in seeds} for m in ('random search', *METHODS)}
 
 
-def interval(x: Any) -> tuple[Any, Any]:
-  """Returns means over seeds, the first axis, and half of their 95% intervals (Student's t)."""
-  t = {2: 12.71, 3: 4.303, 10: 2.262}[len(x)]
-  return np.mean(x, axis=0), t * np.std(x, axis=0, ddof=1) / len(x) ** 0.5
+def interval(x: Any) -> tuple[Any, Any]:  # means, and halves of 95% intervals (Student's t)
+  return np.mean(x, 0), {3: 4.303, 10: 2.262}[len(x)] * np.std(x, 0, ddof=1) / len(x) ** 0.5
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
