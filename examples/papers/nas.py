@@ -231,9 +231,9 @@ def draw(results: dict[str, Any], figure: Any) -> None:
       y, half = interval([100 * run['busy'] for run in runs.values()])
       share.bar(method.replace(', ', ',\n'), y, yerr=half, color=color, capsize=4)
   mean.set(xlabel='evaluations', ylabel='mean accuracy of 50 evaluations')
-  best.set(xlabel='evaluations', ylabel='best accuracy so far', ylim=(0.95, 1))
+  best.set(xlabel='evaluations', ylabel='best accuracy so far', ylim=(0.97, 0.99))
   share.set(ylabel='time that workers evaluate (%)', ylim=(0, 100))
-  mean.legend(frameon=False)
+  figure.legend(*mean.get_legend_handles_labels(), loc='outside upper center', ncols=4)
 
 
 def main() -> None:
