@@ -8,9 +8,8 @@ blocks. A block of 0 units is left out; else it adds the output h_j of an earlie
     h_i = mask_i * f_i(h_{i-1} W_i + b_i) + h_{j_i}       mask_i is 1 for the first units, 0 for the rest
 
 All have the shapes of the largest, so one compiled program trains any of them. As in DeepHyper, training ends early, scores are
-cached by the choices, each architecture has one seed, and a failed one scores -1. Deviations: one learner, no parameter server;
-V-trace, not PPO's loss, for A3C; padded layers are added without projection; one-hot observations of the decision and the last
-choice; the learning rate is a choice; small data. In this directory, with scikit-learn:
+cached by the choices, each architecture has one seed, and a failed one scores -1. Deviations: one learner; V-trace for A3C; no
+projection of added layers; observations are one-hot, of the decision and the last choice. In this directory, with scikit-learn:
 
     python nas.py; python nas.py launch runs/nas    # a table; a learner and four processes of environments
     podrace train --env gymnasium:nas:Architecture-v0 --agent ppo --agent.discount 1 --agent.network.core lstm \
@@ -185,7 +184,7 @@ def program(run_dir: str, evaluations: int = EVALUATIONS, task: str = 'digits') 
 
 
 def search(method: str, seed: int, evaluations: int, task: str = 'digits') -> dict[str, Any]:
-  """Returns scores in the order of their ends, and the share of time that workers evaluate."""
+  """Returns means of 50 scores, best scores, and the share of time that workers evaluate."""
   with tempfile.TemporaryDirectory() as folder:
     if method == 'random search':
       random = np.random.default_rng(seed)
@@ -204,27 +203,28 @@ def search(method: str, seed: int, evaluations: int, task: str = 'digits') -> di
   start = max(log[0]['ended'] for log in logs)  # all have compiled the program
   busy = sum(row['ended'] - row['began'] for row in rows if row['began'] >= start)
   busy /= len(logs) * (rows[-1]['ended'] - start)
-  scores = [round(row['score'], 4) for row in rows]
-  last, cached = float(np.mean(scores[-100:])), sum(row['cached'] for row in rows)
-  return dict(last=last, best=max(scores), cached=cached, busy=busy, scores=scores)
+  scores = np.array([row['score'] for row in rows]).reshape(-1, 50)
+  last, means = scores[-2:].mean(), scores.mean(axis=1)
+  bests, cached = np.maximum.accumulate(scores.max(axis=1)), sum(row['cached'] for row in rows)
+  numbers = dict(last=last, best=bests[-1], cached=cached, busy=busy, means=means, bests=bests)
+  return {name: np.round(x, 4).tolist() for name, x in numbers.items()}
 
 
 def measure(seeds: Any) -> dict[str, Any]:
   return {m: {s: search(m, s, EVALUATIONS) for s in seeds} for m in ('random search', *METHODS)}
 
 
-def interval(x: Any) -> tuple[Any, Any]:  # means, and halves of 95% intervals (Student's t)
-  return np.mean(x, 0), {3: 4.303, 10: 2.262}[len(x)] * np.std(x, 0, ddof=1) / len(x) ** 0.5
+def interval(x: Any) -> tuple[Any, Any]:  # means, and halves of 95% intervals: s t / sqrt(n)
+  return np.mean(x, 0), np.std(x, 0, ddof=1) * {3: 2.484, 5: 1.241, 10: 0.715}[len(x)]
 
 
 def draw(results: dict[str, Any], figure: Any) -> None:
   figure.set_size_inches(10, 3.2)
   mean, best, share = figure.subplots(1, 3)
   for (method, runs), color in zip(results.items(), ('0.5', 'C0', 'C1', 'C3'), strict=True):
-    scores = np.array([run['scores'] for run in runs.values()])
-    windows = scores.reshape(len(scores), -1, 50).mean(axis=2)
-    for axes, curve in (mean, windows), (best, np.maximum.accumulate(scores, 1)[:, 49::50]):
-      x, (y, half) = np.arange(50, scores.shape[1] + 1, 50), interval(curve)
+    for axes, key in (mean, 'means'), (best, 'bests'):
+      y, half = interval([run[key] for run in runs.values()])
+      x = np.arange(50, 50 * len(y) + 1, 50)
       axes.plot(x, y, color=color, label=method)
       axes.fill_between(x, y - half, y + half, color=color, alpha=0.2, linewidth=0)
     if method in METHODS:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -184,12 +186,16 @@ def test_without_scikit_learn_the_digits_are_refused(monkeypatch: Patch) -> None
 # --- runs -----------------------------------------------------------------------------------------
 
 
-def test_random_search(tmp_path: Path, table: list[list[int]]) -> None:
-  found = nas.search('random search', 0, 200, 'polynomial')
-  assert len(found['scores']) == 200 and found['best'] == 0.5 and found['cached'] == 0
-  assert found['last'] == pytest.approx(np.mean(found['scores'][100:]))
-  assert 0.0 < found['busy'] <= 1.0
-  results = {m: dict.fromkeys(range(3), found) for m in ('random search', *nas.METHODS)}
+def test_random_search(monkeypatch: Patch, table: list[list[int]]) -> None:
+  """The first evaluation takes 1000 s, the others 1 s each, with pauses of 1 s."""
+  clock = itertools.chain((0, 1000), itertools.count(1001))
+  monkeypatch.setattr(nas, 'time', types.SimpleNamespace(time=lambda: next(clock)))
+  result = nas.search('random search', 0, 200, 'polynomial')
+  assert result['best'] == result['bests'][-1] == 0.5 and result['cached'] == 0
+  assert len(result['means']) == len(result['bests']) == 4
+  assert result['last'] == pytest.approx(np.mean(result['means'][2:]), abs=1e-4)
+  assert result['busy'] == 0.5
+  results = {m: dict.fromkeys(range(3), result) for m in ('random search', *nas.METHODS)}
   nas.draw(results, figure := Figure())
   assert [axes.get_xlabel() for axes in figure.axes] == ['evaluations', 'evaluations', '']
 
