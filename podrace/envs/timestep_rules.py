@@ -53,7 +53,8 @@ def _allows_nothing(timestep: TimeStep, begins: Any) -> Any:
   observation = timestep.observation
   if not isinstance(observation, dict) or MASK not in observation:
     return None
-  allowed = (observation[MASK].reshape(*timestep.reward.shape, -1) != 0).any(-1)
+  mask = observation[MASK]  # of no environment, where none has answered
+  allowed = (mask != 0).any(tuple(range(timestep.reward.ndim, mask.ndim)))
   return ~allowed & (~timestep.last | (timestep.discount > 0))
 
 

@@ -190,3 +190,14 @@ def test_on_the_host_and_from_remote_environments(
     check(arrival)
   with pytest.raises(WireError, match='allows nothing'):
     layout.check_masks(steps, layout.records(steps))
+
+
+def test_no_environment_has_answered() -> None:
+  """As with remote environments, before the first is there."""
+  none = np.zeros(0, np.float32)
+  observation = {'action_mask': np.zeros((0, 3), np.int8), 'x': np.zeros((0, 3), np.float32)}
+  t = TimeStep(observation, none, none, np.zeros(0, np.int8))
+  assert np.asarray(RULES['mask'].is_broken(t, None)).shape == (0,)
+  spec = HostSpec('mine', SPACE, spaces.Discrete(3), make=lambda args: None)  # type: ignore[arg-type, return-value]
+  ids = np.zeros(0, np.int32)
+  Checker(spec, 3)(Arrival(ids, t, none, none > 0, ids))
