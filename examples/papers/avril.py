@@ -10,12 +10,10 @@ maximises
 so that a temporal difference of Q is a likely reward. Gradients go through both values of Q, which
 is no semi-gradient. Without the last two terms it is behaviour cloning, podrace's `bc`.
 
-Deviations from the released code: lambda and gamma are settings, where the code has 1 and 1; ReLU
-instead of ELU; the reward depends on state and action. As there, the last step of an episode has no
-successor and is left out.
+As in the released code, gamma, lambda and beta are 1, and the last step of an episode, which has no
+successor, is left out. Deviations: ReLU instead of ELU, a learning rate of 1e-3 instead of 1e-4.
 
-    python examples/papers/avril.py                 # a table, from experts that it trains first
-    python benchmarks/papers.py avril               # 10 seeds, and the picture
+    python examples/papers/avril.py        # a table; experts and data sets go to runs/avril
 
 or, in this directory, with a data set that `podrace record` made:
 
@@ -37,6 +35,7 @@ import jax.numpy as jnp
 import minari
 import numpy as np
 import optax
+from jax import Array
 from jax.scipy.stats import norm
 from scipy import stats
 
@@ -45,7 +44,7 @@ from podrace.agents.bc import BC
 from podrace.learner import sgd
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer, windows
-from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
+from podrace.types import ActorOutput, Replay, Sample, TimeStep, TrainState, Trajectory
 
 REPLAY = Buffer(capacity=20_000, min_size=10_000, batch_size=64, samples_per_insert=8.0)
 
@@ -88,27 +87,25 @@ class AVRIL:
     policy = self.network.distribution
     return ActorOutput(policy.mode(logits) if self.greedy else policy.sample(logits, key)), state
 
-  def terms(self, params: Any, pairs: TimeStep, action: Array) -> tuple[Array, Array, Array]:
-    """The three terms of the objective [B], for timesteps and actions [2, B] of s, a, s', a'."""
+  def loss(self, params: Any, trajectory: Trajectory) -> tuple[Array, Any]:
+    """The objective's negative for windows of two steps, timesteps [3, B], and its terms."""
+    pairs = jax.tree.map(lambda x: x[:2], trajectory.timesteps)  # s and s'
+    action = trajectory.outputs.action  # [2, B]: a and a'
+    mask = jnp.all(~pairs.last, axis=0)  # both timesteps have an action of one episode
     q = self.values(params, pairs)
-    taken = of_action(q, action)
-    error = taken[0] - self.discount * taken[1]
+    value = of_action(q, action)
+    error = value[0] - self.discount * value[1]
     mean, log_std = (of_action(x, action)[0] for x in self.posterior(params, pairs))
     imitation = of_action(jax.nn.log_softmax(self.beta * q), action)[0]
     kl = 0.5 * (jnp.exp(2 * log_std) + mean**2 - 1) - log_std
-    return imitation, kl, norm.logpdf(error, mean, jnp.exp(log_std))
+    likelihood = norm.logpdf(error, mean, jnp.exp(log_std))
+    terms = dict(imitation=imitation, kl=kl, likelihood=likelihood)
+    terms = {name: jnp.mean(mask * x) for name, x in terms.items()}
+    total = terms['kl'] - terms['imitation'] - self.likelihood * terms['likelihood']
+    return total, terms | dict(loss=total)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Any]:
-    timesteps, action = sample.trajectory.timesteps, sample.trajectory.outputs.action
-    pairs = jax.tree.map(lambda x: x[:2], timesteps)
-    mask = jnp.all(~pairs.last, axis=0)  # both timesteps have an action of one episode
-
-    def loss(params: Any) -> tuple[Array, Any]:
-      imitation, kl, likelihood = (jnp.mean(mask * x) for x in self.terms(params, pairs, action))
-      total = -(imitation - kl + self.likelihood * likelihood)
-      return total, dict(loss=total, imitation=imitation, kl=kl, likelihood=likelihood)
-
-    optimizer = optax.adam(self.learning_rate)
+    loss, optimizer = lambda p: self.loss(p, sample.trajectory), optax.adam(self.learning_rate)
     params, opt_state, metrics = sgd(loss, optimizer, train.params, train.rest)
     return TrainState(params, opt_state), jnp.ones_like(sample.weight), metrics
 
@@ -125,28 +122,26 @@ SIZES = (1, 3, 7, 10, 15)  # trajectories
 STEPS = 10_000 + 24_000  # steps of the log: they fill replay, then make 3,000 gradient steps
 NOISE = 0.5  # share of random actions in the episodes in which rewards are compared
 METHODS = dict(AVRIL=AVRIL(), bc=BC(ActorCritic(activation='relu', initializer='lecun'), REPLAY))
-EXPERTS: dict[str, dict[str, Any]] = dict(
-  CartPole=dict(
-    env='gymnax:CartPole-v1', total_steps=500_000, eval_every=25_000, eval_episodes=100
-  ),
-  Acrobot=dict(env='gymnax:Acrobot-v1', total_steps=400_000, eval_every=25_000, eval_episodes=200),
-  LunarLander=dict(env='envpool:LunarLander-v3', eval_every=100_000, eval_episodes=64),
+EXPERTS = dict(  # environment, steps, steps between evaluations, episodes of each
+  CartPole=('gymnax:CartPole-v1', 500_000, 25_000, 100),
+  Acrobot=('gymnax:Acrobot-v1', 400_000, 25_000, 200),
+  LunarLander=('envpool:LunarLander-v3', 1_000_000, 100_000, 64),
 )
-TRUTH = dict(  # the true reward is constant before the last step in the first two
-  CartPole='steps until the episode ends', Acrobot='height of the tip', LunarLander='true reward'
-)
+TRUTH = dict(CartPole='steps left', Acrobot='height of the tip', LunarLander='true reward')
 
 
 def record(task: str, episodes: int, seed: int = 100, noise: float = 0.0) -> Path:
   """Train the expert and record greedy episodes, each once; return the data set."""
   expert, data = FOLDER / task, FOLDER / f'{task}-{episodes}-{seed}-v0'
   if not data.exists():
-    config = podrace.configure(agent='dqn', seed=100, **EXPERTS[task])
+    settings = zip(
+      ('env', 'total_steps', 'eval_every', 'eval_episodes'), EXPERTS[task], strict=True
+    )
+    config = podrace.configure(agent='dqn', seed=100, **dict(settings))
     podrace.train(config, expert, quiet=True)
-    options = dict(checkpoint='best', episodes=episodes, seed=seed, noise=noise, to=data)
-    words = [x for name, value in options.items() for x in (f'--{name}', str(value))]
-    command = [sys.executable, '-m', 'podrace', 'record', str(expert), '--greedy', *words]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    options = f'--checkpoint best --episodes {episodes} --seed {seed} --noise {noise} --greedy'
+    command = [sys.executable, '-m', 'podrace', 'record', str(expert), '--to', str(data)]
+    subprocess.run([*command, *options.split()], check=True, stdout=subprocess.DEVNULL)
   return data
 
 
@@ -174,13 +169,11 @@ def fit(agent: Any, log: Path, seeds: Sequence[int], env: str) -> tuple[list[flo
 
 
 def truth(task: str, episode: Any) -> np.ndarray:
-  """The quantity [T] that rewards of an episode are compared with, see `TRUTH`."""
-  if task == 'LunarLander':
-    return episode.rewards
-  if task == 'CartPole':
-    return np.arange(len(episode.actions), 0, -1.0)
-  cos1, sin1, cos2, sin2 = episode.observations[:-1, :4].T
-  return -cos1 - (cos1 * cos2 - sin1 * sin2)
+  """The quantity [T] to compare with. Rewards are constant but for the last in the first two."""
+  if task == 'Acrobot':
+    cos1, sin1, cos2, sin2 = episode.observations[:-1, :4].T
+    return -cos1 - (cos1 * cos2 - sin1 * sin2)
+  return np.arange(len(episode.actions), 0, -1.0) if task == 'CartPole' else episode.rewards
 
 
 def compare(agent: AVRIL, params: Any, task: str, log: Path) -> dict[str, Any]:
@@ -190,14 +183,11 @@ def compare(agent: AVRIL, params: Any, task: str, log: Path) -> dict[str, Any]:
   true = np.concatenate([truth(task, x) for x in episodes])
   action = jnp.concatenate([x.actions for x in episodes])[None]
   seen = jnp.concatenate([x.observations[:-1] for x in episodes])[None]
-  zeros = jnp.zeros(action.shape)
-  timesteps = TimeStep(seen, zeros, zeros, zeros.astype(jnp.int8))
+  timesteps = TimeStep(seen, *[jnp.zeros(action.shape)] * 2, jnp.zeros(action.shape, jnp.int8))
   reward = agent.reward.bind(data.observation_space, data.action_space)
-  posterior = jax.vmap(dataclasses.replace(agent, reward=reward).posterior, (0, None))
-  mean, log_std = (
-    np.asarray(jax.vmap(of_action, (0, None))(x, action))[:, 0]
-    for x in posterior(params, timesteps)
-  )
+  agent = dataclasses.replace(agent, reward=reward)
+  by_seed = jax.vmap(lambda p: [of_action(x, action)[0] for x in agent.posterior(p, timesteps)])
+  mean, log_std = map(np.asarray, by_seed(params))
   deciles = np.array_split(np.argsort(true, kind='stable'), 10)
   return dict(
     correlation=[float(stats.spearmanr(x, true).statistic) for x in mean],
@@ -208,15 +198,14 @@ def compare(agent: AVRIL, params: Any, task: str, log: Path) -> dict[str, Any]:
 
 
 def measure(seeds: Sequence[int]) -> dict[str, Any]:
-  returns: dict[str, Any] = {}
-  posterior: dict[str, Any] = {}
-  for task, settings in EXPERTS.items():
+  returns, posterior = {}, {}
+  for task, (env, *_) in EXPERTS.items():
     returns[task] = {name: {} for name in METHODS}
     for size in SIZES:
       for name, agent in METHODS.items():
-        found, params = fit(agent, record(task, size), seeds, settings['env'])
-        returns[task][name][size] = found
-        print(f'{task}, {name}, {size} trajectories: {format_mean(found)}', flush=True)
+        means, params = fit(agent, record(task, size), seeds, env)
+        returns[task][name][size] = means
+        print(f'{task}, {name}, {size} trajectories: {format_mean(means)}', flush=True)
         if name == 'AVRIL' and size == SIZES[-1]:
           posterior[task] = compare(agent, params, task, record(task, 20, 1_000, NOISE))
           print(f'{task}: rank correlation {format_mean(posterior[task]["correlation"], 2)}')
@@ -225,9 +214,9 @@ def measure(seeds: Sequence[int]) -> dict[str, Any]:
   return dict(returns=returns, posterior=posterior)
 
 
-def half_width(values: Sequence[float]) -> float:
-  """Half of the 95% interval of the mean, by Student's distribution."""
-  return float(stats.t.ppf(0.975, len(values) - 1) * stats.sem(values))
+def half_width(values: Any) -> Any:
+  """Half of the 95% interval of the mean over the last axis, by Student's distribution."""
+  return stats.t.ppf(0.975, np.shape(values)[-1] - 1) * stats.sem(values, axis=-1)
 
 
 def format_mean(values: Sequence[float], digits: int = 1) -> str:
@@ -240,24 +229,17 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   for (task, methods), above, below in zip(results['returns'].items(), *axes, strict=True):
     above.axhline(np.mean(methods['expert']), color='0.6', linestyle=':', label='expert')
     for name, shift in dict(AVRIL=-0.15, bc=0.15).items():
-      x = [int(n) + shift for n in methods[name]]
-      y = [np.mean(v) for v in methods[name].values()]
-      above.errorbar(
-        x, y, [half_width(v) for v in methods[name].values()], capsize=3, marker='o', label=name
-      )
+      x, y = [int(n) + shift for n in methods[name]], list(methods[name].values())
+      above.errorbar(x, np.mean(y, -1), half_width(y), capsize=3, marker='o', label=name)
     above.set(title=task, xlabel='trajectories', ylabel='greedy return', xticks=SIZES)
     about = results['posterior'][task]
-    mean, deviation = np.mean(about['mean'], 0), np.mean(about['deviation'], 0)
-    below.fill_between(
-      about['truth'], mean - deviation, mean + deviation, alpha=0.2, label='± deviation'
-    )
-    below.errorbar(
+    mean, deviation, true = (
+      np.mean(about['mean'], 0),
+      np.mean(about['deviation'], 0),
       about['truth'],
-      mean,
-      [half_width(x) for x in zip(*about['mean'], strict=True)],
-      capsize=3,
-      label='mean',
     )
+    below.fill_between(true, mean - deviation, mean + deviation, alpha=0.2, label='deviation')
+    below.errorbar(true, mean, half_width(np.transpose(about['mean'])), capsize=3, label='mean')
     below.set(title=f'rank correlation {format_mean(about["correlation"], 2)}')
     below.set(xlabel=TRUTH[task], ylabel='posterior of the reward')
   axes[0, 0].legend()
