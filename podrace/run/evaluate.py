@@ -279,9 +279,7 @@ def make_returns(
   def by_seed(params: Any, seed: int) -> list[np.ndarray]:
     if config.seeds == 1:  # such parameters have no seed axis
       params = jax.tree.map(lambda x: x[None], params)
-    return [
-      play(jax.tree.map(lambda x, i=i: x[i], params), seed, i) for i in range(config.seeds)
-    ]
+    return [play(jax.tree.map(lambda x, i=i: x[i], params), seed, i) for i in range(config.seeds)]
 
   return by_seed
 
@@ -296,6 +294,4 @@ def _make_play(
     )
     return lambda params, seed, member: host(params, (seed + member) % 2**32)
   play = make_evaluator(agent, env, episodes, max_steps, config.num_envs)
-  return lambda params, seed, member: play(
-    params, jax.random.fold_in(jax.random.key(seed), member)
-  )
+  return lambda params, seed, member: play(params, jax.random.fold_in(jax.random.key(seed), member))
