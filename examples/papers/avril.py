@@ -243,7 +243,7 @@ def draw(results: dict[str, Any], figure: Any) -> None:
     below.set(title=f'rank correlation {format_mean(about["correlation"], 2)}')
     below.set(xlabel=TRUTH[task], ylabel='posterior of the reward')
   axes[0, 0].legend()
-  axes[1, 0].legend()
+  axes[1, 0].legend(loc='lower right')
 
 
 if __name__ == '__main__':
