@@ -61,21 +61,31 @@ class Result:
     return pd.DataFrame(self.metrics)
 
   def evaluate(
-    self, episodes: int = 100, seed: int = 0, checkpoint: str = 'newest'
+    self,
+    episodes: int = 100,
+    seed: int = 0,
+    checkpoint: str = 'newest',
+    env: str = '',
+    acting: Sequence[str] = (),
   ) -> dict[str, Any]:
-    """Return the returns of a checkpoint, greedy and sampled, as `podrace eval` does.
+    """Return the returns of a checkpoint, as `podrace eval` does.
 
     Args:
       episodes: number of episodes, for each seed and way of acting.
       seed: seed of the evaluation.
       checkpoint: newest, best or a step.
+      env: another environment with the same spaces, for example after learning from a log alone.
+      acting: greedy, sampled or both, the main way first. Default: all that the agent can.
     """
     from podrace.hooks import can_be_greedy
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
-    acting = ACTING if can_be_greedy(self.config.agent) else [a for a in ACTING if a != GREEDY]
+    greedy = can_be_greedy(self.config.agent)
+    acting = acting or [way for way in ACTING if greedy or way != GREEDY]
     allowed = user_code.named_modules(to_json(self.config))
-    return evaluate(self.run_dir, episodes, seed, acting, allow_code=allowed, checkpoint=checkpoint)
+    return evaluate(
+      self.run_dir, episodes, seed, acting, allow_code=allowed, env=env, checkpoint=checkpoint
+    )
 
   def export(
     self, folder: Path | str, member: int = 0, checkpoint: str = 'newest'

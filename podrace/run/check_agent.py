@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from podrace.envs.base import batch
 from podrace.envs.check import batch_type, check_environment, key_type
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
@@ -135,8 +136,8 @@ class _AgentCheck:
     f, i = (self._one_each(d) for d in (jnp.float32, jnp.int8))
     if isinstance(self.env, HostSpec):
       return TimeStep(batch_type(self.n, self.env.observation_space), f, f, i)
-    _, one = jax.eval_shape(self.env.reset, key_type())
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct((self.n, *x.shape), x.dtype), one)
+    _, timestep = jax.eval_shape(batch(self.env, self.n).reset, key_type())
+    return timestep
 
   def _act(self, params: Any, state: Any, timestep: TimeStep, key: Any) -> Any:
     inputs = (

@@ -274,20 +274,24 @@ def make_returns(
   config: Config, agent: Agent, env: Any, episodes: int, max_steps: int = 1_000_000
 ) -> Callable[[Any, int], list[np.ndarray]]:
   """Return a function from parameters and a seed to the returns [episodes] of each seed."""
-  if isinstance(env, HostSpec):
-    play = make_host_evaluator(
-      agent, env, episodes, max_steps, config.num_envs, config.env_deadline
-    )
-    return lambda params, seed: [play(params, seed)]
-  returns = make_evaluator(agent, env, episodes, max_steps, config.num_envs)
+  play = _make_play(config, agent, env, episodes, max_steps)
 
   def by_seed(params: Any, seed: int) -> list[np.ndarray]:
     if config.seeds == 1:  # such parameters have no seed axis
       params = jax.tree.map(lambda x: x[None], params)
-    key = jax.random.key(seed)
-    return [
-      returns(jax.tree.map(lambda x, i=i: x[i], params), jax.random.fold_in(key, i))
-      for i in range(config.seeds)
-    ]
+    return [play(jax.tree.map(lambda x, i=i: x[i], params), seed, i) for i in range(config.seeds)]
 
   return by_seed
+
+
+def _make_play(
+  config: Config, agent: Agent, env: Any, episodes: int, max_steps: int
+) -> Callable[[Any, int, int], np.ndarray]:
+  """Return a function from parameters, a seed and the index of a member to returns [episodes]."""
+  if isinstance(env, HostSpec):
+    host = make_host_evaluator(
+      agent, env, episodes, max_steps, config.num_envs, config.env_deadline
+    )
+    return lambda params, seed, member: host(params, (seed + member) % 2**32)
+  play = make_evaluator(agent, env, episodes, max_steps, config.num_envs)
+  return lambda params, seed, member: play(params, jax.random.fold_in(jax.random.key(seed), member))

@@ -291,6 +291,22 @@ def test_games_on_the_host_count_whole_and_once() -> None:
   np.testing.assert_array_equal(returns, np.full(40, 4.0))
 
 
+class Follow(Idle):
+  """CartPole: pushes towards the side of the pole where its parameter is 1, else to the left."""
+
+  def act(self, params: Any, state: Any, timestep: Any, key: Any) -> Any:
+    right = (params > 0) & (timestep.observation[:, 2] > 0)
+    return ActorOutput(right.astype(jnp.int32)), state
+
+
+def test_each_seed_of_a_run_plays_on_the_host() -> None:
+  spec, config = host.make('gymnasium:CartPole-v1'), Config(agent=None, seeds=2, num_envs=4)
+  both = make_returns(config, Follow(), spec, 4)(jnp.array([0.0, 1.0]), 0)
+  assert [x.shape for x in both] == [(4,), (4,)] and both[0].max() < 13 < 25 < both[1].min()
+  one = make_returns(dataclasses.replace(config, seeds=1), Follow(), spec, 4)(jnp.float32(0.0), 0)
+  np.testing.assert_array_equal(one, both[:1])
+
+
 def test_games_on_the_host_that_do_not_end() -> None:
   spec = host.make('gymnasium:host_envs:Same-v0')
   with pytest.raises(errors.RunError, match=r'2.*2 episodes.*50 steps'):
