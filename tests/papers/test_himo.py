@@ -95,8 +95,8 @@ def agent_loss(p: Any, fixed: Any, agent: Any, trajectory: Trajectory) -> float:
 
 def assert_equal(loss: Any, reference: Any, params: Any) -> None:
   """Compares loss and gradients; the reference's are central differences in random directions."""
-  rng, eps = np.random.default_rng(0), 1e-5
-  exact = jax.tree.map(lambda x: x + rng.normal(0.0, 0.1, x.shape), params)  # biases are not 0
+  rng, eps = np.random.default_rng(0), 1e-6
+  exact = jax.tree.map(lambda x: np.float64(x) + rng.normal(0.0, 0.1, x.shape), params)
   value, grads = jax.value_and_grad(loss)(jax.tree.map(jnp.float32, exact))
   np.testing.assert_allclose(value, reference(exact, exact), rtol=1e-5)
   for name in params:
