@@ -91,13 +91,12 @@ def episodes(key: Array, number: int) -> tuple[Array, Array, Array]:
   """Returns actions [N, 2], rewards [N, 2] and z [N] of a policy that hugs teddies, with noise."""
 
   def one(key: Array) -> Any:
-    keys = jax.random.split(key, 4)
-    place, _ = Bear().reset(keys[0])
-    enter = jax.random.bernoulli(keys[0]).astype(jnp.int32)
-    place, first = Bear().step(place, enter, keys[1])
+    enter_key, bear_key, noise_key, last_key = jax.random.split(key, 4)
+    enter = jax.random.bernoulli(enter_key).astype(jnp.int32)
+    place, first = Bear().step(jnp.int32(HOME), enter, bear_key)
     z = place == TEDDY  # what the policy means to do
-    hug = (z ^ jax.random.bernoulli(keys[2], NOISE)).astype(jnp.int32)
-    _, second = Bear().step(place, hug, keys[3])
+    hug = (z ^ jax.random.bernoulli(noise_key, NOISE)).astype(jnp.int32)
+    _, second = Bear().step(place, hug, last_key)
     return jnp.stack([enter, hug]), jnp.stack([first.reward, second.reward * enter]), 1.0 * z
 
   return jax.vmap(one)(jax.random.split(key, number))

@@ -108,11 +108,12 @@ def regression_loss(params: Any, x: Array, x_next: Array, r: Array, method: str)
 
 def regression(key: Array, method: str, iterations: int = 8_000) -> Array:
   """Trains in a new chain. Returns errors [n, iterations / 100], smoothed by 0.99."""
-  keys, optimizer = jax.random.split(key, 5), optax.adam(4e-3, eps=1e-3)
-  following, params = chain(keys[0]), HindsightNetwork().init(keys[1])
+  chain_key, init_key, *keys, data_key = jax.random.split(key, 5)
+  following, params = chain(chain_key), HindsightNetwork().init(init_key)
+  optimizer = optax.adam(4e-3, eps=1e-3)
   if method == 'model':
     sizes = dict(model=(D, 16, 16, D), v=(2 * D, 16, 16, 16, 1))
-    params = {name: init_mlp(k, *sizes[name]) for name, k in zip(sizes, keys[2:4], strict=True)}
+    params = {name: init_mlp(k, *sizes[name]) for name, k in zip(sizes, keys, strict=True)}
 
   def step(carry: Any, key: Array) -> Any:
     (params, opt_state, smoothed), (x_key, next_key) = carry, jax.random.split(key)
@@ -125,7 +126,7 @@ def regression(key: Array, method: str, iterations: int = 8_000) -> Array:
     return (optax.apply_updates(params, updates), opt_state, smoothed), smoothed
 
   start = params, optimizer.init(params), jnp.full(1 + (method == 'himo'), jnp.nan)
-  return lax.scan(step, start, jax.random.split(keys[4], iterations))[1][99::100].T
+  return lax.scan(step, start, jax.random.split(data_key, iterations))[1][99::100].T
 
 
 @dataclasses.dataclass(frozen=True)
