@@ -112,8 +112,7 @@ def regression(key: Array, method: str, iterations: int = 8_000) -> Array:
   following, params = chain(chain_key), HindsightNetwork().init(init_key)
   optimizer = optax.adam(4e-3, eps=1e-3)
   if method == 'model':
-    sizes = dict(model=(D, 16, 16, D), v=(2 * D, 16, 16, 16, 1))
-    params = {name: init_mlp(k, *sizes[name]) for name, k in zip(sizes, keys, strict=True)}
+    params = dict(model=init_mlp(keys[0], D, 16, 16, D), v=init_mlp(keys[1], 2 * D, 16, 16, 16, 1))
 
   def step(carry: Any, key: Array) -> Any:
     (params, opt_state, smoothed), (x_key, next_key) = carry, jax.random.split(key)
@@ -160,20 +159,19 @@ class HiMo:  # IMPALA with hindsight modelling
 
   def loss(self, params: Any, trajectory: Trajectory, key: Array) -> tuple[Array, Any]:
     """Returns L_policy + L_v(v_m) + alpha L_v(v+) + beta L_model, a mean over [T, B]."""
-    steps = trajectory.timesteps
+    steps, outputs = trajectory.timesteps, trajectory.outputs
     time = jnp.arange(len(steps.last))[:, None]  # v+ of t sees t + k, or an earlier end
     end = jnp.where(steps.last, time, len(steps.last) - 1)[1:]  # of episode or trajectory
     k = jnp.minimum(time + self.k, jnp.append(lax.cummin(end, 0, reverse=True), end[-1:], 0))
     network = jax.vmap(functools.partial(self.network, params, hindsight=self.hindsight))
     future = jnp.take_along_axis(steps.observation, k[..., None], axis=0)
     logits, value, *hindsight = network(steps.observation, future)
-    v_plus, phi, phi_hat = (x[:-1] for x in hindsight)
+    logits, v_plus, phi, phi_hat = (x[:-1] for x in (logits, *hindsight))
     policy = distributions.Categorical(self.network.actions)
-    log_prob = policy.log_prob(logits[:-1], trajectory.outputs.action)
-    entropy = policy.entropy(logits[:-1], key)
+    log_prob, entropy = policy.log_prob(logits, outputs.action), policy.entropy(logits, key)
     estimate = jax.vmap(returns.vtrace, in_axes=1, out_axes=1)(
       steps.reward[1:], self.discount * steps.discount[1:], 1.0 - steps.last[1:],
-      *sg((value[:-1], value[1:], jnp.exp(log_prob - trajectory.outputs.extras))),
+      *sg((value[:-1], value[1:], jnp.exp(log_prob - outputs.extras))),
     )  # fmt: skip
     terms = dict(
       v_error=(estimate.target - value[:-1]) ** 2,
@@ -188,9 +186,7 @@ class HiMo:  # IMPALA with hindsight modelling
 
 
 @dataclasses.dataclass(frozen=True)
-class Bet:
-  """See x, bet on the sign of sum(x1) sum(2 x2' - 1) / sqrt(D), be paid, and see x'."""
-
+class Bet:  # see x, bet on the sign of sum(x1) sum(2 x2' - 1) / sqrt(D), be paid, and see x'
   following: Any  # of `chain`
   observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (D,), 'float32')
   action_space = gymnasium.spaces.Discrete(2)
