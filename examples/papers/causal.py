@@ -94,7 +94,7 @@ def episodes(key: Array, number: int) -> tuple[Array, Array, Array]:
     enter_key, bear_key, noise_key, last_key = jax.random.split(key, 4)
     enter = jax.random.bernoulli(enter_key).astype(jnp.int32)
     place, first = Bear().step(jnp.int32(HOME), enter, bear_key)
-    z = place == TEDDY  # what the policy means to do
+    z = place == TEDDY  # the intended action
     hug = (z ^ jax.random.bernoulli(noise_key, NOISE)).astype(jnp.int32)
     _, second = Bear().step(place, hug, last_key)
     return jnp.stack([enter, hug]), jnp.stack([first.reward, second.reward * enter]), 1.0 * z
@@ -161,12 +161,22 @@ def plan(model: Any, causal: bool) -> dict[str, float]:
   return beliefs | {'true value': truth}
 
 
-def muzero(seeds: list[int], steps: int = 20_000) -> list[float]:
+def muzero(seeds: list[int], steps: int = 8_000) -> list[float]:
   """Returns the mean return of the last tenth of training of MuZero, by seed; it sees the bear."""
   config = podrace.configure(
     env='python:causal.bear', agent='muzero', seed=seeds[0], seeds=len(seeds), devices=1,
     num_envs=16, unroll_length=8, total_steps=steps, log_every=steps // 10,
   )  # fmt: skip
+  small = {f'{part}hidden': (32,) for part in ('', 'dynamics_', 'head_')}
+  network, buffer = (getattr(config.agent, x) for x in ('network', 'buffer'))
+  agent = dataclasses.replace(
+    config.agent,
+    simulations=8,
+    unroll=2,
+    network=dataclasses.replace(network, **small),
+    buffer=dataclasses.replace(buffer, batch_size=32, min_size=500, samples_per_insert=8.0),
+  )
+  config = dataclasses.replace(config, agent=agent)
   with tempfile.TemporaryDirectory() as folder:
     return podrace.train(config, folder, quiet=True).metrics[-1]['episode_return_by_seed']
 
