@@ -1,0 +1,76 @@
+"""Partial models of AvoidFuzzyBear: exact numbers, losses, and the plans of learned models."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from podrace.envs.contract import check
+
+sys.path.append(str(Path(__file__).parents[2] / 'examples' / 'papers'))
+causal = importlib.import_module('causal')
+
+
+def test_bear_is_an_environment() -> None:
+  check(causal.bear(), key=jax.random.key(0), steps=50)
+
+
+@pytest.mark.parametrize(
+  ('enter', 'teddy', 'grizzly', 'value'),
+  [(0, 1, 1, 0.6), (1, 1, 1, 0.25), (1, 1, 0, 0.5), (1, 0, 1, -0.25), (1, 0, 0, 0.0)],
+)
+def test_the_value_of_each_policy(enter: int, teddy: int, grizzly: int, value: float) -> None:
+  """By the enumeration, and by the mean reward of episodes in the environment."""
+  hug = {causal.TEDDY: teddy, causal.GRIZZLY: grizzly}
+  assert causal.true_value(enter, hug) == pytest.approx(value)
+  place, total = jnp.int32(causal.HOME), 0.0
+  for key, by_place in ((0, [enter] * 4), (1, [0, teddy, grizzly, 0])):
+    keys = jax.random.split(jax.random.key(key), 2_000)
+    places = jnp.broadcast_to(place, 2_000)
+    actions = jnp.array(by_place)[places]
+    place, timestep = jax.vmap(causal.Bear().step)(places, actions, keys)
+    total += np.mean(timestep.reward * (places != causal.END))
+  assert total == pytest.approx(value, abs=0.06)
+
+
+def test_beliefs_by_enumeration() -> None:
+  assert causal.exact(0.0) == pytest.approx(
+    {'non-causal: hug': 1.0, 'causal: hug': 0.25, 'causal: best of each z': 0.5}
+  )
+  assert causal.exact(0.2)['non-causal: hug'] == pytest.approx(0.8 * 1.0 - 0.2 * 0.5)
+
+
+def test_data_is_confounded() -> None:
+  """In the data, hugs are paid 0.85 on average; for each z they are paid by the bear."""
+  actions, rewards, z = map(np.asarray, causal.episodes(jax.random.key(0), 4_000))
+  hugged = actions.all(axis=1)
+  assert rewards[hugged, 1].mean() == pytest.approx(causal.exact(0.1)['non-causal: hug'], abs=0.05)
+  assert set(rewards[hugged & (z == 1), 1]) == {1.0}
+  assert set(rewards[hugged & (z == 0), 1]) == {-0.5}
+  assert (rewards[actions[:, 0] == 0] == np.float32([0.6, 0.0])).all()
+
+
+def test_the_model_against_numpy() -> None:
+  rng = np.random.default_rng(0)
+  model = jax.tree.map(np.asarray, causal.init(jax.random.key(0)))
+  actions, z = rng.integers(0, 2, (7, 2)), rng.integers(0, 2, 7).astype(np.float32)
+  rewards, logits = causal.unroll(model, jnp.asarray(actions), jnp.asarray(z))
+  for n in range(7):
+    h = np.zeros(16)
+    for t, seen in enumerate((0.0, z[n])):
+      h = np.tanh(np.concatenate([h, [seen, actions[n, t], 1.0]]) @ model['dynamics'])
+      assert rewards[n, t] == pytest.approx((h @ model['reward'])[0], abs=1e-5)
+      if t == 0:
+        assert logits[n] == pytest.approx((h @ model['z'])[0], abs=1e-5)
+
+
+def test_only_the_causal_model_plans_right() -> None:
+  wrong, right = (causal.plan(causal.learn(jax.random.key(100), c), c) for c in (False, True))
+  assert wrong['belief: best plan'] > 0.75 and wrong['true value'] == 0.25
+  assert right['belief: hug'] == pytest.approx(0.25, abs=0.1) and right['true value'] == 0.6
