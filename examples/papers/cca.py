@@ -170,7 +170,10 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   gradient.set_title('bandit, fixed policy')
   for axis in (gradient, *axes):
     axis.spines[['top', 'right']].set_visible(False)
-  handles = {h.get_label(): h for axis in axes for h in axis.lines}
+  entries = [
+    x for axis in (*axes, gradient) for x in zip(*axis.get_legend_handles_labels(), strict=True)
+  ]
+  handles = {label: handle for handle, label in reversed(entries)}
   figure.legend(handles.values(), handles, loc='outside lower center', ncols=6, frameon=False)
 
 
