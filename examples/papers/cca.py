@@ -30,11 +30,11 @@ import numpy as np
 import scipy.stats
 from cca_agent import CCA
 from cca_tasks import bandit, key_to_door
-from jax import lax
+from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
 import podrace
-from podrace.types import Array, TimeStep, TrainState, Trajectory, take_batch
+from podrace.types import TimeStep, TrainState, Trajectory, take_batch
 
 LENGTH = 23
 TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of the agent

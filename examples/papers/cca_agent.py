@@ -25,16 +25,16 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn
-from jax import lax
+from jax import Array, lax
 
 from podrace import returns
 from podrace.learner import sgd
 from podrace.networks import ActorCritic
-from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
 
 
 class Pair(nn.Module):
-  """A function of x and y [..., n], whose leading axes broadcast. It is 0 at the beginning."""
+  """A function of x and y [..., n], with leading axes that broadcast. It is 0 at the beginning."""
 
   size: int
   outputs: int
@@ -141,7 +141,7 @@ class CCA:
     return TrainState(policy, (models, opt_state)), jnp.ones_like(sample.weight), metrics
 
   def losses(self, policy: Any, models: Any, trajectory: Trajectory) -> dict[str, Array]:
-    """Return the losses whose sum is minimised."""
+    """Return the losses; their sum is minimised."""
     steps = trajectory.timesteps
     x, r_t, mask = steps.observation[:-1], steps.reward[1:], 1.0 - steps.last[:-1]
     output, _ = self.network.unroll(policy, trajectory.agent_state, steps)

@@ -1,4 +1,4 @@
-"""The tasks of cca.py: a bandit whose feedback shows the noise, and key-to-door with noisy apples.
+"""The tasks of cca.py: a bandit with feedback that shows the noise, and key-to-door with noisy apples.
 
 Both know the exact score of a policy: `score` of its probabilities at the observations `decisive`.
 """
@@ -12,9 +12,10 @@ import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from podrace.envs.base import NextStepReset, restart, transition
-from podrace.types import Array, TimeStep
+from podrace.types import TimeStep
 
 LEFT, RIGHT, NOTHING, KEY, DOOR = range(5)  # cells; an apple's cell is the action that picks it
 PICK_LEFT, PICK_RIGHT, PICK_KEY, OPEN = range(4)
