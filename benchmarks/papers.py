@@ -20,13 +20,18 @@ PICTURES = common.ROOT / 'docs' / 'papers'
 
 
 def main() -> None:
-  args = common.arguments(__doc__, NAMES, seeds=(10, 'seeds from 0 on'))
+  args = common.arguments(
+    __doc__, NAMES, seeds=(10, 'seeds from 0 on'), draw=(False, 'draw the recorded results')
+  )
   sys.path.insert(0, str(FOLDER))
   for name in args.cases:
-    paper, began = importlib.import_module(name), time.perf_counter()
-    results = paper.measure(range(args.seeds))
-    common.record(f'papers/{name}', results | {'wall_s': round(time.perf_counter() - began)})
-    picture(name, paper, results)
+    paper = importlib.import_module(name)
+    if not args.draw:
+      began = time.perf_counter()
+      results = paper.measure(range(args.seeds))
+      common.record(f'papers/{name}', results | {'wall_s': round(time.perf_counter() - began)})
+    results = common.known(f'papers/{name}')
+    picture(name, paper, {k: x for k, x in results.items() if k != 'wall_s'})
 
 
 def picture(name: str, paper: object, results: dict[str, object]) -> None:

@@ -234,7 +234,8 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   figure.set_size_inches(10, 3.4)
   for axes, panel in zip(figure.subplots(1, 3), PANELS, strict=True):
     unit, end = ('environment steps', STEPS) if 'agent' in panel else ('iterations', 8_000)
-    axes.set(xlabel=f'{unit} / 1,000', ylabel=panel, xlim=(0, end / 1e3))
+    top = None if 'agent' in panel else 0.3  # as in the paper
+    axes.set(xlabel=f'{unit} / 1,000', ylabel=panel, xlim=(0, end / 1e3), ylim=(0, top))
     for i, (name, values) in enumerate(results[panel].items()):
       mean, half = interval(values)
       time = np.linspace(0, end / 1e3, len(mean) + 1)[1:]
