@@ -234,13 +234,13 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   figure.set_size_inches(10, 3.4)
   for axes, panel in zip(figure.subplots(1, 3), PANELS, strict=True):
     unit, end = ('environment steps', STEPS) if 'agent' in panel else ('iterations', 8_000)
-    top = None if 'agent' in panel else 0.3  # as in the paper
-    axes.set(xlabel=f'{unit} / 1,000', ylabel=panel, xlim=(0, end / 1e3), ylim=(0, top))
+    axes.set(xlabel=f'{unit} / 1,000', ylabel=panel, xlim=(0, end / 1e3))
     for i, (name, values) in enumerate(results[panel].items()):
       mean, half = interval(values)
       time = np.linspace(0, end / 1e3, len(mean) + 1)[1:]
       axes.plot(time, mean, f'C{i}', label=name)
       axes.fill_between(time, mean - half, mean + half, color=f'C{i}', alpha=0.2, linewidth=0)
+    axes.set_ylim(0, None if 'agent' in panel else 0.3)  # 0.3: as in the paper
     axes.legend(frameon=False)
 
 
