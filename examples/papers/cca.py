@@ -42,7 +42,7 @@ TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of t
   'key-to-door': (
     key_to_door(LENGTH),
     dict(env=f'python:cca.key_to_door,length={LENGTH}', num_envs=64, unroll_length=LENGTH),
-    2700,
+    8100,
     dict(independence=3.0, entropy_cost=0.03),
   ),
 }
