@@ -31,7 +31,12 @@ from podrace.settings.agents import bind
 from podrace.topology import split_devices
 from podrace.types import Arrival
 
-ENVS = {'waiting': 32, 'ale:pong': 32, 'envpool:CartPole-v1': 1024, 'c:cartpole': 1024}  # environments of each
+ENVS = {
+  'waiting': 32,
+  'ale:pong': 32,
+  'envpool:CartPole-v1': 1024,
+  'c:cartpole': 1024,
+}  # environments of each
 STEP_SECONDS = 0.0015  # of all environments `waiting`
 VARIANTS = {  # threads and groups
   '1 thread': (1, 1),
