@@ -198,7 +198,7 @@ PRESETS: Mapping[str, Preset] = {
     {'env': 'gymnax:Pendulum-v1', 'num_envs': 8, 'unroll_length': 8, 'total_steps': 60_000},
   ),
   'qtopt-grasp': Preset(
-    'QT-Opt on a small grasping task from pixels; its score is not measured yet.',
+    'QT-Opt on a small grasping task from pixels.',
     'qtopt',
     {'epsilon': 0.2}
     | _network(hidden=(128,), v_min=-0.2, v_max=1.0)
