@@ -66,7 +66,7 @@ class Result:
     seed: int = 0,
     checkpoint: str = 'newest',
     env: str = '',
-    acting: Sequence[str] = (),
+    acting: str = '',
   ) -> dict[str, Any]:
     """Return the returns of a checkpoint, as `podrace eval` does.
 
@@ -75,16 +75,20 @@ class Result:
       seed: seed of the evaluation.
       checkpoint: newest, best or a step.
       env: another environment with the same spaces, for example after learning from a log alone.
-      acting: greedy, sampled or both, the main way first. Default: all that the agent can.
+      acting: greedy or sampled. Default: both, if the agent can act greedily.
+
+    Raises:
+      UsageError: if there is no such checkpoint, environment or way of acting.
+      RunError: if an environment fails, or does not end its episode.
     """
     from podrace.hooks import can_be_greedy
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
     greedy = can_be_greedy(self.config.agent)
-    acting = acting or [way for way in ACTING if greedy or way != GREEDY]
+    ways = [acting] if acting else [way for way in ACTING if greedy or way != GREEDY]
     allowed = user_code.named_modules(to_json(self.config))
     return evaluate(
-      self.run_dir, episodes, seed, acting, allow_code=allowed, env=env, checkpoint=checkpoint
+      self.run_dir, episodes, seed, ways, allow_code=allowed, env=env, checkpoint=checkpoint
     )
 
   def export(

@@ -71,7 +71,12 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
   assert [line['step'] for line in result.metrics] == list(range(640, 6_401, 640))
   assert list(result.frame['step']) == [line['step'] for line in result.metrics]
   found = result.evaluate(5)
-  assert found['episodes'] == 5 and found['step'] == 6_400
+  assert found['episodes'] == found['sampled_episodes'] == 5 and found['step'] == 6_400
+  sampled = result.evaluate(5, acting='sampled')
+  assert sampled['episode_return_mean'] == found['sampled_episode_return_mean']
+  assert not any(name.startswith('sampled') for name in sampled)
+  with pytest.raises(UsageError, match="greedy or sampled, not 'gredy'"):
+    result.evaluate(5, acting='gredy')
   again = podrace.train(config, tmp_path / 'run', quiet=True)
   assert again.summary == result.summary
   assert result.export(tmp_path / 'policy')['step'] == 6_400

@@ -164,7 +164,7 @@ def fit(agent: Any, log: Path, seeds: Sequence[int], env: str) -> tuple[list[flo
   keep = Keep()
   with tempfile.TemporaryDirectory() as folder:
     result = podrace.train(config, Path(folder, 'run'), [keep], quiet=True)
-    returns = result.evaluate(100, seed=seeds[0], env=env, acting=['greedy'])
+    returns = result.evaluate(100, seed=seeds[0], env=env, acting='greedy')
   return returns['episode_return_mean_by_seed'], keep.params
 
 

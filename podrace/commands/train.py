@@ -263,6 +263,7 @@ def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> L
 
 
 def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
+  from podrace.hooks import can_be_greedy
   from podrace.run.saved_params import best_step
 
   out = print_summary(run_dir, summary)
@@ -277,7 +278,8 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
     print_text(f'from step {entry["step"]:,}: {entry["message"]}', file=out)
   allow = user_code.options(user_code.named_modules(to_json(config)))
   env = '' if config.env else '--env LIB:NAME '
-  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {env}{allow}'.rstrip()
+  sample = '' if can_be_greedy(config.agent) else '--sample '
+  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {sample}{env}{allow}'.rstrip()
   if config.eval_every and (step := best_step(run_dir)) is not None:
     print_text(f'best evaluation: step {step:,}; add --checkpoint best', file=out)
   print_text(f'next: {command}', file=out)

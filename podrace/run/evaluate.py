@@ -155,7 +155,7 @@ def evaluate(
   _check_numbers(episodes, max_steps, seed)
   resolved = Resolved(change(load_config(run_dir, allow_code))).acting
   config, stage = resolved.config, stage_of(resolved, env)
-  _check_greedy(resolved.agent, acting)
+  _check_acting(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
   config = config if member is None else dataclasses.replace(config, seeds=1)
   plan = f'{episodes:,} episodes, {" and ".join(acting)}'
@@ -173,8 +173,10 @@ def _name_statistics(statistics: dict[str, Any], prefix: str) -> dict[str, Any]:
   return {f'{prefix}{name}': x for name, x in statistics.items()}
 
 
-def _check_greedy(agent: Any, acting: Sequence[str]) -> None:
-  """Raise UsageError if the agent cannot act greedily, as `acting` wants."""
+def _check_acting(agent: Any, acting: Sequence[str]) -> None:
+  """Raise UsageError for a way of acting that is unknown, or that the agent does not have."""
+  if strange := [way for way in acting if way not in ACTING]:
+    raise UsageError(f'acting must be greedy or sampled, not {strange[0]!r:.100}')
   if GREEDY in acting and not can_be_greedy(agent):
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
 

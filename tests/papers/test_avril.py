@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
+import avril
 import gymnasium
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,6 @@ from data_sets import balance, collected
 import podrace
 from podrace.replay import Buffer
 from podrace.types import TimeStep
-
-sys.path.append(str(Path(__file__).parents[2] / 'examples' / 'papers'))
-avril = importlib.import_module('avril')
 
 B, N, A = 24, 4, 3
 
@@ -117,6 +113,6 @@ def test_it_imitates_and_its_rewards_explain_its_values(log: Path, tmp_path: Pat
   line = whole.metrics[-1]
   assert line['imitation'] > -0.35  # log(1/2) is -0.69
   assert line['likelihood'] > -0.3  # of a posterior that is the prior, at most -0.92
-  returns = whole.evaluate(10, env='gymnax:CartPole-v1', acting=['greedy'])
+  returns = whole.evaluate(10, env='gymnax:CartPole-v1', acting='greedy')
   assert returns['episode_return_mean'] > 150
   assert 'sampled_episodes' not in returns

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
-from pathlib import Path
-
+import causal
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from podrace.envs.contract import check
-
-sys.path.append(str(Path(__file__).parents[2] / 'examples' / 'papers'))
-causal = importlib.import_module('causal')
 
 
 def test_bear_is_an_environment() -> None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
+import cca
 import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import streams
+from resumes import assert_resumes_exactly
 
 import podrace
 from podrace.envs.contract import check
@@ -21,9 +20,6 @@ from podrace.learner import learner
 from podrace.replay import on_policy
 from podrace.topology import learner_mesh
 from podrace.types import ActorOutput, TimeStep, Trajectory
-
-sys.path.append(str(Path(__file__).parents[2] / 'examples' / 'papers'))
-cca = importlib.import_module('cca')
 
 T, B, N, ACTIONS = 7, 4, 3, 3
 SPACES = gymnasium.spaces.Box(-9.0, 9.0, (N,)), gymnasium.spaces.Discrete(ACTIONS)
@@ -210,11 +206,7 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     env='python:cca.key_to_door,length=5', agent=cca.CCA(size=8), num_envs=4, unroll_length=5,
     total_steps=200, log_every=100, devices=1,
   )  # fmt: skip
-  half = dataclasses.replace(config, total_steps=100)
-  whole = podrace.train(config, tmp_path / 'whole', quiet=True).summary
-  begun = podrace.train(half, tmp_path / 'run', quiet=True).summary
-  resumed = podrace.train(config, tmp_path / 'run', override=True, quiet=True).summary
-  assert begun['params_sha256'] != whole['params_sha256'] == resumed['params_sha256']
+  assert_resumes_exactly(config, 100, tmp_path)
 
 
 @pytest.mark.parametrize('credit', ['cca', 'hca'])

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
-import sys
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
+import himo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import streams
+from resumes import assert_resumes_exactly
 
 import podrace
+from podrace import cli
 from podrace.envs.contract import check
 from podrace.learner import learner
 from podrace.replay import on_policy
 from podrace.topology import learner_mesh
 from podrace.types import ActorOutput, TimeStep, Trajectory
-
-sys.path.append(str(Path(__file__).parents[2] / 'examples' / 'papers'))
-himo = importlib.import_module('himo')
 
 T, B, N = 6, 4, 5
 NETWORK = himo.HindsightNetwork(hidden=7, inputs=N, actions=3)
@@ -168,11 +168,24 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
     env='python:himo.bet', agent=himo.HiMo(), num_envs=8, unroll_length=4, total_steps=640,
     log_every=320, devices=1,
   )  # fmt: skip
-  half = dataclasses.replace(config, total_steps=320)
-  whole = podrace.train(config, tmp_path / 'whole', quiet=True).summary
-  begun = podrace.train(half, tmp_path / 'run', quiet=True).summary
-  resumed = podrace.train(config, tmp_path / 'run', override=True, quiet=True).summary
-  assert begun['params_sha256'] != whole['params_sha256'] == resumed['params_sha256']
+  assert_resumes_exactly(config, 320, tmp_path)
+
+
+def test_the_command_names_the_evaluation_of_an_agent_that_is_never_greedy(
+  tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  sizes = ['--num-envs', '8', '--unroll-length', '4', '--total-steps', '64', '--devices', '1']
+  run = ['--agent', 'himo:HiMo', '--env', 'python:himo.bet', '--run-dir', str(tmp_path / 'run')]
+
+  def output_of(*args: str) -> str:
+    with pytest.raises(SystemExit) as end:
+      cli.main(args)
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+  (hint,) = re.findall(r'next: podrace (eval .*)', output_of('train', *run, *sizes))
+  assert '--sample' in hint
+  assert '"episodes": 2' in output_of(*shlex.split(hint.replace('--episodes 100', '--episodes 2')))
 
 
 def test_two_devices_make_the_same_update() -> None:

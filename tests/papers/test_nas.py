@@ -6,27 +6,25 @@ import dataclasses
 import importlib.util
 import itertools
 import json
-import sys
 import types
 from pathlib import Path
 from typing import Any
 
 import jax
+import nas
 import numpy as np
 import pytest
 from children import Process
 from gymnasium.utils.env_checker import check_env
 from matplotlib.figure import Figure
+from resumes import assert_resumes_exactly
 from shorthand import Patch
 
 import podrace
 from podrace.errors import UnknownName
 from podrace.launch.program import Program
 
-HERE = Path(__file__).parent
-PAPERS = HERE.parents[1] / 'examples' / 'papers'
-sys.path += [str(PAPERS), str(HERE)]
-nas = importlib.import_module('nas')
+PAPERS = Path(nas.__file__).parent
 
 GOOD = [5, 1, 1, 4, 2, 0, 0, 0, 0, 3, 2, 3, 1]  # a block is left out; the learning rate is 0.01
 SQUARES = [0, 1, 0, 2, 3, 0, 2, 2, 2, 5, 1, 0, 1]
@@ -208,11 +206,7 @@ def test_ppo_learns_on_two_devices_and_resumes_exactly(tmp_path: Path) -> None:
   config = dataclasses.replace(config, actor_devices='0', learner_devices='1,2')
   agent = dataclasses.replace(config.agent, anneal_learning_rate=False, learning_rate=0.01)
   config = dataclasses.replace(config, agent=agent)
-  half = dataclasses.replace(config, total_steps=80 * 14)
-  whole = podrace.train(config, tmp_path / 'whole', quiet=True)
-  begun = podrace.train(half, tmp_path / 'run', quiet=True).summary
-  resumed = podrace.train(config, tmp_path / 'run', override=True, quiet=True).summary
-  assert begun['params_sha256'] != whole.summary['params_sha256'] == resumed['params_sha256']
+  whole = assert_resumes_exactly(config, 80 * 14, tmp_path)
   returns = [line['episode_return'] for line in whole.metrics]
   assert returns[0] < 0.4 < 0.5 < returns[-1]
 
