@@ -303,6 +303,8 @@ def test_each_seed_of_a_run_plays_on_the_host() -> None:
   spec, config = host.make('gymnasium:CartPole-v1'), Config(agent=None, seeds=2, num_envs=4)
   both = make_returns(config, Follow(), spec, 4)(jnp.array([0.0, 1.0]), 0)
   assert [x.shape for x in both] == [(4,), (4,)] and both[0].max() < 13 < 25 < both[1].min()
+  same = make_returns(config, Follow(), spec, 4)(jnp.ones(2), 0)
+  assert (same[0] != same[1]).any()  # each plays its own episodes
   one = make_returns(dataclasses.replace(config, seeds=1), Follow(), spec, 4)(jnp.float32(0.0), 0)
   np.testing.assert_array_equal(one, both[:1])
 
