@@ -1,7 +1,7 @@
 """Sizes of podrace's extras, and times of `make train` and of `make test`'s set-up from a fresh clone.
 
     .venv/bin/python benchmarks/install.py sizes
-    .venv/bin/python benchmarks/install.py times --repeats 5
+    .venv/bin/python benchmarks/install.py times --python python3.11 python3.12 python3.13
 
 `sizes` installs every extra alone into a new environment and adds up its files. `times` clones the commit that is
 checked out, and runs make there with empty caches of uv and pip and no compiled programs. It needs a package index.
@@ -58,29 +58,38 @@ def sizes(_: argparse.Namespace) -> dict[str, Any]:
   return result
 
 
-def times(args: argparse.Namespace) -> dict[str, Any]:
-  """Measures make in fresh clones."""
-  runs: dict[str, list[dict[str, Any]]] = {'train': [], 'setup': []}
-  for _ in range(args.repeats):
-    for target, rows in runs.items():
-      with tempfile.TemporaryDirectory() as folder:
-        clone = Path(folder) / 'podrace'
-        subprocess.run(['git', 'clone', '--quiet', str(common.ROOT), str(clone)], check=True)
-        environ = {k: v for k, v in os.environ.items() if k not in ('VIRTUAL_ENV', 'PYTHONPATH')}
-        environ |= dict(HOME=folder, UV_CACHE_DIR=f'{folder}/uv', PIP_CACHE_DIR=f'{folder}/pip')
-        environ |= dict(XDG_CACHE_HOME=f'{folder}/cache')
-        begin = time.monotonic()
-        make = ['make', target, f'PYTHON={args.python}', 'RUN_DIR=run']
-        output = subprocess.check_output(make, cwd=clone, env=environ, text=True)
-        row = dict(seconds=round(time.monotonic() - begin, 1), megabytes=megabytes(clone / '.venv'))
-        if returns := re.findall(r'return (-?[\d.]+)', output):
-          row['episode_return'] = float(returns[-1])
-        rows.append(row)
-        print(target, row, flush=True)
-  return {
-    target: dict(median_s=statistics.median(row['seconds'] for row in rows), runs=rows)
-    for target, rows in runs.items()
-  }
+def make(target: str, python: str) -> dict[str, Any]:
+  """Runs a target of make in a fresh clone, with empty caches, and measures its time."""
+  with tempfile.TemporaryDirectory() as folder:
+    clone = Path(folder) / 'podrace'
+    subprocess.run(['git', 'clone', '--quiet', str(common.ROOT), str(clone)], check=True)
+    environ = {k: v for k, v in os.environ.items() if k not in ('VIRTUAL_ENV', 'PYTHONPATH')}
+    environ |= dict(HOME=folder, UV_CACHE_DIR=f'{folder}/uv', PIP_CACHE_DIR=f'{folder}/pip')
+    environ |= dict(XDG_CACHE_HOME=f'{folder}/cache')
+    begin = time.monotonic()
+    command = ['make', target, f'PYTHON={python}', 'RUN_DIR=run']
+    output = subprocess.check_output(command, cwd=clone, env=environ, text=True)
+    row = dict(seconds=round(time.monotonic() - begin, 1), megabytes=megabytes(clone / '.venv'))
+    if returns := re.findall(r'return (-?[\d.]+)', output):
+      row['episode_return'] = float(returns[-1])
+    script = 'import jax, sys; print(sys.version.split()[0], jax.__version__)'
+    versions = subprocess.check_output([clone / '.venv/bin/python', '-c', script], text=True)
+    return dict(zip(('python', 'jax'), versions.split(), strict=True)) | row
+
+
+def times(args: argparse.Namespace) -> list[dict[str, Any]]:
+  """Measures `make train` and the set-up of `make test` with each Python."""
+  result = []
+  for python in args.python:
+    for target in ('train', 'setup'):
+      runs = []
+      for _ in range(args.repeats):
+        runs.append(make(target, python))
+        print(target, runs[-1], flush=True)
+      median = statistics.median(run['seconds'] for run in runs)
+      versions = dict(python=runs[0]['python'], jax=runs[0]['jax'])
+      result.append(dict(target=target, **versions, median_s=median, runs=runs))
+  return result
 
 
 def main() -> None:
@@ -88,7 +97,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
   parser.add_argument('case', choices=['sizes', 'times'])
   parser.add_argument('--repeats', type=int, default=5)
-  parser.add_argument('--python', default='python3', help='of the new environments')
+  parser.add_argument('--python', nargs='+', default=['python3'], help='of the new environments')
   args = parser.parse_args()
   measure = dict(sizes=sizes, times=times)[args.case]
   common.record(f'install_{args.case}', measure(args))
