@@ -67,7 +67,7 @@ def rate(tree: pathlib.Path, case: str, seconds: float, steps: int) -> float:
 
 def main() -> None:
   args = common.arguments(
-    __doc__, CASES, other='', this=str(common.ROOT), pairs=5, seconds=5.0, steps=0
+    __doc__, CASES, other='', this=str(common.ROOT), pairs=5, seconds=5.0, steps=0, name='pairs'
   )
   if not args.other:
     sys.exit('--other: the root of the other checkout is missing')
@@ -83,7 +83,7 @@ def main() -> None:
     cases[case] = dict(ratio=ratio, pairs=pairs)
     each = ' '.join(f'{a / b:.3f}' for a, b in pairs)
     print(f'{case}: {ratio:.3f} of {statistics.median(others):,.0f} steps/s ({each})', flush=True)
-  common.record('pairs', dict(other=common.head(trees[1]), cases=cases))
+  common.record(args.name, dict(other=common.head(trees[1]), cases=cases))
 
 
 if __name__ == '__main__':
