@@ -178,7 +178,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
-  **dict.fromkeys(('layers', 'width', 'heads', 'patch'), COUNT),
+  **dict.fromkeys(('layers', 'width', 'heads', 'patch', 'window'), COUNT),
   **dict.fromkeys(('iterations', 'samples'), COUNT),
   **dict.fromkeys(('elites', 'one_hot'), Range(2)),  # one elite has no standard deviation
 }

@@ -17,7 +17,8 @@ from flax import linen as nn
 from podrace import distributions
 from podrace.envs.spaces import MASK, PIXELS, leaves, map_leaves, seen
 from podrace.fields import PlainText, check_fields
-from podrace.networks import torsos, transformer
+from podrace.networks import attention, torsos, transformer
+from podrace.networks.attention import Attention, TransformerCore
 from podrace.networks.cores import Core
 from podrace.networks.initializers import INITIALIZERS
 from podrace.networks.observations import as_floats, image_sides, images_in, zeros_of
@@ -51,8 +52,10 @@ class Body:
   hidden: tuple[int, ...] = (64, 64)  # layer widths of the MLP behind the torso
   activation: Literal['tanh', 'relu'] = 'tanh'  # activation of the layers
   initializer: Literal['orthogonal', 'lecun'] = 'orthogonal'  # initialiser of the kernels
-  core: Literal['none', 'gru', 'lstm'] = 'none'  # recurrent core, for tasks that need memory
+  core: Literal['none', 'gru', 'lstm', 'transformer'] = 'none'
+  # ^ recurrent core, for tasks that need memory; transformer: attention to the last steps
   core_size: int = 128  # units of the recurrent core
+  attention: Attention = Attention()  # used by the core transformer
   transformer: Transformer = Transformer()  # used by that torso
   scaling: Literal['space', 'plain'] = 'space'
   # ^ units of numbers in observations; space: of the environment's spaces; plain: 1, as before
@@ -69,6 +72,10 @@ class Body:
       raise ValueError(f'sharding has {len(self.sharding)} rules, expected at most {RULES}')
     for pattern, _ in self.sharding:
       _check_pattern(pattern)
+    if self.core == 'transformer' and self.core_size % self.attention.heads:
+      raise ValueError(
+        f'core_size {self.core_size} does not divide into {self.attention.heads} heads of attention'
+      )
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
     """This network for these spaces.
@@ -146,8 +153,10 @@ class Body:
     layers = self.image_torso, sizes, self.activate, self.kernel_init, self.transformer
     return Torso(*layers, layer_norm)
 
-  def make_core(self) -> Core | None:
+  def make_core(self) -> Core | TransformerCore | None:
     """Return the recurrent core; None if there is none."""
+    if self.core == 'transformer':
+      return TransformerCore(self.core_size, self.attention)
     return Core(self.core, self.core_size) if self.core != 'none' else None
 
   def prepare(self, observation: Any) -> tuple[Any, Array | None]:
@@ -181,6 +190,8 @@ class Body:
 
   def initial_state(self, batch_size: int) -> Any:
     """Return the state of acting before the first timestep."""
+    if self.core == 'transformer':
+      return attention.initial_state(batch_size, self.core_size, self.attention)
     zeros = jnp.zeros([batch_size, self.core_size])
     return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
 

@@ -42,7 +42,7 @@ class Core(nn.Module):
     return outputs, state
 
 
-def remember(core: Core | None, state: Any, x: Array, t: TimeStep) -> tuple[Array, Any]:
+def remember(core: nn.Module | None, state: Any, x: Array, t: TimeStep) -> tuple[Array, Any]:
   """Return outputs [T*B, size] of a core for features [T*B, F] of timesteps [T, B, ...].
 
   Without a core they are the features.

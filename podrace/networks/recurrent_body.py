@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from flax import linen as nn
 
 from podrace.envs.spaces import map_leaves
 from podrace.networks.body import Body
-from podrace.networks.cores import Core
 from podrace.networks.layers import flat
 from podrace.networks.observations import as_floats, zeros_of
 from podrace.networks.protocol import merge_time, split_time
@@ -36,7 +36,7 @@ class RecurrentBody(Body):
   shortcut: bool = True  # the layers behind the core see the newest observation besides the core
 
   def remember(
-    self, core: Core | None, state: Any, x: Array, t: TimeStep, previous: Any
+    self, core: nn.Module | None, state: Any, x: Array, t: TimeStep, previous: Any
   ) -> tuple[Array, Any]:
     """Pass features through the core, if there is one.
 

@@ -277,7 +277,7 @@ def _acting_network(agent: Any) -> Any:
 def _describe_network(agent: Any, space: Any) -> dict[str, Any] | None:
   """Describe the network for the NumPy runtime, or return None if that cannot run it."""
   network = _acting_network(agent)
-  if type(network) not in NUMPY_NETWORKS or network.image_torso == 'transformer':
+  if type(network) not in NUMPY_NETWORKS or 'transformer' in (network.image_torso, network.core):
     return None
   if not _has_plain_core(network):
     return None

@@ -105,7 +105,8 @@ def on_memory(name: str, core: str) -> tuple[float, int]:
 @pytest.mark.parametrize(
   ('name', 'core'),
   slow_after(1,
-    ('impala', 'gru'), ('impala', 'lstm'), ('ppo', 'gru'), ('ppo', 'lstm'),
+    ('impala', 'gru'), ('impala', 'lstm'), ('impala', 'transformer'),
+    ('ppo', 'gru'), ('ppo', 'lstm'), ('ppo', 'transformer'),
   ),
 )  # fmt: skip
 def test_recurrent_agents_remember(name: str, core: str) -> None:

@@ -36,6 +36,7 @@ from podrace.envs.base import batch
 from podrace.errors import UsageError
 from podrace.learner import learner
 from podrace.networks import ActorCritic, QNetwork
+from podrace.networks.attention import Attention
 from podrace.networks.transformer import Transformer, TransformerTorso
 from podrace.replay import Buffer, on_policy
 from podrace.run import directory
@@ -50,6 +51,9 @@ from podrace.types import TrainState
 SIZES = Transformer(layers=1, width=16, heads=8)
 SMALL = ActorCritic(torso='transformer', transformer=SIZES, hidden=(), initializer='lecun')
 PLAIN = ActorCritic(hidden=(16, 16), initializer='lecun')
+MEMORY = ActorCritic(
+  hidden=(16,), initializer='lecun', core='transformer', core_size=16, attention=Attention(heads=8)
+)
 quickly = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
@@ -98,7 +102,8 @@ def updated(kind: Any, network: Any, data: int, model: int) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize('shape', [(4, 2), (1, 8)])
 @pytest.mark.parametrize(
-  ('kind', 'network'), [(Impala, SMALL), pytest.param(PPO, PLAIN, marks=pytest.mark.slow)]
+  ('kind', 'network'),
+  [(Impala, SMALL), *(pytest.param(PPO, n, marks=pytest.mark.slow) for n in (PLAIN, MEMORY))],
 )
 def test_the_same_update_on_8_devices_however_they_are_grouped(
   kind: Any, network: Any, shape: tuple[int, int]

@@ -189,7 +189,7 @@ BAD_VALUES = {
   '--agent.learning-rate': '--agent.learning-rate',
   '--agent.learning-rate 1e-3 1e-4': '1e-4',
   '--agent.anneal-learning-rate maybe': '--agent.no-anneal-learning-rate',
-  '--agent.network.core transformr': 'lstm',
+  '--agent.network.core transformr': 'transformer',
   '--agent.network.hidden a b': '--agent.network.hidden',
   '--agent.network.activation sine': 'tanh',
   '--agent.network.hiden 64': '--agent.network.hidden',

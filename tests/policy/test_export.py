@@ -339,6 +339,7 @@ def test_a_policy_with_memory_acts_as_its_agent(tmp_path: Path) -> None:
   [
     (PPO(network=Own()), THREE),
     (PPO(network=ActorCritic(torso='transformer')), THREE),
+    (PPO(network=ActorCritic(core='transformer', core_size=8)), THREE),
     (SAC(Actor(hidden=(8,), core='gru', core_size=4)), BOX),
     (DQN(QNetwork(hidden=(8,), core='gru', core_size=4, shortcut=True)), THREE),
   ],
