@@ -190,10 +190,10 @@ class Body:
 
   def initial_state(self, batch_size: int) -> Any:
     """Return the state of acting before the first timestep."""
-    if self.core == 'transformer':
-      return attention.initial_state(batch_size, self.core_size, self.attention)
     zeros = jnp.zeros([batch_size, self.core_size])
-    return {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros)}[self.core]
+    window = attention.initial_state(batch_size, self.core_size, self.attention)
+    states = {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros), 'transformer': window}
+    return states[self.core]
 
   def step(
     self,
