@@ -80,7 +80,9 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     64, 64,
     NORMALIZED | {'learning_rate': 1e-3, 'epochs': 10, 'minibatches': 8, 'entropy_cost': 0.0},
   ),
-  ('impala', 'vector'): Defaults(64, 16, {'learning_rate': 1e-3}),
+  ('impala', 'vector'): Defaults(
+    64, 16, {'learning_rate': 1e-3, 'max_grad_norm': 0.5, 'normalize_rewards': True}
+  ),
   ('impala', 'grid'): Defaults(64, 16, {'learning_rate': 1e-3, 'max_grad_norm': 1.0}),
   ('impala', 'pixels'): Defaults(
     16, 20, CONVOLUTIONS | {'learning_rate': 5e-4, 'max_grad_norm': 0.5, 'entropy_cost': 0.003}
