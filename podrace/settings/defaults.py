@@ -88,7 +88,7 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     16, 20, CONVOLUTIONS | {'learning_rate': 5e-4, 'max_grad_norm': 0.5, 'entropy_cost': 0.003}
   ),
   ('impala', 'continuous'): Defaults(
-    64, 16, NORMALIZED | {'learning_rate': 1e-3, 'max_grad_norm': 1.0, 'entropy_cost': 0.0}
+    16, 16, NORMALIZED | {'learning_rate': 3e-3, 'max_grad_norm': 1.0, 'entropy_cost': 0.0}
   ),
   ('dqn', 'vector'): Defaults(
     16, 4,
