@@ -93,7 +93,8 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
     f'# {suite.title}', _head(suite), f'![Learning curves]({curves.name})', _table(suite, pairs),
     *([_hashes(suite, pairs)] if suite.hashes else []),
     *([_published(suite, pairs)] if suite.published else []),
-    *_aggregate(suite, pairs, aggregate), _protocol(suite, records), _origin(records),
+    *(() if suite.hashes else _aggregate(suite, pairs, aggregate)),
+    _protocol(suite, records), _origin(records),
   ]  # fmt: skip
   with failing(out):
     write_whole(out, '\n\n'.join(sections) + '\n')
@@ -264,7 +265,7 @@ def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
     + '; '.join(f'{t.name} {t.low:g} to {t.high:g}' for t in suite.tasks.values()) + '.',
     *suite.notes,
   ]  # fmt: skip
-  commands = [shlex.join(['podrace', 'train', *p.command]) for p in shown.values()]
+  commands = dict.fromkeys(shlex.join(['podrace', 'train', *p.command]) for p in shown.values())
   return (
     '## Protocol\n\n' + '\n'.join(f'- {note}' for note in notes)
     + '\n\nThe first program of each task and agent:\n\n```\n' + '\n'.join(commands) + '\n```'
