@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace import cli, envs
+from podrace import api, cli, envs
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
@@ -163,3 +163,13 @@ def test_symbols_of_navix_are_no_pixels(kind: str) -> None:
   assert seen.dtype == jnp.float32 and 0.2 < float(jnp.max(jnp.abs(seen))) <= 1
   drawn = envs.make('navix:Navix-Empty-Random-6x6-v0,observation=rgb').observation_space
   assert np.max(drawn.high) == 255
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(('env', 'least'), [('CartPole-v1', 350), ('Acrobot-v1', -150)])
+def test_impala_learns_by_its_defaults(env: str, least: float, tmp_path: Path) -> None:
+  """Without normalized rewards it stays below 300 and at -500."""
+  config = api.configure(env=f'gymnax:{env}', agent='impala', total_steps=500_000)
+  result = api.train(config, tmp_path / 'run', quiet=True)
+  returns = [row['episode_return'] for row in result.metrics if row['episodes']]
+  assert np.mean(returns[-10:]) > least
