@@ -182,15 +182,27 @@ def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
   else:
     rows = [[line.get(metric)] for line in lines]
   y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
-  read_curves = []
-  for column in y.T:
-    known = np.isfinite(column)
-    if known.any():
-      read_curves.append(RunCurve(at[known], column[known], path))
+  read_curves = curves_of(at, y.T, path)
   if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
   return read_curves
+
+
+def curves_of(x: Floats, rows: Floats, path: Path) -> list[RunCurve]:
+  """Return the curves of rows [N, P] at positions x [P], without their NaN; none of a row of NaN.
+
+  Between its values a row is linear. Its last value holds until the last position: a row that ends
+  in NaN, such as of a seed whose episodes are long, has no other value there.
+  """
+  result = []
+  for y in rows:
+    known = np.isfinite(y)
+    if known.any():
+      end = x[-1:] if not known[-1] else x[:0]
+      held = np.full(len(end), y[known][-1])
+      result.append(RunCurve(np.append(x[known], end), np.append(y[known], held), path))
+  return result
 
 
 def _params_sha256(path: Path) -> str:

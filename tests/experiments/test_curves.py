@@ -90,6 +90,16 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
 
 
+def test_the_last_value_of_a_seed_holds_to_the_end_of_its_run(tmp_path: Path) -> None:
+  a = make(
+    tmp_path / 'a', [(10, [1.0, 4.0]), (20, [None, 5.0]), (30, [3.0, None]), (40, [2.0, None])]
+  )
+  (group,), _ = curves.read([a], 'episode_return', 'steps')
+  assert [c.x.tolist() for c in group.curves] == [[10, 30, 40], [10, 20, 40]]
+  assert [c.y.tolist() for c in group.curves] == [[1, 3, 2], [4, 5, 5]]
+  assert curves.make_band(group.curves).count.min() == 2
+
+
 def test_runs_and_curves_are_counted(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
   make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import RunError, UnreadableFile, UsageError
-from podrace.experiments.curves import RunCurve
+from podrace.experiments.curves import RunCurve, curves_of
 from podrace.experiments.suites.suite import Evaluation, Program, Suite
 from podrace.run import metrics
 from podrace.settings.record import changes, complete
@@ -64,8 +64,7 @@ class Record:
     if any(len(row) != len(steps) for row in curve['returns']):
       raise UnreadableFile(self.path, 'has curves of other lengths than its steps')
     rows = [[np.nan if y is None else y for y in row] for row in curve['returns']]
-    each = [(np.isfinite(y), y) for y in np.array(rows, float)]
-    return [RunCurve(steps[known], y[known], self.path) for known, y in each if known.any()]
+    return curves_of(steps, np.array(rows, float), self.path)
 
   def differences(self, program: Program, config: dict[str, Any]) -> list[str]:
     """Return the settings in which a program is not the recorded one, as texts."""
