@@ -64,7 +64,7 @@ class TransformerCore(nn.Module):
     for i in range(self.settings.layers):
       context = jnp.concatenate([memory[:, i], x], axis=1)
       blocks.append(context[:, -window:])
-      block = Block(self.settings.heads, window, name=f'block_{i}')
+      block = GatedBlock(self.settings.heads, window, name=f'block_{i}')
       x = block(x, context, seen, jnp.clip(distance, 0, window))
     valid = (episodes == episode[:, -1:])[:, -window:]
     return x.swapaxes(0, 1), (jnp.stack(blocks, axis=1), valid.astype(memory.dtype))
@@ -76,7 +76,7 @@ def initial_state(batch_size: int, size: int, settings: Attention) -> tuple[Arra
   return memory, jnp.zeros([batch_size, settings.window])
 
 
-class Block(nn.Module):
+class GatedBlock(nn.Module):
   """Attention of timesteps [B, T, size] to a context [B, K, size], and two layers, each gated."""
 
   heads: int
@@ -89,13 +89,13 @@ class Block(nn.Module):
     normal = nn.LayerNorm(name='before_attention')
     bias = self.param('distance', nn.initializers.zeros_init(), (self.heads, self.window + 1))
     logits = jnp.where(seen[:, None], bias[:, distance][None], FORBIDDEN)
-    y = Heads(self.heads, name='attention')(normal(x), normal(context), logits)
+    y = AttentionHeads(self.heads, name='attention')(normal(x), normal(context), logits)
     x = Gate(name='attention_gate')(x, nn.relu(y))
     y = nn.relu(nn.Dense(4 * size, name='up')(nn.LayerNorm(name='before_layers')(x)))
     return Gate(name='layers_gate')(x, nn.relu(nn.Dense(size, name='down')(y)))
 
 
-class Heads(nn.Module):
+class AttentionHeads(nn.Module):
   """Attention by several heads (Vaswani et al. 2017, arXiv 1706.03762), with added logits."""
 
   heads: int
