@@ -53,5 +53,7 @@ def run(args: list[str]) -> int:
   tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
+  if about['network'] is None:
+    tell(f"podrace.load_policy('{folder}', 'jax') acts with it; the other runtimes cannot")
   print_json(about)
   return 0

@@ -131,6 +131,8 @@ def _with_architecture(settings: Settings, options: Options) -> Settings:
     values['--architecture'] = architecture
   if needs['envs'] == 'remote':
     values['--lag'] = 'async'
+  named = {r.name: options.passed(r.name) for r in table().of('run')}
+  values |= {name: text for name, text in named.items() if text is not None}
   return dataclasses.replace(settings, values=values)
 
 
@@ -235,7 +237,8 @@ def train_help(
     lines += ['', f'agent {name}:', *(_line(r, values) for r in rows)]
   else:
     lines += [*_agent_lines(name, values, settings.kind), *_part_lines(name, values), '']
-  return '\n'.join([*lines, f'podrace train {ALL} has every option'])
+  more = '' if sebulba else "podrace train --architecture sebulba --help has Sebulba's options, "
+  return '\n'.join([*lines, f'{more}podrace train {ALL} has every option'])
 
 
 def _line(r: Row, values: Values) -> str:
@@ -291,9 +294,10 @@ def _agent_lines(name: str, values: Values, kind: str = '') -> list[str]:
   head = [f'agent {name}:']
   if kind:
     others = [k for n, k in defaults.TABLE if n == name and k != kind]
+    hint = '' if '--env' in values else '; add --env'
     head = [f'agent {name}, with its defaults where {_kind_text(kind)}:']
     head += (
-      [f'(where {"; ".join(map(_kind_text, others))}: other defaults; add --env)'] if others else []
+      [f'(where {"; ".join(map(_kind_text, others))}: other defaults{hint})'] if others else []
     )
   return ['', *head, *(_line(r, values) for r in table().of('agent', agent=name))]
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from podrace.errors import UsageError
 from podrace.experiments.runs import find
 from podrace.experiments.suites.suite import RECORDS
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, tell
+
+if TYPE_CHECKING:
+  from podrace.experiments.curves import RunCurve
 
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
@@ -88,7 +92,7 @@ def run(args: list[str]) -> int:
         'env': g.env,
         'label': label,
         'curves': len(g.curves),
-        'final': [curves.final_mean(c) for c in g.curves],
+        **_final(g.curves),
       }
       for g, label in zip(groups, make_labels(groups), strict=True)
     ]
@@ -102,9 +106,25 @@ def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
 
   suite = load(options.text('--suite'))
   folder = options.path('--records') or Path(RECORDS) / suite.name
+  if not folder.is_dir():
+    tell(f'podrace plot: {folder} has no records of {suite.name}: --records names their directory')
   result, lines = compare(suite, folder, groups, out)
   for line in lines:
     tell(line)
+  return result
+
+
+def _final(each: Sequence[RunCurve]) -> dict[str, Any]:
+  """Return the means of the last tenth of curves, their mean, and its 95% bootstrap interval."""
+  import numpy as np
+
+  from podrace.experiments import curves, statistics
+
+  final = [curves.final_mean(c) for c in each]
+  result: dict[str, Any] = {'final': final, 'mean': sum(final) / len(final)}
+  if len(final) > 1:
+    ends = statistics.interval(statistics.mean, [np.array(final)])
+    result['interval'] = [float(end) for end in ends]
   return result
 
 

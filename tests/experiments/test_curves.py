@@ -100,6 +100,15 @@ def test_the_last_value_of_a_seed_holds_to_the_end_of_its_run(tmp_path: Path) ->
   assert curves.make_band(group.curves).count.min() == 2
 
 
+def test_final_means_have_an_interval(tmp_path: Path, capsys: Capture) -> None:
+  for i in range(4):
+    make(tmp_path / f'{i}', [(10, 0.0), (20, float(i))], seed=i)
+  out = called(capsys, 'plot', str(tmp_path), '--out', str(tmp_path / 'x.png'))[1]
+  (group,) = json.loads(out)['groups']
+  assert sorted(group['final']) == [0, 1, 2, 3] and group['mean'] == 1.5
+  assert group['interval'] == [0.5, 2.5]
+
+
 def test_runs_and_curves_are_counted(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
   make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
