@@ -106,9 +106,9 @@ def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
 
   suite = load(options.text('--suite'))
   folder = options.path('--records') or Path(RECORDS) / suite.name
+  result, lines = compare(suite, folder, groups, out)
   if not folder.is_dir():
     tell(f'podrace plot: {folder} has no records of {suite.name}: --records names their directory')
-  result, lines = compare(suite, folder, groups, out)
   for line in lines:
     tell(line)
   return result

@@ -419,7 +419,7 @@ def test_a_run_is_exported(
   }
   for args, message in (
     (('run', 'policy'), 'exists already'),
-    (('run', 'other', '--member', '2'), 'has 2 seed(s)'),
+    (('run', 'other', '--member', '2'), 'seed 2: name one from 0 to 1'),
     (('nowhere', 'other'), 'is not a run directory'),
     (('run',), 'export takes a run and a new directory'),
   ):
