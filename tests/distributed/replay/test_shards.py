@@ -101,7 +101,7 @@ def test_a_sample_leaves_an_empty_shard() -> None:
   with shards() as (servers, client):
     table = client.table('it', **SIMPLE)
     found: list[Any] = []
-    # Drawn at random of both shards: none of 64 items is of one of them once in 2 ** 63 times.
+    # Both shards get a part of 64 items, but for once in 2 ** 63 times.
     thread = threading.Thread(
       target=lambda: found.append(table.sample(64, timeout=60)), daemon=True
     )
