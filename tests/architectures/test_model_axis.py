@@ -103,7 +103,11 @@ def updated(kind: Any, network: Any, data: int, model: int) -> tuple[Any, Any]:
 @pytest.mark.parametrize('shape', [(4, 2), (1, 8)])
 @pytest.mark.parametrize(
   ('kind', 'network'),
-  [(Impala, SMALL), *(pytest.param(PPO, n, marks=pytest.mark.slow) for n in (PLAIN, MEMORY))],
+  [
+    (Impala, SMALL),
+    pytest.param(PPO, PLAIN, marks=pytest.mark.slow),
+    pytest.param(Impala, MEMORY, marks=pytest.mark.slow),
+  ],
 )
 def test_the_same_update_on_8_devices_however_they_are_grouped(
   kind: Any, network: Any, shape: tuple[int, int]
