@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -70,10 +71,9 @@ class TransformerCore(nn.Module):
     return x.swapaxes(0, 1), (jnp.stack(blocks, axis=1), valid.astype(memory.dtype))
 
 
-def initial_state(batch_size: int, size: int, settings: Attention) -> tuple[Array, Array]:
-  """Return the state of a `TransformerCore` without any earlier timestep."""
-  memory = jnp.zeros([batch_size, settings.layers, settings.window, size])
-  return memory, jnp.zeros([batch_size, settings.window])
+def state_shapes(size: int, settings: Attention) -> tuple[tuple[int, ...], ...]:
+  """Return the shapes of the two arrays of a `TransformerCore`'s state, without the batch."""
+  return (settings.layers, settings.window, size), (settings.window,)
 
 
 class GatedBlock(nn.Module):
@@ -89,28 +89,12 @@ class GatedBlock(nn.Module):
     normal = nn.LayerNorm(name='before_attention')
     bias = self.param('distance', nn.initializers.zeros_init(), (self.heads, self.window + 1))
     logits = jnp.where(seen[:, None], bias[:, distance][None], FORBIDDEN)
-    y = AttentionHeads(self.heads, name='attention')(normal(x), normal(context), logits)
+    attend = functools.partial(nn.dot_product_attention, bias=logits)
+    heads = nn.MultiHeadDotProductAttention(self.heads, attention_fn=attend, name='attention')
+    y = heads(normal(x), normal(context))
     x = Gate(name='attention_gate')(x, nn.relu(y))
     y = nn.relu(nn.Dense(4 * size, name='up')(nn.LayerNorm(name='before_layers')(x)))
     return Gate(name='layers_gate')(x, nn.relu(nn.Dense(size, name='down')(y)))
-
-
-class AttentionHeads(nn.Module):
-  """Attention by several heads (Vaswani et al. 2017, arXiv 1706.03762), with added logits."""
-
-  heads: int
-
-  @nn.compact
-  def __call__(self, x: Array, context: Array, logits: Array) -> Array:
-    """x: [B, T, size]; context: [B, K, size]; logits: [B, heads, T, K]. Returns [B, T, size]."""
-    size = x.shape[-1]
-    shape = self.heads, size // self.heads
-    query, key, value = (
-      nn.DenseGeneral(shape, name=name)(inputs)
-      for name, inputs in (('query', x), ('key', context), ('value', context))
-    )
-    y = nn.dot_product_attention(query, key, value, bias=logits)
-    return nn.DenseGeneral(size, axis=(-2, -1), name='out')(y)
 
 
 class Gate(nn.Module):

@@ -190,10 +190,9 @@ class Body:
 
   def initial_state(self, batch_size: int) -> Any:
     """Return the state of acting before the first timestep."""
-    zeros = jnp.zeros([batch_size, self.core_size])
-    window = attention.initial_state(batch_size, self.core_size, self.attention)
-    states = {'none': (), 'gru': (zeros,), 'lstm': (zeros, zeros), 'transformer': window}
-    return states[self.core]
+    size, window = (self.core_size,), attention.state_shapes(self.core_size, self.attention)
+    shapes = {'none': (), 'gru': (size,), 'lstm': (size, size), 'transformer': window}
+    return tuple(jnp.zeros([batch_size, *shape]) for shape in shapes[self.core])
 
   def step(
     self,

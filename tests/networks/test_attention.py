@@ -11,7 +11,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from podrace.networks.actor_critic import ActorCritic
-from podrace.networks.attention import Attention, TransformerCore, initial_state
+from podrace.networks.attention import Attention, TransformerCore, state_shapes
 
 T, B, SIZE, HEADS, WINDOW = 7, 3, 6, 2, 3
 
@@ -21,7 +21,7 @@ def core_and_inputs(layers: int = 1, seed: int = 0) -> Any:
   core = TransformerCore(SIZE, Attention(WINDOW, layers, HEADS))
   x = rng.normal(size=(T, B, 5)).astype(np.float32)
   first = np.zeros((T, B), bool)
-  state = initial_state(B, SIZE, core.settings)
+  state = tuple(np.zeros((B, *s), np.float32) for s in state_shapes(SIZE, core.settings))
   params = jax.jit(core.init)(jax.random.key(seed), state, x, first)['params']
   # Biases begin at 0, where they could not be told from missing ones.
   params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32) / 2, params)
