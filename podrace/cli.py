@@ -47,7 +47,7 @@ podrace: reinforcement learning at scale in JAX
   podrace top ADDRESS                 show the clients of a learner or a service
   podrace list                        list presets, agents and environments
   podrace devices [OPTIONS]           list the devices, and their roles under Sebulba
-  podrace init agent|env|cenv|network NAME   write a working file and its test
+  podrace init KIND NAME              write a working agent, env, cenv or network, and its test
   podrace completion bash|zsh|fish    print a script for completion in a shell
   podrace bench sebulba [PRESET] ...  measure the stages alone and together
   podrace plan RATES --as A ...       estimate speed, cost and bottleneck of a distributed run

@@ -86,7 +86,7 @@ def settings_of(preset: str | None, options: Options) -> Settings:
     settings = Settings(wanted, values)
     if record is None:  # as configure.is_open
       settings = _with_defaults(settings, env or values.get('--env'))
-  return _with_architecture(settings, options)
+  return _with_arguments(settings, options)
 
 
 def _as_options(paths: Mapping[str, Any]) -> dict[str, str]:
@@ -118,8 +118,8 @@ def _with_defaults(settings: Settings, env: str | None) -> Settings:
   return Settings(settings.agent, {**settings.values, **_as_options(entry.paths)}, kind)
 
 
-def _with_architecture(settings: Settings, options: Options) -> Settings:
-  """Return the settings with the architecture that the arguments name or need."""
+def _with_arguments(settings: Settings, options: Options) -> Settings:
+  """Return the settings of a run with the arguments, and the architecture that they need."""
   values, architecture = dict(settings.values), options.passed('--architecture') or None
   standard = {'env': 'podrace:catch', 'envs': 'local', 'replay': 'device'}
   needs = {
@@ -131,7 +131,7 @@ def _with_architecture(settings: Settings, options: Options) -> Settings:
     values['--architecture'] = architecture
   if needs['envs'] == 'remote':
     values['--lag'] = 'async'
-  named = {r.name: options.passed(r.name) for r in table().of('run')}
+  named = {r.name: options.passed(r.name) for r in table().of('run', 'sebulba')}
   values |= {name: text for name, text in named.items() if text is not None}
   return dataclasses.replace(settings, values=values)
 

@@ -170,6 +170,9 @@ def test_help_of_train_is_short(run: Command) -> None:
   assert 'agents: impala, ppo' in said
   _, said, _ = run('train', '--agent', 'dqn', '--help')
   assert '--agent.buffer.capacity int' in said and 'agent r2d2:' not in said
+  assert '--architecture sebulba --help' in said
+  _, said, _ = run('train', '--architecture', 'sebulba', '--lag', '0', '--help')
+  assert '--architecture sebulba --help' not in said and 'any number (default 0)' in said
   _, said, _ = run('train', '--agent', 'ppo', '--env', 'gymnax:Asterix-MinAtar', '--help')
   assert '(default gymnax:Asterix-MinAtar)' in ' '.join(said.split()) and 'add --env' not in said
   code, _, err = run('train', 'catsch', '--help')

@@ -481,6 +481,10 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   assert 'published, Nobody | all: 495.1 +- 6.9 (none)' in err
   code, printed, _ = called(capsys, 'plot', runs[0], *args, '--out', str(out))
   assert code == 0 and json.loads(printed)['tasks'] == ['catch']
+  args = ('--suite', str(tiny / 'tiny.toml'), '--records', str(tmp_path / 'none'))
+  code, printed, err = called(capsys, 'plot', runs[0], *args, '--out', str(out))
+  assert code == 0 and list(json.loads(printed)['groups']) == ['yours: ppo']
+  assert '--records' in err and str(tmp_path / 'none') in err
 
 
 @pytest.mark.parametrize(
