@@ -155,18 +155,19 @@ LEARNER = (
 
 def test_the_learner_waits_for_labels_and_says_so(places: Places) -> None:
   """Until a labelling process comes; three come and go, and one stays to the end."""
-  server, learner = places.serve(), start(places, 'train', '--total-steps', '6_400')
+  steps = 12_800
+  server, learner = places.serve(), start(places, 'train', '--total-steps', str(steps))
   actor = start(places, 'act')
   learner.says('no labelling process is connected; waiting for labels of `podrace label ')
   asker = Asker(places.parameters, None, False)
   with contextlib.closing(asker):
     until(lambda: asker.ask()['program']['missing'] == ['label'])
-    labelling = [start(places, 'label', '--batch-size', '8')]
-    labelling[0].says('labelling 8 windows at a time')
+    # All at once: the learner is not done before the slowest of them is there.
+    labelling = [start(places, 'label', '--batch-size', str(size)) for size in (8, 16, 16)]
+    for process, size in zip(labelling, (8, 16, 16), strict=True):
+      process.says(f'labelling {size} windows at a time')
     until(lambda: asker.ask()['program']['missing'] == [])
   places.step_from(64)
-  labelling += [start(places, 'label') for _ in range(2)]
-  labelling[2].says('labelling 16 windows at a time')
   labelling[0].kill()
   labelling[1].signal(signal.SIGTERM)
   assert labelling[1].wait() == 143, labelling[1].output
@@ -174,7 +175,7 @@ def test_the_learner_waits_for_labels_and_says_so(places: Places) -> None:
   line = places.told()[-1]
   assert line['acting_processes'] == line['labelling_processes'] == 1
   assert line['labels_repeated'] == 0 and line['labels_online'] == 1
-  updates = 6_400 // 32
+  updates = steps // 32
   assert line['labels_taken'] == pytest.approx(32 * 4 * updates, rel=0.1)
   assert 0 <= line['labels_age_mean'] <= line['labels_age_max'] < updates
   assert 0.9 < line['labels_per_example'] < 1.2
