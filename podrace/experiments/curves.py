@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
-from podrace.experiments.statistics import trimmed_mean
+from podrace.experiments.statistics import CURVE_RESAMPLES, interval, trimmed_mean
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
 from podrace.system.files.reading import read_object
@@ -35,8 +34,6 @@ NOT_OF_GROUP = (
 RESULTS = (
   'step', 'episodes', 'episode_return', 'episode_return_by_seed', 'episode_length', 'loss',
 )  # fmt: skip
-RESAMPLES = 2000
-DRAWN = 2**22  # most numbers that a bootstrap holds at once
 GRID = 200  # number of points of a group's curve
 
 
@@ -260,29 +257,14 @@ def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0
     if len(values):
       rows[0, part] = CENTERS[center](values, axis=0)
     if len(values) > 1:
-      rows[1:3, part] = _bootstrap_columns(values, CENTERS[center], level)
+      rows[1:3, part] = interval(
+        lambda tasks: CENTERS[center](tasks[0], axis=0),
+        [values],
+        level=level,
+        resamples=CURVE_RESAMPLES,
+      )
   kept = rows[3] > 0
   return Band(grid[kept], *(row[kept] for row in rows))
-
-
-def _bootstrap_columns(values: Floats, center: Callable[..., Floats], level: float) -> Floats:
-  """Return the interval [2, P] of `center` in each column of `values` [N, P].
-
-  Few curves have few resamples, which are then all of them.
-  """
-  n = len(values)
-  if n**n <= RESAMPLES:
-    drawn = np.array(list(itertools.product(range(n), repeat=n)))
-  else:
-    drawn = np.random.default_rng(0).integers(n, size=(RESAMPLES, n))
-  width = max(1, DRAWN // drawn.size)
-  blocks = [values[:, i : i + width] for i in range(0, values.shape[1], width)]
-  limits = [(1 - level) / 2, (1 + level) / 2]
-  each = [
-    np.quantile(center(block[drawn], axis=1), limits, axis=0, method='inverted_cdf')
-    for block in blocks
-  ]
-  return np.concatenate(each, axis=1)
 
 
 def final_mean(curve: RunCurve, part: float = 0.1) -> float:
