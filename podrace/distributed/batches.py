@@ -235,7 +235,9 @@ class Feed:
     try:
       work()
     except tables.Closed:
-      pass
+      if not self._closed:  # the owner did not close it, and would wait
+        self._has_failed = True
+        raise
     except BaseException:
       self._has_failed = True
       raise

@@ -20,7 +20,7 @@ class Requests:
 
   Owner: the creator, which calls `start` and `close`.
   Ends when: it is closed, a request fails, or a request uses a closed table.
-  Raises: ReplayFailed, from each method after the failure of a request.
+  Raises: ReplayFailed, from each method but `close` after any of them.
   """
 
   def __init__(self, name: str) -> None:
@@ -30,6 +30,7 @@ class Requests:
 
   def start(self) -> None:
     """Start the thread."""
+    self.check()
     self._worker = Worker(self._name, self._serve, at_end=self._queue.close)
 
   def _serve(self) -> None:
@@ -56,9 +57,11 @@ class Requests:
       self.check()
 
   def check(self) -> None:
-    """Raise ReplayFailed if a request has failed."""
+    """Raise ReplayFailed if a request has failed, or no further request is served."""
     if self._worker is not None and self._worker.failed:
       raise ReplayFailed(self._worker.failure)
+    if self._queue.closed:
+      raise ReplayFailed(f'the thread {self._name!r} is closed and serves no further requests')
 
   def close(self) -> None:
     """Drop further requests, and wait for the end of the current one for CLOSE_SECONDS at most."""

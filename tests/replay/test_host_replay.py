@@ -378,6 +378,23 @@ def test_a_failing_thread_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPat
       both.add()
 
 
+def test_a_closed_replay_raises_where_it_would_wait() -> None:
+  both = Both(World(4), 2)
+  both.add(times=3)
+  both.close()
+  for call in (both.add, both.hosted.wait, both.hosted.start, lambda: list(both.hosted.samples(1))):
+    with pytest.raises(ReplayFailed):
+      call()
+
+
+def test_a_closed_table_ends_a_wait_for_samples() -> None:
+  with contextlib.closing(Both(World(4), 2)) as both:
+    both.add(times=3)
+    both.hosted.table.close()
+    with pytest.raises(ReplayFailed):
+      list(both.hosted.samples(1))
+
+
 def test_a_batch_that_does_not_divide_is_refused() -> None:
   both = Both(World(4), 2)
   both.close()

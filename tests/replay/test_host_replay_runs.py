@@ -93,9 +93,9 @@ def test_every_agent_learns_from_it(name: str) -> None:
 @pytest.mark.parametrize('name', ['dqn', 'r2d2'])
 def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
   """With lag 1, whoever is faster; nor does it matter that there was another run before."""
-  program = remembering(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
   found = []
   for seed in range(3):
+    program = remembering(AGENTS[name], 'podrace:catch', '0,1', '2', 2, lag='1')
     with monkeypatch.context() as patch:
       jittery(patch, seed)
       with Running(program) as run:
