@@ -104,7 +104,7 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
 def _head(suite: Suite) -> str:
   name = shlex.quote(suite.source)
   return (
-    f'{suite.about}. This page is made from records, and these commands make both again:\n\n'
+    f'{suite.about}. These commands reproduce the records and this page:\n\n'
     f'```\npodrace reproduce {name}\npodrace reproduce {name} --page docs/results/{suite.name}.md\n'
     '```'
   )
