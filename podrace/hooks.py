@@ -45,10 +45,11 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from podrace.types import Replay, TrainState
+  from podrace.types import ActorOutput, Array, Replay, TimeStep, TrainState
 
 FUNCTIONS = ('init', 'initial_state', 'act', 'learn')
 BOUND = (
@@ -161,6 +162,22 @@ def refusal(agent: Any) -> str:
 def replaces_actions(agent: Any) -> bool:
   """Return whether `act` takes a function that replaces the actions."""
   return 'replace' in inspect.signature(innermost(agent).act).parameters
+
+
+def act_with(
+  agent: Any,
+  params: Any,
+  state: Any,
+  timestep: TimeStep,
+  key: Array,
+  replace: Callable[[Array], Array],
+) -> tuple[ActorOutput, Any]:
+  """Act, and let `replace` change the actions, of which the agent's state then tells."""
+  if replaces_actions(agent):
+    result: tuple[ActorOutput, Any] = agent.act(params, state, timestep, key, replace)
+    return result
+  output, state = agent.act(params, state, timestep, key)
+  return output._replace(action=replace(output.action)), state
 
 
 def searches(agent: Any, length: int) -> int:

@@ -62,16 +62,13 @@ class Logged:
         return taken  # the program then leaves out the computation of the agent's action
       return jnp.where(is_recorded.reshape(-1, *(1,) * (action.ndim - 1)), taken, action)
 
-    if hooks.replaces_actions(self.agent):
-      result: tuple[ActorOutput, Any] = self.agent.act(params, state, timestep, key, replace)
-      return result
-    output, state = self.agent.act(params, state, timestep, key)
-    if jax.tree.leaves(output.extras):
+    output, state = hooks.act_with(self.agent, params, state, timestep, key, replace)
+    if jax.tree.leaves(output.extras) and not hooks.replaces_actions(self.agent):
       raise UsageError(
         f'{type(hooks.innermost(self.agent)).__name__} records extras of its own actions, and a '
         'log has other actions: its `act` needs the argument `replace`, see podrace/hooks.py'
       )
-    return output._replace(action=replace(output.action)), state
+    return output, state
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""

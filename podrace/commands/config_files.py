@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from podrace.settings.config import Config
 from podrace.settings.record import option, to_json, words
 from podrace.settings.user_code import CLASS
 from podrace.system.files import write_json, write_whole
-from podrace.system.files.reading import read_bytes
+from podrace.system.files.reading import parse_toml, read_bytes
 
 BYTES = 2**20  # largest file
 HEAD = '# Settings for `podrace train --config FILE`. Options on the command line change them.\n'
@@ -44,10 +43,10 @@ def read_options(path: Path) -> list[str]:
     UsageError: if the file cannot be read.
   """
   try:
-    settings = tomllib.loads(read_bytes(path, BYTES).decode())
+    settings = parse_toml(read_bytes(path, BYTES))
   except FileNotFoundError:
     raise UsageError(f'--config {path} does not exist') from None
-  except (UnreadableFile, tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+  except (UnreadableFile, ValueError) as e:
     raise UsageError(f'--config {path} is no TOML, and no config.json of a run: {e}') from e
   preset = settings.pop('preset', None)
   agent = settings.get('agent')

@@ -193,6 +193,15 @@ def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
       raise UsageError(f'{name} must be {bound}, not {value}')
 
 
+def acting_key(seed: int) -> Any:
+  """Return the key of acting, which has nothing in common with those of the environments.
+
+  Environments take the two keys of `jax.random.split(key)`, which are also those of
+  `jax.random.fold_in(key, 0)` and `fold_in(key, 1)`.
+  """
+  return jax.random.fold_in(jax.random.key(seed), 2)
+
+
 def stage_of(resolved: Resolved, name: str = '') -> Any:
   """Return `eval_env`; raises UsageError also for a run that has no environment."""
   if not (name or resolved.config.env):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,9 @@ from podrace.envs.host.spaces import action_bounds
 from podrace.envs.logs.writing import Episode, check_target, cut_episodes, write_log
 from podrace.envs.spaces import MASK
 from podrace.errors import HostError, RunError, UsageError
-from podrace.run.directory import load_config
-from podrace.run.evaluate import stage_of
+from podrace.hooks import act_with, can_be_greedy, greedily
+from podrace.run.directory import check_directory, load_config
+from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import HOST_AT_ONCE, WatchedPool, spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.settings.config import Config
@@ -33,7 +34,20 @@ from podrace.version import __version__
 
 POLICY, SCRIPTED, RANDOM = 'policy', 'scripted', 'random'  # ways of acting
 
-Act = Callable[[Any, Any], np.ndarray]  # (timestep [n], state of the environments) -> actions [n]
+# (timestep [n], state of the environments, noise [n]) -> actions [n]
+Act = Callable[[Any, Any, 'Noise'], np.ndarray]
+
+
+class Noise(NamedTuple):
+  """Actions that are taken in the place of others."""
+
+  is_taken: np.ndarray  # [n] bool
+  actions: np.ndarray  # [n, ...]
+
+  def replace(self, action: Any) -> Any:
+    """Return actions [n, ...] of NumPy or JAX, some of them replaced."""
+    is_taken = self.is_taken.reshape(-1, *(1,) * (action.ndim - 1))
+    return jnp.where(is_taken, self.actions.astype(action.dtype), action)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,9 +102,10 @@ def record(
 
   Raises:
     UsageError: if the directory exists, or the policy or environment does not fit.
-    RunError: if an environment fails.
+    RunError: if an environment fails, or the data set cannot be written.
   """
   check_target(folder)
+  check_directory(folder, '--to')
   config = _config(source, env, recording.way, allow_code)
   run_dir = Path(source) if recording.way == POLICY else None
   resolved = Resolved(config).acting
@@ -138,14 +153,12 @@ def _policy(
     return _trained(resolved, recording, run_dir, checkpoint)
   if recording.way == SCRIPTED:
     return _scripted(stage)
-  return lambda ids, seed: lambda timestep, state: np.zeros(0)
+  return lambda ids, seed: lambda timestep, state, noise: noise.actions
 
 
 def _trained(
   resolved: Resolved, recording: Recording, run_dir: Path, checkpoint: str
 ) -> Callable[[np.ndarray, int], Act]:
-  from podrace.hooks import can_be_greedy, greedily
-
   agent = resolved.agent
   if recording.greedy:
     if not can_be_greedy(agent):
@@ -155,14 +168,19 @@ def _trained(
   if resolved.config.seeds > 1:  # the first seed
     params = jax.tree.map(lambda x: x[0], params)
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)
-  act, initial = jax.jit(agent.act), jax.jit(agent.initial_state)
+  act = jax.jit(
+    lambda params, state, timestep, key, noise: act_with(
+      agent, params, state, timestep, key, noise.replace
+    )
+  )
+  initial = jax.jit(agent.initial_state)
 
   def begin(ids: np.ndarray, seed: int) -> Act:
-    state, key, t = initial(jnp.asarray(spread[ids % len(spread)])), jax.random.key(seed), 0
+    state, key, t = initial(jnp.asarray(spread[ids % len(spread)])), acting_key(seed), 0
 
-    def choose(timestep: Any, env_state: Any) -> np.ndarray:
+    def choose(timestep: Any, env_state: Any, noise: Noise) -> np.ndarray:
       nonlocal state, t
-      output, state = act(params, state, timestep, jax.random.fold_in(key, t))
+      output, state = act(params, state, timestep, jax.random.fold_in(key, t), noise)
       t += 1
       return np.asarray(output.action)
 
@@ -180,14 +198,14 @@ def _scripted(stage: Any) -> Callable[[np.ndarray, int], Act]:
   each = jax.jit(jax.vmap(script))
 
   def begin(ids: np.ndarray, seed: int) -> Act:
-    key, t = jax.random.key(seed), 0
+    key, t = acting_key(seed), 0
 
-    def choose(timestep: Any, env_state: Any) -> np.ndarray:
+    def choose(timestep: Any, env_state: Any, noise: Noise) -> np.ndarray:
       nonlocal t
       inner = env_state.inner if isinstance(env_state, ResetState | PooledState) else env_state
       keys = jax.random.split(jax.random.fold_in(key, t), len(ids))
       t += 1
-      return np.asarray(each(inner, keys))
+      return np.asarray(noise.replace(each(inner, keys)))
 
     return choose
 
@@ -270,14 +288,12 @@ class _Player:
 
   def _choose(self, act: Act, timestep: Any, state: Any, rng: np.random.Generator) -> np.ndarray:
     space, n = self._stage.action_space, len(timestep.reward)
-    if self._recording.way == RANDOM:
-      return random_actions(space, timestep.observation, n, rng)
-    action = act(timestep, state)
-    if not self._recording.noise:
-      return action
+    if self._recording.way != RANDOM and not self._recording.noise:
+      return act(
+        timestep, state, Noise(np.zeros(n, bool), np.zeros((n, *space.shape), space.dtype))
+      )
     drawn = random_actions(space, timestep.observation, n, rng)
-    replaced = rng.random(n) < self._recording.noise
-    return np.where(replaced.reshape(n, *(1,) * (action.ndim - 1)), drawn, action)
+    return act(timestep, state, Noise(rng.random(n) < self._recording.noise, drawn))
 
 
 def _check_random(space: Any) -> None:

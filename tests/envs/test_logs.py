@@ -186,6 +186,25 @@ def huge(file: h5py.File) -> None:
     file.create_dataset(f'episode_0/{name}', shape, dtype, chunks=True)
 
 
+def huge_images(path: Path) -> None:
+  """Images of 1 TiB, as Minari writes JPEGs."""
+  box = {'type': 'Box', 'dtype': 'uint8', 'shape': [4, 4], 'low': [0] * 16, 'high': [255] * 16}
+  metadata(observation_space=json.dumps(box))(path)
+
+  def change(file: h5py.File) -> None:
+    rows = len(file['episode_0/observations'])
+    del file['episode_0/observations']
+    file.create_dataset('episode_0/observations', (rows, 2**40), 'u1', chunks=(1, 1024))
+
+  edit(change)(path)
+
+
+def bad_offset(path: Path) -> None:
+  data = bytearray(main(path).read_bytes())
+  data[49] = 183  # of the superblock
+  main(path).write_bytes(bytes(data))
+
+
 def cut(path: Path) -> None:
   data = main(path).read_bytes()
   main(path).write_bytes(data[: len(data) // 2])
@@ -267,6 +286,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
   'a virtual array': edit(virtual),
   'raw bytes elsewhere': outside,
   'huge': edit(huge),
+  'huge images': huge_images,
+  'a bad offset': bad_offset,
 }  # fmt: skip
 
 

@@ -177,6 +177,14 @@ def test_a_suite_that_is_wrong_is_refused(
   assert len(err.splitlines()) <= 3 and not (tmp_path / 'runs').exists()
 
 
+def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> None:
+  (tmp_path / 'tiny.toml').write_text('a = ' + '[' * 5_000)
+  assert called(capsys, 'reproduce', *arguments(tmp_path))[0] == 2
+  assert called(capsys, 'train', '--config', str(tmp_path / 'tiny.toml'))[0] == 2
+  (tmp_path / 'tiny.toml').write_text('seed = ' + '1' * 5_001)
+  assert called(capsys, 'train', '--config', str(tmp_path / 'tiny.toml'))[0] == 2
+
+
 @pytest.mark.parametrize(
   ('args', 'message'),
   [
@@ -432,6 +440,65 @@ def test_killed_programs_end_with_the_parameters_of_the_undisturbed(
 
 
 # --- pages and comparisons ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('hashes', 'same'),
+  [
+    ({'whole.0': 'a', 'whole.1': 'b', 'killed.0': 'a', 'killed.1': 'b'}, 'yes'),
+    ({'whole.0': 'a', 'whole.1': 'b', 'killed.0': 'a'}, 'yes'),
+    ({'whole.0': 'a', 'whole.1': 'b', 'killed.0': 'x', 'killed.1': 'b'}, '**no**'),
+    ({'whole.0': 'a', 'whole.1': 'b', 'killed.0': 'a', 'killed.1': 'x'}, '**no**'),
+  ],
+)
+def test_hashes_are_compared_within_a_seed(
+  hashes: dict[str, str], same: str, tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  text = TINY.replace('impala]', 'whole]').replace('agents.ppo]', 'agents.killed]')
+  text = text.replace(
+    "[pairs.'catch/ppo']", "[pairs.'catch/whole']\ntogether = 1\n[pairs.'catch/killed']"
+  )
+  (tmp_path / 'tiny.toml').write_text(text.replace('scale', "compare = 'hashes'\nscale", 1))
+  (tmp_path / 'records').mkdir()
+  record = records(tiny)['catch.ppo.0']
+  for name, digest in hashes.items():
+    agent, seed = name.split('.')
+    changes = {'agent': agent, 'seeds': [int(seed)], 'params_sha256': digest * 64}
+    (tmp_path / f'records/catch.{name}.json').write_text(json.dumps(record | changes))
+  args = arguments(tmp_path, '--page', str(tmp_path / 'x.md'))
+  assert called(capsys, 'reproduce', *args)[0] == 0
+  assert f'| {"a" * 16} | {same} |' in (tmp_path / 'x.md').read_text()
+
+
+def test_a_page_of_records_without_scores_or_curves(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  without = {'catch.impala.0'}, set(PROGRAMS)  # of one agent, of all
+  for names, pictures in zip(without, (2, 0), strict=True):
+    for name in names:
+      record = records(folder)[name]
+      curve = {
+        k: [[None] * len(y) for y in x] if k == 'returns' else x for k, x in record['curve'].items()
+      }
+      record |= {'curve': curve, 'evaluated': [None] * len(record['evaluated'])}
+      (folder / f'records/{name}.json').write_text(json.dumps(record))
+    page = tmp_path / f'{len(names)}.md'
+    assert called(capsys, 'reproduce', *arguments(folder, '--page', str(page)))[0] == 0
+    assert page.read_text().count('![') == pictures
+    assert '| impala | 0.' not in page.read_text()
+
+
+def test_a_run_counts_in_each_task_of_its_environment(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  again = "[tasks.again]\nenv = 'podrace:catch'\nlow = -1\nhigh = 1\n\n[agents.impala]"
+  (tmp_path / 'tiny.toml').write_text(TINY.replace('[agents.impala]', again))
+  code, printed, _ = called(
+    capsys, 'plot', str(tiny / 'runs/catch.ppo.0'), '--suite', str(tmp_path / 'tiny.toml'),
+    '--records', str(tiny / 'records'), '--out', str(tmp_path / 'x.png'),
+  )  # fmt: skip
+  assert code == 0 and json.loads(printed)['tasks'] == ['catch', 'again']
 
 
 def test_a_page_has_the_recorded_numbers(tiny: Path, tmp_path: Path, capsys: Capture) -> None:

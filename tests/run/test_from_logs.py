@@ -221,6 +221,115 @@ def test_a_run_is_recorded_and_learned_from(
   trained(capsys, tmp_path / 'other', 320, *BC, '--log', str(folder), '--env', 'gymnax:CartPole-v1')
 
 
+OWN = """
+import dataclasses
+import gymnasium
+import jax
+import jax.numpy as jnp
+from podrace.envs.base import NextStepReset, restart, transition
+from podrace.types import ActorOutput, TrainState
+
+N = 1000
+
+class Dice:
+  observation_space = gymnasium.spaces.Box(0.0, N, (1,), 'float32')
+  action_space = gymnasium.spaces.Discrete(N)
+
+  def reset(self, key):
+    x = self.scripted(None, key)
+    return x, restart(x[None].astype(jnp.float32))
+
+  def step(self, state, action, key):
+    return state, transition(state[None].astype(jnp.float32), 0.0, terminated=False, truncated=False)
+
+  def scripted(self, state, key):
+    return jax.random.randint(key, (), 0, N)
+
+def dice():
+  return NextStepReset(Dice())
+
+@dataclasses.dataclass(frozen=True)
+class Again:
+  greedy: bool = False
+
+  def init(self, key):
+    return TrainState(jnp.zeros(2), jnp.int32(0))
+
+  def initial_state(self, env_id):
+    return jnp.zeros(env_id.shape, jnp.int32)
+
+  def act(self, params, state, timestep, key, replace=lambda action: action):
+    action = replace(state)
+    return ActorOutput(action), action
+
+  def learn(self, train, sample, key):
+    return TrainState(train.params + 1, train.rest), jnp.ones_like(sample.weight), {'loss': jnp.sum(train.params)}
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  (tmp_path / 'recorded_own.py').write_text(OWN)
+  monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_script_does_not_draw_by_the_key_of_its_environment(
+  own: None, tmp_path: Path, capsys: Capture
+) -> None:
+  recorded(
+    capsys, tmp_path / 'log', '--env', 'python:recorded_own.dice', '--scripted', '--episodes', '40',
+    '--max-steps', '3',
+  )  # fmt: skip
+  log = read_log(str(tmp_path / 'log'))
+  first = log.rows.step_type == 0
+  same = log.rows.observation[first][:, 0] == log.rows.action[first]
+  assert first.sum() == 40 and same.sum() <= 2
+
+
+def test_noise_is_in_the_memory_of_the_policy(own: None, tmp_path: Path, capsys: Capture) -> None:
+  """The policy repeats its previous action, at times one at random."""
+  env = ('--env', 'python:recorded_own.dice')
+  trained(capsys, tmp_path / 'run', 64, '--agent', 'recorded_own:Again', *env)
+  recorded(
+    capsys, tmp_path / 'log', str(tmp_path / 'run'), '--episodes', '20', '--max-steps', '20',
+    '--noise', '0.5', '--allow-code', 'recorded_own',
+  )  # fmt: skip
+  actions = read_log(str(tmp_path / 'log')).rows.action.reshape(20, 21)[:, :20]
+  repeated = (actions[:, 1:] == actions[:, :-1]).mean()
+  assert 0.4 < repeated < 0.6 and (actions[:, 10:] == 0).mean() < 0.1
+
+
+def test_recordings_at_once_do_not_mix(tmp_path: Path, capsys: Capture) -> None:
+  from gymnasium import spaces
+
+  from podrace.envs.logs.writing import Episode, write_log
+  from podrace.errors import UsageError
+
+  def episodes(value: float, before: Any = None) -> Any:
+    for i in range(2):
+      if before and i:
+        before()
+      x = np.full((3, 1), value, np.float32)
+      yield [Episode(x, np.zeros(2, np.int64), x[:2, 0], True, False, i)]
+
+  space = spaces.Box(0.0, 9.0, (1,), np.float32), spaces.Discrete(2)
+  folder = tmp_path / 'log'
+  with pytest.raises(UsageError):
+    write_log(
+      folder, *space, episodes(1.0, lambda: write_log(folder, *space, episodes(2.0), {})), {}
+    )
+  assert set(read_log(str(folder)).rows.observation.ravel()) == {2.0}
+  assert [p.name for p in tmp_path.iterdir()] == ['log']
+
+
+def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: Capture) -> None:
+  (tmp_path / 'file').touch()
+  for place in ('/dev/null/x', str(tmp_path / 'file' / 'x'), '/proc/nothing/x'):
+    args = ('--env', 'podrace:catch', '--random', '--episodes', '1', '--to', place)
+    code, _, err = called(capsys, 'record', *args)
+    assert code in (1, 2) and '--to' in err and 'Traceback' not in err, err
+
+
 @pytest.mark.parametrize(
   ('args', 'message'),
   [

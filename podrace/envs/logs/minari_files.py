@@ -26,6 +26,7 @@ from podrace.types import FIRST, LARGEST_REWARD, LAST, MID
 
 METADATA, MAIN = 'metadata.json', 'main_data.hdf5'
 METADATA_BYTES = 2**26
+JPEG_HEADER = 2**16  # most bytes of a JPEG besides its image
 EPISODES = 2**24
 NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name -> kinds of dtypes
 
@@ -114,10 +115,12 @@ def _open(path: Path) -> Any:
   except Exception as e:  # libraries of the wrong version fail by any exception
     raise MissingExtra(why_not('--log', 'logs', e)) from e
   try:
-    return h5py.File(open_regular(path), 'r')
+    file = open_regular(path)
   except FileNotFoundError as e:
     raise UsageError(f'it has no {MAIN}') from e
-  except OSError as e:
+  try:
+    return h5py.File(file, 'r')
+  except (OSError, ValueError, OverflowError, RuntimeError) as e:  # of offsets, too
     raise UnreadableFile(MAIN, f'is no HDF5 file, or is cut short: {e}') from e
 
 
@@ -209,6 +212,11 @@ class _Reader:
       if _holds_jpeg(dataset, leaf):
         if dataset.shape[0] != rows:
           raise UsageError(f'{dataset.name} has {dataset.shape[0]} images, expected {rows}')
+        limit = JPEG_HEADER + 4 * _row_bytes(leaf)
+        if dataset.ndim == 2 and dataset.shape[1] > limit:
+          raise UsageError(
+            f'{dataset.name} has images of {dataset.shape[1]:,} bytes, expected at most {limit:,}'
+          )
         continue
       kinds = {'b': 'b', 'f': 'f'}.get(np.dtype(leaf.dtype).kind, 'iu')
       _check_array(dataset, (rows, *leaf.shape), kinds)
@@ -284,7 +292,8 @@ def _decode(dataset: Any, leaf: Any) -> np.ndarray:
   except ImportError as e:
     raise MissingExtra(why_not('--log', 'logs', e)) from e
   images = np.empty((dataset.shape[0], *leaf.shape), np.uint8)
-  for i, data in enumerate(dataset[()]):
+  for i in range(len(images)):
+    data = dataset[i]
     try:
       image = Image.open(io.BytesIO(data.tobytes()), formats=('JPEG',))
       if image.size != leaf.shape[1::-1]:

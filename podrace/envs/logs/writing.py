@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from podrace.envs.spaces import map_leaves
-from podrace.errors import MissingExtra, UsageError
-from podrace.system.files import make_user_folder, move, new_folder, remove
+from podrace.errors import MissingExtra, RunError, UsageError
+from podrace.system.files import create_folder, make_user_folder, move
 from podrace.system.importing import why_not
-from podrace.system.process import undone_by_signals
+from podrace.system.process import scratch_directory
 
 
 class Episode(NamedTuple):
@@ -67,26 +67,36 @@ def write_log(
   import minari
   from minari.data_collector import EpisodeBuffer
 
-  make_user_folder(folder.parent)
   folder = folder.absolute()  # Minari mistakes a relative path
-  draft = folder.with_name(f'.{folder.name}.draft')
-  with undone_by_signals(functools.partial(remove, draft)):
-    try:
-      new_folder(draft)
+  with _failing(folder):
+    make_user_folder(folder.parent)
+  with contextlib.ExitStack() as stack:
+    with _failing(folder):
+      draft = stack.enter_context(scratch_directory(f'.{folder.name}.', folder.parent)) / 'log'
+      create_folder(draft)
       storage = _storage_class().new(
         draft / 'data', observation_space, action_space, jpeg_encoding=False
       )
-      for episodes in batches:
+    for episodes in batches:
+      with _failing(folder):
         storage.update_episodes(EpisodeBuffer(**_buffer(e)) for e in episodes)
-      known = {'dataset_id': dataset_id(folder.name), 'minari_version': minari.__version__}
+    known = {'dataset_id': dataset_id(folder.name), 'minari_version': minari.__version__}
+    with _failing(folder):
       storage.update_metadata({**known, **about})
       size = sum(x.stat().st_size for x in (draft / 'data').iterdir())
+      if os.path.lexists(folder):  # of another process, since `check_target`
+        raise UsageError(f'--to {folder} exists already: name a new directory')
       move(draft, folder)
-    except FileExistsError:
-      raise UsageError(f'--to {folder} exists already: name a new directory') from None
-    finally:
-      remove(draft)
   return size
+
+
+@contextlib.contextmanager
+def _failing(folder: Path) -> Iterator[None]:
+  """Raise a failure to write as RunError."""
+  try:
+    yield
+  except OSError as e:
+    raise RunError(f'--to {folder} cannot be written: {e.strerror or e}') from e
 
 
 def dataset_id(name: str) -> str:

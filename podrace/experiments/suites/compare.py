@@ -71,8 +71,11 @@ def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> Scores:
   """Return the scores of the runs in environments of the suite.
 
   A line is an agent, or if a task has several settings of an agent, each of these settings.
+  Runs count in each task of their environment.
   """
-  by_env = {task.env: name for name, task in suite.tasks.items()}
+  by_env: dict[str, list[str]] = {}
+  for name, task in suite.tasks.items():
+    by_env.setdefault(task.env, []).append(name)
   ours = [g for g in groups if g.env in by_env]
   labels = [label_agent(g.config) for g in ours]
   if len(set(zip(labels, (g.env for g in ours), strict=True))) < len(ours):
@@ -81,8 +84,8 @@ def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> Scores:
   for group, label in zip(ours, labels, strict=True):
     final = np.array([curves.final_mean(c) for c in group.curves])
     tasks = scores.setdefault(f'{YOURS}: {label}', {})
-    task = by_env[group.env]
-    tasks[task] = np.concatenate([tasks.get(task, np.array([])), final])
+    for name in by_env[group.env]:
+      tasks[name] = np.concatenate([tasks.get(name, np.array([])), final])
   return scores
 
 

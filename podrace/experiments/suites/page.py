@@ -88,9 +88,12 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
     CurveGroup({'env': suite.tasks[task].env, NAME: agent}, [c for r in some for c in r.curves()])
     for (task, agent), some in pairs.items()
   ]
-  plot.draw([g for g in groups if g.curves], 'episode_return', 'steps', 'mean', curves)
+  picture = []
+  if drawn := [g for g in groups if g.curves]:
+    plot.draw(drawn, 'episode_return', 'steps', 'mean', curves)
+    picture = [f'![Learning curves]({curves.name})']
   sections = [
-    f'# {suite.title}', _head(suite), f'![Learning curves]({curves.name})', _table(suite, pairs),
+    f'# {suite.title}', _head(suite), *picture, _table(suite, pairs),
     *([_hashes(suite, pairs)] if suite.hashes else []),
     *([_published(suite, pairs)] if suite.published else []),
     *(() if suite.hashes else _aggregate(suite, pairs, aggregate)),
@@ -138,11 +141,15 @@ def _table(suite: Suite, pairs: Pairs) -> str:
 def _hashes(suite: Suite, pairs: Pairs) -> str:
   rows = []
   for task in suite.tasks:
-    hashes = {a: r.content for (t, a), some in pairs.items() if t == task for r in some}
-    same = len({x['params_sha256'] for x in hashes.values()}) == 1
-    killed = [f'{step:,}' for x in hashes.values() for step in x.get('killed_at', ())]
-    if len(hashes) > 1:
-      first = next(iter(hashes.values()))['params_sha256'][:16]
+    by_seeds: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+    for (t, _), some in pairs.items():
+      for record in some if t == task else ():
+        by_seeds.setdefault(tuple(record.content['seeds']), []).append(record.content)
+    compared = [runs for runs in by_seeds.values() if len(runs) > 1]
+    if compared:
+      same = all(len({x['params_sha256'] for x in runs}) == 1 for runs in compared)
+      killed = [f'{step:,}' for runs in compared for x in runs for step in x.get('killed_at', ())]
+      first = compared[0][0]['params_sha256'][:16]
       rows.append([task, ', '.join(killed) or 'never', first, 'yes' if same else '**no**'])
   head = ['task', 'killed at step', 'first hash of the parameters', 'all hashes are equal']
   return f'## Killed and resumed\n\n{_rows(head, rows)}'
@@ -168,9 +175,16 @@ def _mean(scores: np.ndarray) -> str:
 
 
 def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:
-  """Yield the aggregates over tasks, of the agents that have all recorded tasks."""
+  """Yield the aggregates over tasks, of the agents with scores and curves in all recorded tasks."""
   tasks = [t for t in suite.tasks if any(t == task for task, _ in pairs)]
-  agents = [a for a in suite.agents if all((t, a) in pairs for t in tasks)]
+  agents = [
+    a
+    for a in suite.agents
+    if all(
+      len(scores_of(pairs.get((t, a), ()), 'evaluated')) and any(r.curves() for r in pairs[t, a])
+      for t in tasks
+    )
+  ]
   if not agents:
     return
   scores = {

@@ -11,13 +11,12 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError, unknown
-from podrace.system.files.reading import RECORD_BYTES, read_bytes
+from podrace.system.files.reading import RECORD_BYTES, parse_toml, read_bytes
 from podrace.system.files.schema import COUNT, POSITIVE, TEXT, Member, check_members, needed
 
 GREEDY, SAMPLED, HASHES = 'greedy', 'sampled', 'hashes'
@@ -172,7 +171,7 @@ def load(name: str) -> Suite:
   if not name.endswith(SUFFIX) and name not in names():
     raise unknown('suite', name, names())
   try:
-    content = tomllib.loads(read_bytes(path, RECORD_BYTES, follow=True).decode())
+    content = parse_toml(read_bytes(path, RECORD_BYTES, follow=True))
     return _make(path.stem, name, content)
   except FileNotFoundError:
     raise UsageError(f'{name} does not exist') from None

@@ -15,7 +15,7 @@ import numpy as np
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
-from podrace.run.evaluate import stage_of
+from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.saved_params import NEWEST, restore_params
 from podrace.run.video import stages
@@ -187,7 +187,7 @@ def play_episode(
     The return and the number of steps.
   """
   timestep = stage.reset(seed)
-  key, total, over = jax.random.key(seed), 0.0, False
+  key, total, over = acting_key(seed), 0.0, False
   # bars need the ranges of the whole episode
   waiting: list[tuple[NumericObservation, str]] = []
   for step in range(max_steps + 1):

@@ -11,6 +11,7 @@ import os
 import stat
 import struct
 import sys
+import tomllib
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -128,6 +129,14 @@ def parse_json(data: bytes, finite: bool = False) -> Any:
     elif isinstance(x, int | float) and not _is_in_range(x, finite):
       raise ValueError('has a number that is too large or not finite')
   return value
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+  """Return the tables of TOML in UTF-8; raises ValueError with the reason."""
+  try:
+    return tomllib.loads(data.decode())
+  except RecursionError:
+    raise ValueError('is nested too deep') from None
 
 
 def _is_in_range(x: float, finite: bool) -> bool:
