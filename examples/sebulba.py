@@ -85,7 +85,7 @@ def learn(learning: LearningProgram, source: ActorSource, state: State, until: i
   """The learner's loop, up to update `until`; `SebulbaDriver.advance` is this."""
   for update in range(int(state.update), until):
     before = state.train.params
-    batch = source.take(update, give_up=lambda: False)
+    batch = source.take(update, cancelled=lambda: False)
     assert batch is not None
     state, priority = learning.learn(state, batch)
     source.learned(batch, priority)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib
 import os
 import pkgutil
@@ -21,6 +22,11 @@ from podrace.system.logs import escape_logs
 from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
 from podrace.system.process import end_at_once, end_on_signals, leave, on_signals, tell_of_faults
 
+# errors of paths that cannot be what the user wants
+WRONG_PATHS = {
+  errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EROFS,
+  errno.ELOOP, errno.ENAMETOOLONG,
+}  # fmt: skip
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
 
@@ -180,6 +186,13 @@ def _guarded(args: list[str]) -> int:
     return 130
   except BrokenPipeError:  # the reader has closed its end, as in `podrace list | head`
     return UNREAD
+  except OSError as e:  # of a path that the user named, or a full disk
+    if e.filename is None or not _is_of_files(e):
+      raise
+    text = f'{e.filename} cannot be read or written: {e.strerror}'
+    return _complain(
+      RunError(text).with_traceback(e.__traceback__), 2 if e.errno in WRONG_PATHS else 1
+    )
   except Stopped as e:
     from podrace.run.processes import leave_processes
 
@@ -204,6 +217,11 @@ def _guarded(args: list[str]) -> int:
 def is_ours(error: Exception) -> bool:
   """Return whether podrace raised the error, and not the user's code or a library."""
   return _file(error).is_relative_to(Path(__file__).parent)
+
+
+def _is_of_files(error: Exception) -> bool:
+  """Return whether podrace raised the error, or a function of the standard library for files."""
+  return is_ours(error) or _file(error).name in ('pathlib.py', 'tempfile.py', 'shutil.py', 'os.py')
 
 
 def _is_of_jax(error: Exception, file: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from podrace.commands.runs import size
 from podrace.errors import UsageError
-from podrace.experiments.runs import check_stopped, remove, size_of
+from podrace.experiments.runs import check_removable, remove, size_of
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
@@ -23,11 +23,12 @@ COMMAND = Command(
 def run(args: list[str]) -> int:
   """Ask, then delete all of the runs or none."""
   options = Options(args, COMMAND)
-  paths = list(dict.fromkeys(Path(a) for a in options.arguments))
+  paths = [Path(a) for a in options.arguments]
   if not paths:
     raise UsageError('rm needs the directories of runs: podrace rm RUN...')
   for path in paths:
-    check_stopped(path)
+    check_removable(path)
+  paths = list({path.resolve(): path for path in paths}.values())  # two names of one run
   sizes = [size_of(str(path)) for path in paths]
   for path, bytes_ in zip(paths, sizes, strict=True):
     print_text(f'{size(bytes_):>9}  {path}')

@@ -9,6 +9,7 @@ from podrace.commands import configure
 from podrace.commands.shared_options import AGENT, ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
+from podrace.run.new_directory import name_run
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
@@ -75,7 +76,7 @@ def run(args: list[str]) -> int:
   config = configure.parse_config(preset, options, 'podrace sweep')
   for sample in settings.sample_options(spaces):  # refuse a bad value before anything is written
     configure.parse(config, sample, 'podrace sweep')
-  folder = options.path('--dir') or Path('sweeps') / (preset or config.env.partition(':')[2])
+  folder = options.path('--dir') or Path('sweeps') / name_run(preset, config.env, config.log)
   words = [*([preset] if preset else []), *options.arguments]
   if '--agent' in options:
     words += ['--agent', options.text('--agent')]

@@ -168,15 +168,20 @@ def check_stopped(path: Path) -> None:
     raise UsageError(f'{path} is still running: stop it first')
 
 
+def check_removable(path: Path) -> None:
+  """Raise UsageError if `path` is no run, a link, or a run that is still running."""
+  if path.is_symlink():
+    raise UsageError(f'{path} is a symbolic link: name the run that it leads to')
+  check_stopped(path)
+
+
 def remove(path: Path) -> None:
   """Delete a run directory. A link in it is removed, and its target stays.
 
   Raises:
     UsageError: if it is not a run, or is still running.
   """
-  if path.is_symlink():
-    raise UsageError(f'{path} is a symbolic link: name the run that it leads to')
-  check_stopped(path)
+  check_removable(path)
   try:
     shutil.rmtree(path)
   except RecursionError:

@@ -8,12 +8,14 @@ from typing import Any
 
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import UsageError
+from podrace.errors import CheckpointError, UsageError
 from podrace.run.directory import completed_record, read_record
 from podrace.run.metric_sums import with_sums
 from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
+
+NEEDED = ('mesh', 'steps_per_update', 'shapes')  # entries of the meta
 
 
 class Fit:
@@ -46,7 +48,12 @@ class Fit:
     Args:
       meta: of the checkpoint.
       sums: names of the metrics with sums in it, which may differ; None: as in the program.
+
+    Raises:
+      CheckpointError: if the meta lacks an entry.
     """
+    if lacking := [name for name in (*NEEDED, 'step', 'machine') if meta.get(name) is None]:
+      raise CheckpointError(f'its meta has no {", ".join(lacking)}')
     self._check_devices(meta)
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(

@@ -7,6 +7,7 @@ loses no evaluation: the resumed run begins with the remaining files.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import time
 from collections.abc import Callable
@@ -56,13 +57,15 @@ class Evaluations:
     self._config = resolved.config
     self._run_dir, self._warn, self._seconds = run_dir, warn, seconds
     self._folder = make_folder(run_dir / 'to-evaluate')
+    for draft in self._folder.glob(f'*{SUFFIX}.new'):  # of a process that was killed
+      draft.unlink()
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     lines = read(run_dir / 'eval.jsonl')
     done = {line['step']: line.get('episode_return_mean') for line in lines}
     self._waiting: queue.Queue[tuple[int, Any] | None] = queue.Queue()
     self._shapes: Any = None  # of the parameters
     self._left = [s for s in self._steps() if s <= resumed_at and s not in done]
-    self._best = BestParams(run_dir, oldest)
+    self._best = BestParams(run_dir, resumed_at, oldest)
     for step in sorted(set(self._steps()) - set(self._left)):
       mean = done[step] if step <= resumed_at else None
       self._best.offer(step, mean, self._path(step))
@@ -115,7 +118,8 @@ class Evaluations:
       self.begin(step, params)
     self._waiting.put(None)
     self._worker.join()
-    self._folder.rmdir()
+    with contextlib.suppress(OSError):  # a file of another program is in it
+      self._folder.rmdir()
 
   def close(self) -> None:
     """Leave the remaining files to the resumed run."""

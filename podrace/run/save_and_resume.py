@@ -160,7 +160,9 @@ class Saves:
       self.saved = step
       self._say(f'resuming at step {step:,}')
       here = machine()
-      if changed := [f'{k} {v} -> {here[k]}' for k, v in meta['machine'].items() if here[k] != v]:
+      if changed := [
+        f'{k} {v} -> {here.get(k)}' for k, v in meta['machine'].items() if here.get(k) != v
+      ]:
         self._warn(
           f'this is not where the run was: {", ".join(changed)}; it goes on, not bit for bit'
         )
@@ -168,7 +170,12 @@ class Saves:
       state = match_sums(state, self._program.shapes.log.sums)
       for name, part in self._parts.items():
         if name in meta:  # an older podrace had fewer
-          part.restore(meta[name])
+          try:
+            part.restore(meta[name])
+          except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise RunError(
+              f'checkpoint {step}: its part {name!r} cannot be restored: {type(e).__name__}: {e}'
+            ) from e
       return state
     if damaged:
       raise RunError(

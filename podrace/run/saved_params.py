@@ -178,19 +178,19 @@ class BestParams:
   older checkpoint has the best of the steps before it.
 
   Args:
-    run_dir: directory of the run. Files without a line in its eval.jsonl, which ends at the step
-      that the run resumes from, are removed: they are made again.
+    run_dir: directory of the run.
+    resumed_at: step that the run resumes from. Later files are removed: they are made again.
     oldest: returns the step of the oldest checkpoint on disk, -1 without any.
   """
 
-  def __init__(self, run_dir: Path, oldest: Callable[[], int]) -> None:
+  def __init__(self, run_dir: Path, resumed_at: int, oldest: Callable[[], int]) -> None:
     self._folder, self._oldest = make_folder(run_dir / 'best'), oldest
     scores = _scores(run_dir)
     self._kept: list[tuple[int, float]] = []  # by step; means ascend
     for step, path in sorted(_best_files(run_dir).items()):
-      if step not in scores:
+      if step > resumed_at:
         path.unlink()
-      else:
+      elif step in scores:
         self._kept.append((step, scores[step]))
 
   def offer(self, step: int, mean: Any, path: Path) -> None:

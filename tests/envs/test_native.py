@@ -330,6 +330,45 @@ def test_a_restored_pool_goes_on_to_the_bit(name: str) -> None:
     assert go_on(others, others.restore(state), 1000) == one
 
 
+@pytest.mark.parametrize('name', ['c:cartpole', 'c:breakout', 'c:grid,side=8'])
+def test_a_hostile_state_is_refused_or_harmless(name: str) -> None:
+  """Each number of a state in turn is far out of range. The pool would crash, or write elsewhere."""
+  spec = host.make(name)
+  with opened(name, 1) as envs:
+    envs.reset()
+    envs.recv()
+    state = {k: x.copy() for k, x in envs.state().items()}
+    data = state['bytes'].view(np.int32).ravel()
+    refused = 0
+    for at in range(min(data.size, 64)):
+      for value in (10_000_000, -10_000_000, 9):
+        hostile = data.copy()
+        hostile[at] = value
+        bytes_ = hostile.view(state['bytes'].dtype).reshape(state['bytes'].shape)
+        try:
+          arrival = envs.restore({**state, 'bytes': bytes_})
+        except HostError:
+          refused += 1
+          continue
+        for t in range(10):
+          envs.send(arrival.env_id, actions(spec.action_space, t, 1))
+          arrival = envs.recv()
+  assert refused >= 4
+
+
+def test_environments_in_another_order_keep_their_rows() -> None:
+  with opened('c:cartpole', 3) as envs, opened('c:cartpole', 3) as others:
+    rows = []
+    for pool, order in ((envs, [0, 1, 2]), (others, [2, 0, 1])):
+      pool.reset()
+      pool.recv()
+      pool.send(np.array(order, np.int32), np.array([i % 2 for i in order], np.int32))
+      arrival = pool.recv()
+      assert arrival.env_id.tolist() == order
+      rows.append(arrival.timestep.observation[np.argsort(arrival.env_id)])
+  np.testing.assert_array_equal(*rows)
+
+
 def test_states_of_other_environments_are_refused(tagged: str) -> None:
   with (
     opened('c:cartpole', 4) as envs,
@@ -366,6 +405,7 @@ def test_states_of_other_environments_are_refused(tagged: str) -> None:
     ('compiler', ('error', 'bad.c')), ('symbol', ('podrace_close',)), ('abi', ('version 2', '1')),
     ('obs_bytes', ('12', '16')), ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')),
     ('shape', ('obs[0]', '(0,)')), ('choices', ('act', '(0,)')), ('no_save', ('podrace_save',)),
+    ('bounds', ('obs[0]', 'uint8', '-1')), ('names', ('info', '9004')),
   ],
 )  # fmt: skip
 def test_a_library_that_does_not_fit_is_refused(
@@ -385,6 +425,7 @@ def test_a_library_that_does_not_fit_is_refused(
     ('left_over', ('podrace_step',)), ('save_size', ('podrace_save', '96', '48')),
     ('load', ('podrace_load', '3')), ('half_saved', ('podrace_save',)),
     ('crash', ('podrace_step', 'SIGSEGV')), ('exit', ('podrace_step', 'exit code 5')),
+    ('exit_0', ('podrace_step', 'exit')),
   ],
 )  # fmt: skip
 def test_a_trial_finds(fault: str, words: tuple[str, ...], tmp_path: Path) -> None:

@@ -213,6 +213,14 @@ def test_actions_of_environments_at_different_rows() -> None:
   assert (again.seeds() == log.seeds()).all()
 
 
+def test_actions_outside_of_their_space_are_refused() -> None:
+  log = ActionLog('test', np.zeros(2, np.uint32), gymnasium.spaces.Discrete(7))
+  log.append(np.arange(2, dtype=np.int32), np.array([6, 7]))
+  again = ActionLog('test', np.zeros(2, np.uint32), gymnasium.spaces.Discrete(7))
+  with pytest.raises(HostError):
+    again.restore(log.state())
+
+
 def test_actions_that_take_too_much_memory_are_not_kept(
   monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

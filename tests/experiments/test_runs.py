@@ -238,7 +238,9 @@ def test_rm_deletes_all_or_none(tmp_path: Path, capsys: Capture) -> None:
   with lock(b):
     code, _, err = called(capsys, 'rm', str(a), str(b), '--yes')
   assert code == 2 and 'running' in err and a.exists() and b.exists()
-  code, out, _ = called(capsys, 'rm', str(a), str(b), str(a), '--yes')
+  (tmp_path / 'to-b').symlink_to(b)
+  assert called(capsys, 'rm', str(a), str(tmp_path / 'to-b'), '--yes')[0] == 2 and a.exists()
+  code, out, _ = called(capsys, 'rm', str(a), str(b), f'{b}/../a', '--yes')
   assert code == 0 and 'freed' in out and not a.exists() and not b.exists()
   assert (outside / 'kept').exists()
 

@@ -271,7 +271,7 @@ def saved(run_dir: Path) -> list[int]:
 @pytest.mark.parametrize('env', ['gymnasium:CartPole-v1', 'podrace:catch'])
 def test_actors_of_two_processes_go_on_to_the_bit(env: str, tmp_path: Path, pair: Any) -> None:
   args = ['--architecture', 'sebulba', '--env', env, '--env-threads', '2', '--actor-threads', '1',
-          '--agent.anneal-learning-rate', 'False']  # fmt: skip
+          '--agent.no-anneal-learning-rate']  # fmt: skip
 
   def run(name: str, steps: int) -> list[Any]:
     both = pair(tmp_path / name, *args, '--total-steps', str(steps))

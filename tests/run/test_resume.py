@@ -530,10 +530,6 @@ def empty_meta(checkpoint: Path) -> None:
   (checkpoint / 'meta' / 'metadata').write_text('')
 
 
-def delete_types(checkpoint: Path) -> None:
-  (checkpoint / 'rest' / 'array_metadatas' / 'process_0').unlink()
-
-
 def largest(folder: Path) -> Path:
   return max(every_file(folder), key=lambda p: p.stat().st_size)
 
@@ -543,10 +539,7 @@ def largest(folder: Path) -> Path:
   [
     truncate,
     flip,
-    *(
-      pytest.param(damage, marks=pytest.mark.slow)
-      for damage in (flip_meta, delete, empty_meta, delete_types)
-    ),
+    *(pytest.param(damage, marks=pytest.mark.slow) for damage in (flip_meta, delete, empty_meta)),
   ],
 )
 def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
@@ -671,9 +664,9 @@ def test_full_disk(
 
 
 def last_word(output: str) -> bool:
-  """That the last line is for the user; tensorstore may print its own troubles before."""
-  line = output.splitlines()[-1]
-  return line.startswith('podrace: ') and 'No space left on device' in line
+  """That podrace's last line tells the reason; tensorstore may print lines of its own around it."""
+  line = [x for x in output.splitlines() if x.startswith('podrace: ')][-1]
+  return 'No space left on device' in line
 
 
 def saved_in(run_dir: Path) -> list[int]:

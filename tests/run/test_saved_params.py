@@ -33,10 +33,10 @@ from podrace.settings.resolved import resolve
 class Run:
   """A run directory with evaluations only."""
 
-  def __init__(self, path: Path, oldest: int = -1) -> None:
+  def __init__(self, path: Path, oldest: int = -1, resumed_at: int = 0) -> None:
     self.path, self.oldest = path, oldest
     path.mkdir(exist_ok=True)
-    self.best = BestParams(path, lambda: self.oldest)
+    self.best = BestParams(path, resumed_at, lambda: self.oldest)
 
   def evaluate(self, step: int, mean: float | None) -> None:
     with (self.path / 'eval.jsonl').open('a') as file:
@@ -90,13 +90,24 @@ def test_a_run_resumed_from_an_older_checkpoint_has_the_best_before_it(
     run.evaluate(step, mean)
   lines = (run.path / 'eval.jsonl').read_text().splitlines()
   (run.path / 'eval.jsonl').write_text(''.join(f'{x}\n' for x in lines[: resumed_at // 10]))
-  again = Run(run.path)
+  again = Run(run.path, resumed_at=resumed_at)
   known = [step for step in values if step <= resumed_at]
   assert best_step(run.path) == (min(max(known), 30) if known else None)
   for step, mean in values.items():
     if step > resumed_at:
       again.evaluate(step, mean)
   assert best_step(run.path) == 30 and again.kept == run.kept
+
+
+def test_a_lost_record_of_evaluations_loses_no_parameters(tmp_path: Path) -> None:
+  run = Run(tmp_path / 'run')
+  for step, mean in means(1.0, 2.0).items():
+    run.evaluate(step, mean)
+  lines = (run.path / 'eval.jsonl').read_text()
+  (run.path / 'eval.jsonl').unlink()
+  assert Run(run.path, resumed_at=20).kept == run.kept == [10, 20]
+  (run.path / 'eval.jsonl').write_text(lines)  # as the run advises
+  assert Run(run.path, resumed_at=20).kept == [10, 20] and best_step(run.path) == 20
 
 
 def test_bests_that_no_checkpoint_can_need_are_removed(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ FAULTS = {
   'choices': ('actions[] = {2}', 'actions[] = {0}'),
   'no_save': ('int64_t podrace_save(', 'int64_t saved('),
   'save_size': ('  return sizeof(cartpole);', '  return 2 * sizeof(cartpole);'),
-  'load': ('if (n != sizeof(cartpole)) return 1;', 'return 3;'),
-  'half_saved': ('memcpy(env, bytes, sizeof(cartpole));', 'memcpy(env, bytes, 24);'),
+  'load': ('if (n != sizeof saved) return 1;', 'return 3;'),
+  'half_saved': ('*c = saved;', 'memcpy(c, &saved, 24);'),
   'rand': ('c->steps++;', 'c->steps++, c->x += 1e-3 * rand() / RAND_MAX;'),
   'srand': ('c->steps = 0;', 'srand((unsigned)seed), c->steps = 0;'),  # with 'rand'
   'global': ('c->steps++;', 'static int calls; c->steps++, c->x += 1e-4 * calls++;'),
@@ -30,6 +30,10 @@ FAULTS = {
   'crash': ('c->steps++;', 'if (++c->steps > 3) *(volatile int *)8 = 1;'),
   'late_crash': ('c->steps++;', 'c->steps++; static int calls; if (++calls > 2000) *(volatile int *)8 = 1;'),
   'exit': ('c->steps++;', 'if (++c->steps > 3) exit(5);'),
+  'exit_0': ('c->steps++;', 'if (++c->steps > 3) exit(0);'),
+  'bounds': ('.dtype = PODRACE_F32,', '.dtype = PODRACE_U8, .low = -1, .high = 1,'),
+  'names': ('static const podrace_spec spec = {', f'static const char *const names[] = {{"{"a" * 9000}"}};'
+            'static const podrace_spec spec = {.num_info = 1, .info = names,'),
   'hang': ('c->steps++;', 'if (++c->steps > 3) for (volatile int i = 0;;) i++;'),
   'constructor': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { fclose(fopen("stranger.ran", "w")); }'),
 }  # fmt: skip

@@ -57,7 +57,7 @@ class SebulbaDriver:
         batch = self.source.take(self._update, cancelled if alone else lambda: False)
       except RunError:
         # Other processes make the whole call, and would wait for this one.
-        if not (learned and alone):
+        if not ((learned or made) and alone):
           raise
         break  # the next call raises it again, with a state that can be saved
       if batch is None:

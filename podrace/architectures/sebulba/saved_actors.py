@@ -191,10 +191,17 @@ def part_of(folder: Path) -> Path:
 
 
 def _write(path: Path, states: Sequence[ActorState]) -> dict[str, Any]:
-  """Write states, and return the record for `_read`."""
+  """Write states, and return entries of the record for `_read`. A file too large is left out."""
   file = io.BytesIO()
   save_arrays(file, {f'{i}/{k}': x for i, s in enumerate(states) for k, x in _arrays(s).items()})
   data = file.getvalue()
+  if len(data) > BYTES:
+    log.warning(
+      'the states of the environments and their policies take %.1f GiB, more than %.0f GiB, and '
+      'are not saved: a resumed run begins its environments anew',
+      *(len(data) / 2**30, BYTES / 2**30),
+    )
+    return {'groups': 0}
   write_whole(path, data)
   return {'sha256': hashlib.sha256(data).hexdigest(), 'bytes': len(data)}
 

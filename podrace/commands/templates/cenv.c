@@ -68,8 +68,11 @@ int64_t podrace_save(const void *env, void *bytes) {
 }
 
 int podrace_load(void *env, const void *bytes, int64_t n) {
-  if (n != sizeof(walk)) return 1;
-  memcpy(env, bytes, sizeof(walk));
+  walk *w = env, saved;
+  if (n != sizeof saved) return 1;
+  memcpy(&saved, bytes, sizeof saved); /* of a file that somebody else may have written */
+  if (saved.length != w->length || saved.place < 0 || saved.steps < 0) return 1;
+  *w = saved;
   return 0;
 }
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace.envs.host.spaces import action_bounds
 from podrace.envs.host.timesteps import EVERY, rows_of
 from podrace.errors import HostError
 
@@ -72,7 +73,7 @@ class ActionLog:
 
   def __init__(self, label: str, seeds: np.ndarray, space: Any) -> None:
     n = len(seeds)
-    self._label, self._n = label, n
+    self._label, self._n, self._space = label, n, space
     self.seed = seeds.astype(np.int64) % 2**31
     self.seeding, self.resets, self.start, self.count = np.zeros((4, n), np.int64)
     choices = getattr(space, 'n', None)
@@ -171,6 +172,10 @@ class ActionLog:
       if x.dtype != self._dtype or x.shape[1:] != self._shape:
         raise self._unfit(f'actions {x.dtype}{list(x.shape)}', f'{self._dtype}{[-1, *self._shape]}')
     actions = np.concatenate([np.zeros((0, *self._shape), self._dtype), *parts])
+    if actions.dtype.kind in 'iu':  # a library may hang or crash with others
+      low, high = action_bounds(self._space)
+      if ((actions < low) | (actions > high)).any():
+        raise self._unfit(f'actions {actions.min()} to {actions.max()}', f'{self._space}')
     start, count = numbers['start'], numbers['count']
     end = first + len(actions)
     if ((start < first) | (count < start) | (count > end)).any():

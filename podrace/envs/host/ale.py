@@ -23,7 +23,7 @@ from podrace.envs.host.action_log import ActionLog
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.options import Value
-from podrace.errors import UnknownName
+from podrace.errors import HostError, UnknownName
 from podrace.types import Arrival
 
 DEFAULTS: dict[str, Value] = dict(
@@ -250,6 +250,11 @@ class AtariPool:
     """
     log, ids = self._new_log(), everyone(self.num_envs)
     log.restore(state)
+    if (log.resets > SEED_RESETS).any():
+      raise HostError(
+        f'ale: its saved state has {log.resets.max()} resets of a game, '
+        f'expected at most {SEED_RESETS}'
+      )
     self._log, rows, seeds = log, log.rows(), log.seeds()
     results, arrival = self._reset(seeds), None
     for number in range(rows.first, rows.end + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -12,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace.envs.host.infos import BYTES as INFO_BYTES
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 
@@ -232,6 +234,10 @@ def read_spec(s: SpecStruct) -> NativeSpec:
   info = tuple((s.info[i] or b'').decode(errors='replace') for i in range(s.num_info))
   if len(set(info)) < len(info) or not all(re.fullmatch(r'[\w./-]+', x) for x in info):
     raise ValueError(f'info has the names {list(info)}, expected distinct words')
+  if len(json.dumps(info)) > INFO_BYTES:
+    raise ValueError(
+      f'info has names of {len(json.dumps(info))} bytes, expected {INFO_BYTES} at most'
+    )
   sides: tuple[int, int] = s.render_height, s.render_width
   if not all(0 <= x <= RENDER_SIDE for x in sides) or (sides[0] > 0) != (sides[1] > 0):
     raise ValueError(f'a picture has {sides} pixels, expected at most {RENDER_SIDE} a side')
@@ -256,6 +262,12 @@ def _read_array(a: ArrayStruct, where: str) -> ArraySpec:
     raise ValueError(f'{where} has shape {shape}, expected sides from 1, {LARGEST} bytes at most')
   if not a.low <= a.high:
     raise ValueError(f'{where} is bounded by {a.low:g} and {a.high:g}')
+  if np.dtype(dtype).kind in 'iu':
+    limits = np.iinfo(dtype)
+    if not limits.min <= a.low <= a.high <= limits.max:
+      raise ValueError(
+        f'{where} is bounded by {a.low:g} and {a.high:g}, expected bounds that {dtype} can hold'
+      )
   choices: tuple[int, ...] = ()
   if a.choices:
     if dtype != 'int32' or len(shape) > 1:

@@ -104,7 +104,9 @@ PODRACE_EXPORT void podrace_step(void *env, const void *act, void *obs, podrace_
 PODRACE_EXPORT void podrace_close(void *env);
 
 /* Optional, if state_bytes > 0. Save writes the state and returns its bytes. Load makes an environment
- * go on exactly where that state was saved, and returns 0, or another number if it cannot. */
+ * go on exactly where that state was saved, and returns 0, or another number if it cannot. The bytes come
+ * from a file that somebody else may have written: compare the options with the environment's own, and
+ * check each number that indexes memory. */
 PODRACE_EXPORT int64_t podrace_save(const void *env, void *bytes);
 PODRACE_EXPORT int podrace_load(void *env, const void *bytes, int64_t n);
 

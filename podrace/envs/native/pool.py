@@ -183,7 +183,8 @@ class NativePool:
     frame.ids[:n] = ids
     if action is not None:
       frame.act[:n] = action
-    frame.sent = self._ids if n == self.num_envs else frame.ids[:n].copy()
+    in_order = ids is self._ids or (n == self.num_envs and bool((ids == self._ids).all()))
+    frame.sent = self._ids if in_order else frame.ids[:n].copy()
     if self._pool.podrace_batch_send(self._batch, n, frame.pointer):
       raise HostError(f'{self._name}: there is no memory left')
     self._jobs.append(frame)
@@ -204,7 +205,7 @@ class NativePool:
     timestep = TimeStep(tree(self._space, iter(observation)), reward, discount, step_type)
     ended = step_type == LAST
     arrival = Arrival(ids, timestep, score, ended, self._run_id[:n])
-    self._last = arrival if n == self.num_envs else None
+    self._last = arrival if ids is self._ids else None
     return arrival
 
   def write_infos(self, rows: Mapping[str, np.ndarray], row: int) -> None:

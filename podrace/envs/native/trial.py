@@ -85,7 +85,10 @@ def _result(name: str, text: bytes, code: int) -> NativeSpec:
       f'{name} crashed when it was tried out{_place(text)}: {reason}. Compile it with -g '
       f'-fsanitize=address to see where'
     )
-  result = json.loads(text.decode().split('\n')[-1])
+  last = text.decode(errors='replace').split('\n')[-1]
+  if not last:
+    raise UsageError(f'{name} ended its process{_place(text)}: it must not call exit')
+  result = json.loads(last)
   if 'error' in result:
     raise UsageError(result['error'])
   return NativeSpec.from_json(result['spec'])

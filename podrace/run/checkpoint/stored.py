@@ -12,7 +12,15 @@ from podrace.errors import CheckpointError, UsageError
 from podrace.run.checkpoint.arrays import PART, Arrays, StoredArrays, fingerprint
 from podrace.run.checkpoint.library import PlainPath
 from podrace.run.checkpoint.merging import DRAFT, merged
+from podrace.system.files.reading import read_json
+from podrace.system.files.schema import COUNT, POSITIVE, TEXT, Member, check_members
 
+META_BYTES = 2**26
+OBJECT = Member('an object', null=True)
+META = {
+  'step': COUNT, 'update': COUNT, 'mesh': POSITIVE, 'model': POSITIVE, 'steps_per_update': POSITIVE,
+  'shapes': TEXT, 'machine': OBJECT, 'fingerprints': OBJECT, 'replay': OBJECT, 'log_sha256': TEXT,
+}  # fmt: skip
 Trees = dict[str, Any]  # by item
 SUMS = '0.log.sums.'  # begins the names of the sums of metrics
 log = logging.getLogger('podrace.run.checkpoint')
@@ -48,6 +56,10 @@ class StoredCheckpoint:
         f'checkpoint {self._step} in {self._directory} was made by an older podrace, which can go '
         'on with it; this one needs another --run-dir'
       )
+    try:
+      check_members(meta, META)
+    except ValueError as e:
+      raise self._unreadable(e) from e
     return meta
 
   def sums(self) -> list[str] | None:
@@ -89,7 +101,7 @@ class StoredCheckpoint:
         trees[item] = StoredArrays(directory / str(self._step) / item).read(tree)
       except Exception as e:
         raise self._unreadable(e, f', {item}') from e
-      if fingerprint(trees[item]) != meta['fingerprints'][item]:
+      if fingerprint(trees[item]) != meta['fingerprints'].get(item):
         raise self._damaged()
     return trees
 
@@ -122,9 +134,9 @@ class StoredCheckpoint:
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:
-  meta = json.loads((folder / 'meta' / 'metadata').read_bytes())
+  meta = read_json(folder / 'meta' / 'metadata', META_BYTES)
   if not isinstance(meta, dict):
-    raise ValueError('its meta is no object')
+    raise ValueError('its meta is missing, or is no object')
   return meta
 
 

@@ -84,6 +84,7 @@ static float move_ball(breakout *b, int *lost) {
   int x = b->ball_x + b->dx, y = b->ball_y + b->dy;
   b->last_x = b->ball_x, b->last_y = b->ball_y;
   if (x < 0 || x >= SIDE) b->dx = -b->dx, x = x < 0 ? 0 : SIDE - 1;
+  if (y >= SIDE) y = SIDE - 1; /* of a state after the end of its episode */
   int hit = 0;
   if (y < 0) {
     b->dy = 1, y = 0;
@@ -126,8 +127,19 @@ int64_t podrace_save(const void *env, void *bytes) {
 }
 
 int podrace_load(void *env, const void *bytes, int64_t n) {
-  if (n != sizeof(breakout)) return 1;
-  memcpy(env, bytes, sizeof(breakout));
+  breakout *b = env, saved;
+  if (n != sizeof saved) return 1;
+  memcpy(&saved, bytes, sizeof saved);
+  const int32_t places[] = {saved.ball_x, saved.ball_y, saved.last_x, saved.last_y, saved.paddle};
+  for (int i = 0; i < 5; i++)
+    if (places[i] < 0 || places[i] >= SIDE) return 1;
+  if (abs(saved.dx) != 1 || abs(saved.dy) != 1 || saved.steps < 0 || saved.steps > b->max_steps ||
+      saved.last_action < 0 || saved.last_action > 2)
+    return 1;
+  for (int i = 0; i < SIDE * SIDE; i++)
+    if ((&saved.bricks[0][0])[i] > 1) return 1;
+  if (saved.sticky != b->sticky || saved.max_steps != b->max_steps) return 1;
+  *b = saved;
   return 0;
 }
 

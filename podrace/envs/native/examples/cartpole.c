@@ -87,8 +87,13 @@ int64_t podrace_save(const void *env, void *bytes) {
 }
 
 int podrace_load(void *env, const void *bytes, int64_t n) {
-  if (n != sizeof(cartpole)) return 1;
-  memcpy(env, bytes, sizeof(cartpole));
+  cartpole *c = env, saved;
+  if (n != sizeof saved) return 1;
+  memcpy(&saved, bytes, sizeof saved);
+  if (saved.max_steps != c->max_steps || saved.steps < 0 || (double)saved.steps > c->max_steps)
+    return 1;
+  if (!isfinite(saved.x + saved.x_dot + saved.angle + saved.angle_dot)) return 1;
+  *c = saved;
   return 0;
 }
 

@@ -116,8 +116,18 @@ int64_t podrace_save(const void *env, void *bytes) {
 }
 
 int podrace_load(void *env, const void *bytes, int64_t n) {
-  if (n != sizeof(grid)) return 1;
-  memcpy(env, bytes, sizeof(grid));
+  grid *g = env, saved;
+  if (n != sizeof saved) return 1;
+  memcpy(&saved, bytes, sizeof saved);
+  if (saved.side != g->side || saved.crystals != g->crystals || saved.max_steps != g->max_steps ||
+      saved.walls_percent != g->walls_percent)
+    return 1;
+  if (saved.y < 0 || saved.y >= g->side || saved.x < 0 || saved.x >= g->side || saved.left < 0 ||
+      saved.left > g->crystals || saved.steps < 0 || saved.steps > g->max_steps)
+    return 1;
+  for (int i = 0; i < g->side * g->side; i++)
+    if (saved.fields[i] > CRYSTAL) return 1;
+  *g = saved;
   return 0;
 }
 
