@@ -44,6 +44,16 @@ def test_every_preset_comes_back_from_toml(name: str, tmp_path: Path) -> None:
   assert to_json(configure.parse(base, options.arguments)) == to_json(config)
 
 
+@pytest.mark.parametrize('folder', ['nowhere', 'file'])
+def test_a_file_that_cannot_be_written_is_refused(
+  folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / 'file').touch()
+  assert run('catch', '--save-config', str(tmp_path / folder / 'x.toml')) == 2
+  error = capsys.readouterr().err
+  assert folder in error and len(error.splitlines()) == 1
+
+
 def test_options_come_after_the_file(tmp_path: Path) -> None:
   path = tmp_path / 'settings.toml'
   path.write_text(

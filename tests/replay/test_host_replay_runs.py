@@ -105,6 +105,23 @@ def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert_same(found[0], other)
 
 
+def test_a_failure_before_learning_keeps_the_updates_that_were_made() -> None:
+  """The next call raises it, with a state that belongs to the contents of replay."""
+  with Running(remembering(CATCH, 'podrace:catch', '0', '0', 1, 8, 4)) as run:
+    take = run.driver.source.take
+
+    def failing(update: int, cancelled: Any) -> Any:
+      if update == 3:
+        raise ReplayFailed('planted')
+      return take(update, cancelled)
+
+    run.driver.source.take = failing
+    state, made = run.driver.advance(run.state, 8, lambda: False)
+    assert made == int(state.update) == 3
+    with pytest.raises(ReplayFailed):
+      run.driver.advance(state, 8, lambda: False)
+
+
 def test_environments_in_any_order() -> None:
   """Every window is a piece of one environment's life, and all is learned from."""
   from gymnasium import spaces

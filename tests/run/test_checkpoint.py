@@ -135,6 +135,19 @@ def test_a_checkpoint_of_before_is_told_from_a_damaged_one(saved: Path, tmp_path
     Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
 
 
+@pytest.mark.parametrize('wrong', ['[' * 200_000, '{"mesh": "x"}', '{"fingerprints": 3}', '3'])
+def test_a_hostile_meta_is_damaged(wrong: str, saved: Path, tmp_path: Path) -> None:
+  folder = tmp_path / 'checkpoints'
+  shutil.copytree(saved, folder)
+  file = folder / '10' / 'meta' / 'metadata'
+  if wrong[0] == '{':
+    wrong = json.dumps(signed(json.loads(file.read_text()) | json.loads(wrong)))
+  file.write_text(wrong)
+  params, rest = state()
+  with pytest.raises(CheckpointError):
+    Checkpoints(folder, writes=False).restore(10, shapes(params), shapes(rest))
+
+
 @pytest.mark.parametrize('item', ['params', 'rest', 'meta'])
 def test_a_checkpoint_that_lacks_an_item_is_damaged(item: str, saved: Path, tmp_path: Path) -> None:
   folder = tmp_path / 'checkpoints'

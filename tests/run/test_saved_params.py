@@ -225,6 +225,20 @@ def test_a_run_begins_with_one_seed_of_another(
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), got, expected)
 
 
+def test_files_of_others_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
+  """A draft of a process that was killed, and a file of another program."""
+  folder = tmp_path / 'run' / 'to-evaluate'
+  config = podrace.configure('catch', total_steps=2_560, num_envs=8, unroll_length=16)
+  config = dataclasses.replace(config, eval_every=1_280, eval_episodes=4)
+  podrace.train(config, tmp_path / 'run', quiet=True)
+  folder.mkdir()
+  (folder / '2560.safetensors.new').touch()
+  (folder / '.DS_Store').touch()
+  more = dataclasses.replace(config, total_steps=3_840)
+  assert podrace.train(more, tmp_path / 'run', quiet=True).summary['step'] == 3_840
+  assert [p.name for p in folder.iterdir()] == ['.DS_Store']
+
+
 def test_a_run_without_evaluations_has_no_best(trained: podrace.Result, tmp_path: Path) -> None:
   shutil.copytree(trained.run_dir, tmp_path / 'run')
   shutil.rmtree(tmp_path / 'run' / 'best')

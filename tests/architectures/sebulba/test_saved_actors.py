@@ -15,7 +15,7 @@ from test_sebulba import RECURRENT, SMALL, Running, compiled, keys, never, sebul
 
 from podrace.agents.impala import Impala
 from podrace.architectures.hashes import params_sha256
-from podrace.architectures.sebulba import ActingProgram, SebulbaDriver
+from podrace.architectures.sebulba import ActingProgram, SebulbaDriver, saved_actors
 from podrace.architectures.sebulba.saved_actors import FILE
 from podrace.envs.host import base as host
 from podrace.errors import CheckpointError
@@ -91,6 +91,15 @@ def test_without_their_states_they_begin_anew_and_say_so(
       copy = jax.tree.map(jnp.copy, state)
       assert resumed(made('gymnasium'), tmp_path / '9', copy, less, 3) != expected
     assert caplog.text.count('anew') == 1
+
+
+def test_states_beyond_the_largest_file_are_left_out(
+  tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+  monkeypatch.setattr(saved_actors, 'BYTES', 100)
+  state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
+  assert record['actors']['groups'] == 0 and 'are not saved' in caplog.text
+  assert resumed(made('gymnasium'), tmp_path / '9', state, record, 3) != expected
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
