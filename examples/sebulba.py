@@ -55,7 +55,7 @@ def main(updates: int = UPDATES) -> float:
     mesh=mesh,
     replay=on_policy(),  # the newest trajectory is all that it remembers
     example=example_trajectory(agent, spec, NUM_ENVS, UNROLL_LENGTH),
-    streams=acting.local_threads,
+    streams=acting.local_groups,
     keeps_previous=True,  # the parameters that `lag` 1 needs
   )
 
@@ -88,7 +88,7 @@ def learn(learning: LearningProgram, source: ActorSource, state: State, until: i
     batch = source.take(update, cancelled=lambda: False)
     assert batch is not None
     state, priority = learning.learn(state, batch)
-    source.learned(batch, priority)
+    source.learned(batch, priority, state.train.params)
     state = learning.end_update(state, update + 1, before, batch)
     source.publish(update + 1, state.train.params)
   return state

@@ -62,10 +62,14 @@ def test_own_agents_learn_continuous_actions(agent: str) -> None:
   assert example.train(getattr(module, agent)()) > 6.5
 
 
-@pytest.mark.slow
-def test_the_whole_of_sebulba_learns_catch(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+  ('updates', 'least'), [(20, -1.0), pytest.param(250, 0.8, marks=pytest.mark.slow)]
+)
+def test_the_whole_of_sebulba_learns_catch(
+  updates: int, least: float, capsys: pytest.CaptureFixture[str]
+) -> None:
   """Random play has -0.6 or so; the lag is what the file says."""
-  assert load('sebulba').main(250) > 0.8
+  assert load('sebulba').main(updates) >= least
   assert 'policy lag 1.0' in capsys.readouterr().out
 
 
