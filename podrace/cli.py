@@ -220,8 +220,10 @@ def is_ours(error: Exception) -> bool:
 
 
 def _is_of_files(error: Exception) -> bool:
-  """Return whether podrace raised the error, or a function of the standard library for files."""
-  return is_ours(error) or _file(error).name in ('pathlib.py', 'tempfile.py', 'shutil.py', 'os.py')
+  """Return whether podrace raised the error, or called a library function for files that did."""
+  modules = [f.f_globals['__name__'] for f, _ in traceback.walk_tb(error.__traceback__)]
+  own = [m for m in modules if m.partition('.')[0] not in ('pathlib', 'tempfile', 'shutil', 'os')]
+  return bool(own) and own[-1].partition('.')[0] == 'podrace'
 
 
 def _is_of_jax(error: Exception, file: str) -> bool:
