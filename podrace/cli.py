@@ -186,32 +186,41 @@ def _guarded(args: list[str]) -> int:
     return 130
   except BrokenPipeError:  # the reader has closed its end, as in `podrace list | head`
     return UNREAD
-  except OSError as e:  # of a path that the user named, or a full disk
-    if e.filename is None or not _is_of_files(e):
-      raise
-    text = f'{e.filename} cannot be read or written: {e.strerror}'
-    return _complain(
-      RunError(text).with_traceback(e.__traceback__), 2 if e.errno in WRONG_PATHS else 1
-    )
+  except OSError as e:
+    return _complain_of_path(e)
   except Stopped as e:
-    from podrace.run.processes import leave_processes
-
-    option = '--dir' if args[0] in ('sweep', 'reproduce') else '--run-dir'
-    advice = (
-      f'start again with the same {option} to go on'
-      if e.kept
-      else 'no step was made, and nothing is kept'
-    )
-    tell(f'stopped by {e}; {advice}')
-    # Peers that were not signalled keep running, so leaving must not wait for them without limit.
-    leave_processes(LEAVE_SECONDS if e.unsaved else None)
-    return 128 + e.signum
+    return _end_stopped(e, args[0])
   except RunError as e:
     return _complain(e, 1)
   except RuntimeError as e:
     if not _is_of_jax(e, 'xla_bridge.py'):
       raise
     return _complain(e, 2)  # JAX has no devices of the kind that JAX_PLATFORMS names
+
+
+def _end_stopped(stopped: Stopped, command: str) -> int:
+  """Tell of a run that a signal stopped; returns the exit code."""
+  from podrace.run.processes import leave_processes
+
+  option = '--dir' if command in ('sweep', 'reproduce') else '--run-dir'
+  advice = (
+    f'start again with the same {option} to go on'
+    if stopped.kept
+    else 'no step was made, and nothing is kept'
+  )
+  tell(f'stopped by {stopped}; {advice}')
+  # Peers that were not signalled keep running, so leaving must not wait for them without limit.
+  leave_processes(LEAVE_SECONDS if stopped.unsaved else None)
+  return 128 + stopped.signum
+
+
+def _complain_of_path(error: OSError) -> int:
+  """Tell of a path that cannot be read or written; raise `error` if it is of other code."""
+  if error.filename is None or not _is_of_files(error):
+    raise error
+  text = f'{error.filename} cannot be read or written: {error.strerror}'
+  code = 2 if error.errno in WRONG_PATHS else 1
+  return _complain(RunError(text).with_traceback(error.__traceback__), code)
 
 
 def is_ours(error: Exception) -> bool:

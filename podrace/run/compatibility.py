@@ -15,7 +15,10 @@ from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
-NEEDED = ('mesh', 'steps_per_update', 'shapes')  # entries of the meta
+
+def _check_entries(meta: dict[str, Any], *names: str) -> None:
+  if lacking := [name for name in names if meta.get(name) is None]:
+    raise CheckpointError(f'its meta has no {", ".join(lacking)}')
 
 
 class Fit:
@@ -52,9 +55,9 @@ class Fit:
     Raises:
       CheckpointError: if the meta lacks an entry.
     """
-    if lacking := [name for name in (*NEEDED, 'step', 'machine') if meta.get(name) is None]:
-      raise CheckpointError(f'its meta has no {", ".join(lacking)}')
+    _check_entries(meta, 'step', 'mesh')
     self._check_devices(meta)
+    _check_entries(meta, 'steps_per_update', 'shapes', 'machine')
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} counts {meta["steps_per_update"]} steps an '
