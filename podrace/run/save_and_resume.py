@@ -168,14 +168,7 @@ class Saves:
         )
       state = restored.rest._replace(train=restored.rest.train._replace(params=restored.params))
       state = match_sums(state, self._program.shapes.log.sums)
-      for name, part in self._parts.items():
-        if name in meta:  # an older podrace had fewer
-          try:
-            part.restore(meta[name])
-          except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise RunError(
-              f'checkpoint {step}: its part {name!r} cannot be restored: {type(e).__name__}: {e}'
-            ) from e
+      self._restore_parts(step, meta)
       return state
     if damaged:
       raise RunError(
@@ -183,6 +176,19 @@ class Saves:
         'to begin again, take another --run-dir'
       )
     return None
+
+  def _restore_parts(self, step: int, meta: dict[str, Any]) -> None:
+    for name, part in self._parts.items():
+      if name not in meta:  # an older podrace had fewer
+        continue
+      try:
+        part.restore(meta[name])
+      except UsageError:
+        raise
+      except (KeyError, TypeError, AttributeError, ValueError) as e:
+        raise RunError(
+          f'checkpoint {step}: its part {name!r} cannot be restored: {type(e).__name__}: {e}'
+        ) from e
 
 
 def _split(state: Any) -> tuple[Any, Any]:
