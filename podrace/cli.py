@@ -22,7 +22,7 @@ from podrace.system.logs import escape_logs
 from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
 from podrace.system.process import end_at_once, end_on_signals, leave, on_signals, tell_of_faults
 
-# errors of paths that cannot be what the user wants
+# errors of a path that the user has to change
 WRONG_PATHS = {
   errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EROFS,
   errno.ELOOP, errno.ENAMETOOLONG,

@@ -194,10 +194,10 @@ def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
 
 
 def acting_key(seed: int) -> Any:
-  """Return the key of acting, which has nothing in common with those of the environments.
+  """Return the key of acting, which differs from each key of the environments.
 
-  Environments take the two keys of `jax.random.split(key)`, which are also those of
-  `jax.random.fold_in(key, 0)` and `fold_in(key, 1)`.
+  Environments take the two keys of `jax.random.split(key)`. They equal `fold_in(key, 0)` and
+  `fold_in(key, 1)`.
   """
   return jax.random.fold_in(jax.random.key(seed), 2)
 

@@ -39,7 +39,7 @@ Act = Callable[[Any, Any, 'Noise'], np.ndarray]
 
 
 class Noise(NamedTuple):
-  """Actions that are taken in the place of others."""
+  """Random actions, some of which replace actions of the policy."""
 
   is_taken: np.ndarray  # [n] bool
   actions: np.ndarray  # [n, ...]

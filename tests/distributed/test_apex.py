@@ -339,6 +339,26 @@ def test_a_failure_ends_the_wait_for_a_batch() -> None:
     feed.check()
 
 
+@pytest.mark.parametrize('closes', [False, True])
+def test_a_closed_table_is_a_failure_unless_the_feed_is_closed(closes: bool) -> None:
+  go = threading.Event()
+
+  def batches(sample: Any) -> Iterator[str]:
+    go.wait()
+    raise tables.Closed
+
+  feed = feed_of(batches)
+  if closes:
+    feed.close()
+  go.set()
+  assert feed.take(lambda: False) is None  # ends
+  if closes:
+    feed.check()
+  else:
+    with pytest.raises(errors.ReplayFailed):
+      feed.check()
+
+
 def test_an_unroll_is_learned_from_once() -> None:
   """Although a service that began again from a checkpoint has told of some of them before."""
   n, t = 4, 2

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 from children import Process, until
 from shorthand import Capture
+from test_runs import called
 
 import podrace
 from podrace import cli
 from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
+from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings, together
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
@@ -240,6 +242,24 @@ def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> N
   }
   assert last == set(values[-1])
   assert 'podrace export' in found['command'] and '--member' in found['command']
+
+
+def test_the_directory_of_a_file_s_environment_is_in_sweeps(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+  folders = []
+
+  def stop(sweep: Any, say: Any) -> Any:
+    folders.append(sweep.folder)
+    raise UsageError('planted')
+
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr('podrace.experiments.sweep.plan.run_sweep', stop)
+  (tmp_path / 'own.c').write_text((HERE / 'examples' / 'cartpole.c').read_text())
+  rates = ('--vary', 'agent.learning-rate=1e-3,1e-2')
+  with pytest.raises(UsageError, match='planted'):
+    called(capsys, 'sweep', '--env', f'c:{tmp_path / "own.c"}', '--agent', 'ppo', *rates)
+  assert [x.parent for x in folders] == [Path('sweeps')]
 
 
 def test_a_population_takes_over_from_the_best() -> None:

@@ -299,7 +299,7 @@ def test_noise_is_in_the_memory_of_the_policy(own: None, tmp_path: Path, capsys:
   assert 0.4 < repeated < 0.6 and (actions[:, 10:] == 0).mean() < 0.1
 
 
-def test_recordings_at_once_do_not_mix(tmp_path: Path, capsys: Capture) -> None:
+def test_recordings_at_once_do_not_mix(tmp_path: Path) -> None:
   from gymnasium import spaces
 
   from podrace.envs.logs.writing import Episode, write_log

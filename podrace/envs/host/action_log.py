@@ -172,7 +172,7 @@ class ActionLog:
       if x.dtype != self._dtype or x.shape[1:] != self._shape:
         raise self._unfit(f'actions {x.dtype}{list(x.shape)}', f'{self._dtype}{[-1, *self._shape]}')
     actions = np.concatenate([np.zeros((0, *self._shape), self._dtype), *parts])
-    if actions.dtype.kind in 'iu':  # a library may hang or crash with others
+    if actions.dtype.kind in 'iu':  # a library may hang at an action outside of its space
       low, high = action_bounds(self._space)
       if ((actions < low) | (actions > high)).any():
         raise self._unfit(f'actions {actions.min()} to {actions.max()}', f'{self._space}')

@@ -36,7 +36,7 @@ def check_target(folder: Path) -> None:
     MissingExtra: if Minari is not installed.
   """
   if os.path.lexists(folder):
-    raise UsageError(f'--to {folder} exists already: name a new directory')
+    raise _existing(folder)
   _storage_class()
 
 
@@ -84,19 +84,23 @@ def write_log(
     with _failing(folder):
       storage.update_metadata({**known, **about})
       size = sum(x.stat().st_size for x in (draft / 'data').iterdir())
-      if os.path.lexists(folder):  # of another process, since `check_target`
-        raise UsageError(f'--to {folder} exists already: name a new directory')
       move(draft, folder)
   return size
 
 
 @contextlib.contextmanager
 def _failing(folder: Path) -> Iterator[None]:
-  """Raise a failure to write as RunError."""
+  """Raise a failure to write as RunError; UsageError if another process made the data set."""
   try:
     yield
+  except FileExistsError:
+    raise _existing(folder) from None
   except OSError as e:
     raise RunError(f'--to {folder} cannot be written: {e.strerror or e}') from e
+
+
+def _existing(folder: Path) -> UsageError:
+  return UsageError(f'--to {folder} exists already: name a new directory')
 
 
 def dataset_id(name: str) -> str:
