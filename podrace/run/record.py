@@ -44,7 +44,7 @@ class Noise(NamedTuple):
   is_taken: np.ndarray  # [n] bool
   actions: np.ndarray  # [n, ...]
 
-  def replace(self, action: Any) -> Any:
+  def apply(self, action: Any) -> Any:
     """Return actions [n, ...] of NumPy or JAX, some of them replaced."""
     is_taken = self.is_taken.reshape(-1, *(1,) * (action.ndim - 1))
     return jnp.where(is_taken, self.actions.astype(action.dtype), action)
@@ -170,7 +170,7 @@ def _trained(
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)
   act = jax.jit(
     lambda params, state, timestep, key, noise: act_with(
-      agent, params, state, timestep, key, noise.replace
+      agent, params, state, timestep, key, noise.apply
     )
   )
   initial = jax.jit(agent.initial_state)
@@ -205,7 +205,7 @@ def _scripted(stage: Any) -> Callable[[np.ndarray, int], Act]:
       inner = env_state.inner if isinstance(env_state, ResetState | PooledState) else env_state
       keys = jax.random.split(jax.random.fold_in(key, t), len(ids))
       t += 1
-      return np.asarray(noise.replace(each(inner, keys)))
+      return np.asarray(noise.apply(each(inner, keys)))
 
     return choose
 

@@ -69,7 +69,7 @@ def test_a_spare_takes_the_place_that_is_free() -> None:
     small = reader(publisher.address, 0)  # which acts in none
     small.get(timeout=30)
     one.close()
-    assert spare.get(timeout=0.5).version == 1 and spare.first == 0  # it did not give up meanwhile
+    assert spare.get(timeout=30).version == 1 and spare.first == 0  # it did not give up meanwhile
     assert not spare.is_stale
     for each in (two, spare, small):
       each.close()
