@@ -1,7 +1,7 @@
 """Reading of Minari data sets, by HDF5 alone: no code that a data set names is run.
 
 Another user may have written the files. Links, virtual and external storage, objects and arrays of
-other sizes than expected are refused before anything is read.
+other sizes than expected are refused before they are read.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _member(group: Any, name: str, kind: str) -> Any:
 
 
 class _Reader:
-  """Reads the episodes of an open file: first all sizes, then all arrays."""
+  """Reads the episodes of an open file: first all lengths, then each array after its checks."""
 
   def __init__(self, file: Any, observation_space: Any, action_space: Any, count: Any) -> None:
     self._file = file
@@ -156,7 +156,7 @@ class _Reader:
 
   def read(self) -> LogRows:
     """Return all timesteps."""
-    steps = np.array([self._check(e) for e in range(self._episodes)], np.int64)
+    steps = np.array([self._count_steps(e) for e in range(self._episodes)], np.int64)
     total = int((steps + 1).sum())
     row = sum(_row_bytes(leaf) for _, leaf in self._leaves()) + 9
     if total * row > (limit := memory_limit()) or total >= 2**31:
@@ -197,49 +197,51 @@ class _Reader:
       space = space[key if is_dict else int(part)]
     return _member(member, name, 'Dataset')
 
-  def _check(self, e: int) -> int:
-    """Check the sizes and types of an episode; returns its number of steps."""
+  def _count_steps(self, e: int) -> int:
+    """Return the number of steps of an episode."""
     episode = _member(self._file, f'episode_{e}', 'Group')
     shape = _member(episode, 'rewards', 'Dataset').shape
     if shape is None or len(shape) != 1 or shape[0] < 1:
       raise UsageError(f'{episode.name}/rewards has the shape {shape}, expected one number a step')
-    steps = int(shape[0])
-    for name, kinds in NUMBERS.items():
-      _check_array(_member(episode, name, 'Dataset'), (steps,), kinds)
-    for path, leaf in self._leaves():
-      dataset = self._dataset(episode, path)
-      rows = steps + (path != 'actions')
-      if _holds_jpeg(dataset, leaf):
-        if dataset.shape[0] != rows:
-          raise UsageError(f'{dataset.name} has {dataset.shape[0]} images, expected {rows}')
-        limit = JPEG_HEADER + 4 * _row_bytes(leaf)
-        if dataset.ndim == 2 and dataset.shape[1] > limit:
-          raise UsageError(
-            f'{dataset.name} has images of {dataset.shape[1]:,} bytes, expected at most {limit:,}'
-          )
-        continue
-      kinds = {'b': 'b', 'f': 'f'}.get(np.dtype(leaf.dtype).kind, 'iu')
-      _check_array(dataset, (rows, *leaf.shape), kinds)
-    return steps
+    return int(shape[0])
 
   def _fill(self, e: int, rows: LogRows, arrays: list[np.ndarray], at: slice) -> None:
     """Read an episode into its rows."""
     episode = self._file[f'episode_{e}']
+    steps = at.stop - at.start - 1
     for array, (path, leaf) in zip(arrays, self._leaves(), strict=True):
-      dataset = self._dataset(episode, path)
-      values = _decode(dataset, leaf) if _holds_jpeg(dataset, leaf) else dataset[()]
       is_action = path == 'actions'
-      values = _fit(values, leaf, dataset.name, is_action)
+      dataset = self._dataset(episode, path)
+      values = _fit(_read(dataset, leaf, steps + (not is_action)), leaf, dataset.name, is_action)
       array[at] = np.concatenate([values, values[:1]]) if is_action else values
-    reward = np.asarray(episode['rewards'][()], np.float64)
-    if not (np.abs(reward) <= LARGEST_REWARD).all():
+    numbers = {name: _member(episode, name, 'Dataset') for name in NUMBERS}
+    for name, kinds in NUMBERS.items():
+      _check_array(numbers[name], (steps,), kinds)
+    reward, terminated, truncated = (numbers[name][()] for name in NUMBERS)
+    if not (np.abs(reward.astype(np.float64)) <= LARGEST_REWARD).all():
       raise UsageError(f'{episode.name}/rewards has numbers that are not finite, or too large')
-    terminated, truncated = episode['terminations'][()], episode['truncations'][()]
     if (early := np.flatnonzero((terminated | truncated)[:-1])).size:
       raise UsageError(f'{episode.name} goes on after its end at step {early[0]}')
     rows.reward[at][1:] = reward
     rows.discount[at][-1] = 0.0 if terminated[-1] else 1.0
     rows.step_type[at][0], rows.step_type[at][-1] = FIRST, LAST
+
+
+def _read(dataset: Any, leaf: Any, rows: int) -> np.ndarray:
+  """Return the `rows` rows of a leaf, after a check of the type and the size of its dataset."""
+  if not _holds_jpeg(dataset, leaf):
+    kinds = {'b': 'b', 'f': 'f'}.get(np.dtype(leaf.dtype).kind, 'iu')
+    _check_array(dataset, (rows, *leaf.shape), kinds)
+    values: np.ndarray = dataset[()]
+    return values
+  if dataset.shape[0] != rows:
+    raise UsageError(f'{dataset.name} has {dataset.shape[0]} images, expected {rows}')
+  limit = JPEG_HEADER + 4 * _row_bytes(leaf)
+  if dataset.ndim == 2 and dataset.shape[1] > limit:
+    raise UsageError(
+      f'{dataset.name} has images of {dataset.shape[1]:,} bytes, expected at most {limit:,}'
+    )
+  return _decode(dataset, leaf)
 
 
 def _row_bytes(leaf: Any) -> int:
