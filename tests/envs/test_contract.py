@@ -41,6 +41,9 @@ ENDLESS = (  # in 60 steps
   'jumanji:FlatPack-v0',
   'jumanji:MultiCVRP-v0',
   'podrace:autoencode',
+  'pgx:chess',
+  'pgx:go_19x19',
+  'pgx:shogi',
 )
 
 

@@ -38,6 +38,7 @@ OBSERVATIONS = (
   'rgb_first_person',
 )
 HIGHEST = int(EntityIds.PLAYER)  # largest entity; colours and states have fewer values
+OUTSIDE = 100  # cells of `categorical_first_person` beyond the grid: the default of navix's `crop`
 
 
 @allow_rank_promotion
@@ -63,7 +64,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   seen = jax.eval_shape(env.reset, raw_key(jax.random.key(0))).observation
   drawn = kind.startswith('rgb')
   lowest = -1 if kind.startswith('categorical') else 0  # a wall
-  space = box(lowest, 255 if drawn else HIGHEST, seen.shape, seen.dtype)
+  highest = OUTSIDE if kind == 'categorical_first_person' else 255 if drawn else HIGHEST
+  space = box(lowest, highest, seen.shape, seen.dtype)
   locks = name.startswith('Navix-KeyCorridor')
   dynamics = Navix(env, space, discrete(env.action_space.n), drawn, locks)
   return NextStepReset(dynamics, values['fresh_fraction'])
