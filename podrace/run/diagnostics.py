@@ -21,10 +21,40 @@ from podrace.system.files.schema import COUNT, TEXT, Member, is_number, needed
 FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 RECENT = 10  # lines that are kept
+SMOOTH = 5  # returns in a mean
 MANY = 20  # lines of a run that is long enough to judge its learning
 FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no target, has changed
 ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
 SCHEMA = {'diagnostics': needed(Member('a list', each=Member('an object', members=ENTRY)))}
+
+
+@dataclasses.dataclass
+class Fall:
+  """The returns of a seed: whether they have lost half of what was learned.
+
+  Attributes:
+    first: the first return.
+    recent: the newest returns, at most SMOOTH.
+    best: the largest mean of SMOOTH returns.
+    since: step since which the recent mean is nearer to `first` than to `best`; None if it is not.
+  """
+
+  first: float | None = None
+  recent: list[float] = dataclasses.field(default_factory=list)
+  best: float = -math.inf
+  since: float | None = None
+
+  def add(self, step: float, value: float, error: float) -> None:
+    """Count a return, whose standard error is `error`."""
+    self.first = value if self.first is None else self.first
+    self.recent = [*self.recent[1 - SMOOTH :], value]
+    if len(self.recent) < SMOOTH:
+      return
+    mean = statistics.mean(self.recent)
+    self.best = max(self.best, mean)
+    gain = self.best - self.first
+    fallen = gain > 0.02 * abs(self.first) + 4 * error and mean < self.first + gain / 2
+    self.since = (step if self.since is None else self.since) if fallen else None
 
 
 @dataclasses.dataclass
@@ -34,6 +64,7 @@ class History:
   Attributes:
     agent: the innermost agent. Its settings bound some metrics.
     total_steps: of the run.
+    warm: whether the run began with learned parameters, so that its first return may be its best.
     lines: the newest lines, numbers only.
     returns: the newest returns, of lines with episodes.
     count: the number of all lines.
@@ -41,10 +72,12 @@ class History:
     first: the first number of each metric.
     lowest: the least number of each metric.
     highest: the largest number of each metric.
+    falls: of each seed.
   """
 
   agent: Any
   total_steps: int
+  warm: bool = False
   lines: list[dict[str, float]] = dataclasses.field(default_factory=list)
   returns: list[float] = dataclasses.field(default_factory=list)
   count: int = 0
@@ -52,6 +85,7 @@ class History:
   first: dict[str, float] = dataclasses.field(default_factory=dict)
   lowest: dict[str, float] = dataclasses.field(default_factory=dict)
   highest: dict[str, float] = dataclasses.field(default_factory=dict)
+  falls: list[Fall] = dataclasses.field(default_factory=list)
 
   def add(self, line: dict[str, Any]) -> None:
     """Count a line of metrics."""
@@ -62,12 +96,22 @@ class History:
     numbers |= _rates(numbers)
     self.lines = [*self.lines[1 - RECENT :], numbers]
     if 'episode_return' in numbers:
-      self.returns = [*self.returns[-4:], numbers['episode_return']]
+      self.returns = [*self.returns[1 - SMOOTH :], numbers['episode_return']]
+    self._follow(line.get('episode_return_by_seed') or [line.get('episode_return')], numbers)
     self.count += 1
     for name, value in numbers.items():
       self.first.setdefault(name, value)
       self.lowest[name] = min(value, self.lowest.get(name, value))
       self.highest[name] = max(value, self.highest.get(name, value))
+
+  def _follow(self, returns: list[Any], numbers: dict[str, float]) -> None:
+    """Count the return of each seed in a line."""
+    if len(self.falls) != len(returns):
+      self.falls = [Fall() for _ in returns]
+    error = numbers.get('return_error', 0.0) * math.sqrt(len(returns))
+    for fall, value in zip(self.falls, returns, strict=True):
+      if is_number(value) and 'step' in numbers:
+        fall.add(numbers['step'], float(value), error)
 
   @property
   def progress(self) -> float:
@@ -84,13 +128,14 @@ class History:
     """Whether recent returns do not exceed the first line's by 2% and its standard error.
 
     A policy that had become good within the first line's steps has a lower mean there. Three lines
-    with episodes are needed to tell.
+    with episodes are needed to tell. With learned parameters at the start, returns have to be lower
+    than the first line's by as much.
     """
     if len(self.returns) < 3:
       return False
     first = self.first['episode_return']
     margin = 0.02 * abs(first) + self.first.get('return_error', 0.0)
-    return statistics.mean(self.returns) <= first + margin
+    return statistics.mean(self.returns) <= (first - margin if self.warm else first + margin)
 
   def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
     """Return whether a metric lay within a range in each of the newest `n` lines."""
@@ -180,6 +225,12 @@ def _has_first_target(history: History) -> bool:
   return MANY_STEPS <= history.gradient_steps < getattr(agent, 'target_period', 0)
 
 
+def _has_fallen(history: History) -> bool:
+  """Return whether a seed has lost half of what it learned for a fifth of the run."""
+  step, least = history.lines[-1].get('step', 0.0), 0.2 * history.total_steps
+  return any(fall.since is not None and step - fall.since >= least for fall in history.falls)
+
+
 @dataclasses.dataclass(frozen=True)
 class Check:
   """A sign of a failure.
@@ -211,12 +262,19 @@ CHECKS = (
     'all episodes have the same return, so there is nothing to learn from: look at the rewards, '
     'or explore more',
     lambda h: (
-      h.progress >= 0.3
+      not h.warm
+      and h.progress >= 0.3
       and h.count >= MANY
       and 'episode_return' in h.first
       and h.lowest['episode_return'] == h.highest['episode_return']
       and h.highest.get('episode_return_std', 1) == 0
     ),
+  ),
+  Check(
+    'return-fell',
+    'for a fifth of the run the return, or that of a seed, has been nearer to its start than to its '
+    'best: keep the best parameters by --eval-every, and lower --agent.learning-rate',
+    lambda h: h.count >= MANY and _has_fallen(h),
   ),
   Check(
     'returns-not-finite',
@@ -321,11 +379,12 @@ class Diagnostics:
   Args:
     agent: the agent of the run.
     total_steps: of the run.
+    warm: whether the run begins with learned parameters.
   """
 
-  def __init__(self, agent: Any, total_steps: int) -> None:
+  def __init__(self, agent: Any, total_steps: int, warm: bool = False) -> None:
     self._agent = agent
-    self._history = History(hooks.innermost(agent), total_steps)
+    self._history = History(hooks.innermost(agent), total_steps, warm)
     self.made: list[dict[str, Any]] = []  # ENTRY
 
   def add(self, line: dict[str, Any]) -> list[str]:
@@ -345,13 +404,13 @@ class Diagnostics:
   def save(self) -> dict[str, Any]:
     """Return the state for a checkpoint, as JSON."""
     state = dataclasses.asdict(dataclasses.replace(self._history, agent=None))
-    del state['agent'], state['total_steps']
+    del state['agent'], state['total_steps'], state['warm']
     return {'history': state, 'made': list(self.made)}
 
   def restore(self, saved: dict[str, Any]) -> None:
     """Take the state of a checkpoint back."""
     for name, value in saved['history'].items():
-      setattr(self._history, name, value)
+      setattr(self._history, name, [Fall(**x) for x in value] if name == 'falls' else value)
     self.made = list(saved['made'])
 
   def write(self, run_dir: Path) -> None:

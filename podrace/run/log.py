@@ -57,7 +57,8 @@ class Log:
   ) -> None:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.warn = warn
-    self.diagnostics = Diagnostics(config.agent, config.total_steps)
+    warm = bool(getattr(config, 'init_from', ''))
+    self.diagnostics = Diagnostics(config.agent, config.total_steps, warm)
     self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
     self.since_line = Clock()  # since the last line of metrics

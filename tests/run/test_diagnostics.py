@@ -48,6 +48,10 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
   'no-episodes': (dict(episodes=0, episode_return=None, episode_length=None), PPO()),
   'one-step-episodes': (dict(episode_length=1.0), PPO()),
   'constant-return': (FLAT | dict(episode_return_std=0.0, entropy=lambda x: 1 - x / 2), PPO()),
+  'return-fell': (
+    dict(episode_return=lambda x: 20 + 800 * x if x < 0.6 else 60.0, explained_variance=0.5),
+    PPO(),
+  ),
   'returns-not-finite': (dict(episode_return=None), PPO()),
   'no-gradient-steps': (dict(gradient_steps=0), PPO()),
   'entropy-collapsed': (FLAT | dict(entropy=lambda x: 1.1 if x < 0.1 else 0.0), PPO()),
@@ -117,11 +121,45 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     dict(explained_variance=-0.5),  # likewise, in spite of its values
     FLAT | dict(entropy=lambda x: 1 - x / 2),  # a return that stays says nothing alone
     FLAT | in_lines(lambda line: line < 3, lambda x: 0.0),  # too few episodes to tell
+    dict(episode_return=lambda x: 0.2 if 0.5 < x < 0.6 else 2 * x),  # a short fall
+    dict(episode_return=lambda x: 1.0 if x < 0.6 else 0.4, episode_return_std=5.0),  # noise
     FLAT | in_lines(lambda line: line % 9 == 1, lambda x: 2 * x),  # in 3 lines, with long gaps
   ],
 )
 def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
   assert diagnose(curves, PPO()) == []
+
+
+def test_a_seed_that_falls_is_named() -> None:
+  def line(x: float) -> dict[str, Any]:
+    return dict(episode_return_by_seed=[2 * x, 2 * x if x < 0.6 else -0.5, None])
+
+  lines = [x | line(x['step'] / TOTAL) for x in lines_of(HEALTHY)]
+  diagnostics = Diagnostics(PPO(), TOTAL)
+  for each in lines:
+    diagnostics.add(each)
+  (entry,) = diagnostics.made
+  assert entry['name'] == 'return-fell' and 800 <= entry['step'] <= TOTAL
+
+
+@pytest.mark.parametrize(
+  'curves, signs',
+  [
+    (dict(episode_return=500.0, episode_return_std=0.0, entropy=0.001), []),
+    (dict(episode_return=500.0, episode_return_std=0.0, entropy=0.6), []),
+    (
+      dict(episode_return=lambda x: 500 - 100 * x, entropy=lambda x: 0.005 - 0.004 * x),
+      ['entropy-collapsed'],
+    ),
+  ],
+)
+def test_a_run_that_begins_with_learned_parameters_need_not_improve(
+  curves: dict[str, Curve], signs: list[str]
+) -> None:
+  diagnostics = Diagnostics(PPO(), TOTAL, warm=True)
+  for line in lines_of(HEALTHY | curves):
+    diagnostics.add(line)
+  assert [entry['name'] for entry in diagnostics.made] == signs
 
 
 @pytest.mark.parametrize(
