@@ -101,11 +101,14 @@ def run(args: list[str]) -> int:
 
 
 def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
+  from podrace.commands.reproduce import check_recorded
   from podrace.experiments.suites.compare import compare
   from podrace.experiments.suites.suite import load
 
   suite = load(options.text('--suite'))
   folder = options.path('--records') or Path(RECORDS) / suite.name
+  if folder.is_dir():
+    check_recorded(suite, folder)
   result, lines = compare(suite, folder, groups, out)
   if not folder.is_dir():
     tell(f'podrace plot: {folder} has no records of {suite.name}: --records names their directory')

@@ -73,6 +73,7 @@ def run(args: list[str]) -> int:
   if '--page' in options:
     from podrace.experiments.suites.page import write_page
 
+    check_recorded(suite, to)
     print_json(write_page(suite, to, Path(options.text('--page'))))
     return 0
   from podrace.experiments.suites.reproduce import Reproduction
@@ -81,6 +82,20 @@ def run(args: list[str]) -> int:
   configs = {p.name: _configure(suite, p) for p in programs}
   plan = Reproduction(suite, programs, configs, folder, to, jobs, '--again' in options)
   return _run_alone(plan) if '--program' in options else _run_all(plan)
+
+
+def check_recorded(suite: suites.Suite, to: Path) -> None:
+  """Refuse records whose settings are not those of the suite.
+
+  Raises:
+    UsageError: if there are any.
+  """
+  from podrace.experiments.suites.records import record_path
+  from podrace.experiments.suites.reproduce import Reproduction, check_settings
+
+  recorded = [p for p in suite.programs if record_path(to, p).exists()]
+  configs = {p.name: _configure(suite, p) for p in recorded}
+  check_settings(Reproduction(suite, recorded, configs, to, to, 1, False), tell)
 
 
 def _run_all(plan: Reproduction) -> int:
@@ -145,6 +160,12 @@ def _configure(suite: suites.Suite, program: suites.Program) -> Config:
     raise UsageError(f'{program.name}: {e}; --only leaves out parts of {suite.name}') from e
   except (UsageError, UnknownName) as e:
     raise UsageError(f'{suite.source}: {program.name}: {e}') from e
+  own = {'total_steps': program.steps, 'seed': program.first, 'seeds': program.count}
+  for name, value in own.items():
+    if (other := getattr(config, name)) != value:
+      raise UsageError(
+        f'{suite.source}: {program.name}: its settings make {name} {other}, and the suite {value}'
+      )
   return config
 
 

@@ -205,8 +205,10 @@ def draw_aggregate(
 def _draw_intervals(axis: Any, summary: dict[str, dict[str, Any]], statistic: str) -> None:
   """Draw a statistic of each algorithm as a bar from low to high. The first one is at the top."""
   for i, numbers in enumerate(summary.values()):
-    color, limits = line_style(i)['color'], numbers[f'{statistic}_interval']
-    axis.plot(limits, [i, i], linewidth=7, alpha=0.35, solid_capstyle='butt', color=color)
+    color, limits = line_style(i)['color'], numbers[f'{statistic}_interval'] or ()
+    axis.plot(
+      limits, [i] * len(limits), linewidth=7, alpha=0.35, solid_capstyle='butt', color=color
+    )
     axis.plot([numbers[statistic]], [i], '|', markersize=14, markeredgewidth=2, color=color)
   axis.set_ylim(len(summary) - 0.3, -0.7)
   axis.set_title({'iqm': 'interquartile mean', 'median': 'median'}[statistic], fontsize=10)
@@ -236,11 +238,16 @@ def _draw_bands(axis: Any, bands: Sequence[Band], title: str, x_label: str, y_la
 
 
 def summarize_tasks(tasks: Sequence[np.ndarray]) -> dict[str, Any]:
-  """Return the aggregates of one algorithm's scores, with intervals."""
+  """Return the aggregates of one algorithm's scores.
+
+  Intervals are None if a task has one run: they are resampled within each task.
+  """
   summary: dict[str, Any] = {'tasks': len(tasks), 'curves': sum(map(len, tasks))}
+  several = min(map(len, tasks)) > 1
   for name, statistic in statistics.AGGREGATES.items():
     summary[name] = float(statistic(tasks))
-    summary[f'{name}_interval'] = list(statistics.interval(statistic, tasks))
+    ends = list(statistics.interval(statistic, tasks)) if several else None
+    summary[f'{name}_interval'] = ends
   return summary
 
 

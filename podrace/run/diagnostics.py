@@ -272,8 +272,8 @@ CHECKS = (
   ),
   Check(
     'return-fell',
-    'for a fifth of the run the return, or that of a seed, has been nearer to its start than to its '
-    'best: keep the best parameters by --eval-every, and lower --agent.learning-rate',
+    'for a fifth of the run the return, or that of a seed, has been nearer to its start than to '
+    'its best: keep the best parameters by --eval-every, and lower --agent.learning-rate',
     lambda h: h.count >= MANY and _has_fallen(h),
   ),
   Check(

@@ -79,16 +79,19 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
     yield functools.partial(is_locked, run_dir.absolute(), file)
 
 
+def differences_of(config: Basics, run_dir: Path) -> list[Change]:
+  """Return the settings in which a run directory's record differs from a configuration."""
+  old = read_record(run_dir)
+  return [] if old is None else list(changes(completed_record(old, config), to_json(config)))
+
+
 def changes_of(config: Basics, run_dir: Path) -> list[Change]:
-  """Return the settings in which a run directory's record differs from a configuration.
+  """Return the settings of a run that a configuration changes.
 
   Raises:
     UsageError: if there are checkpoints, and a setting differs that cannot change in a run.
   """
-  old = read_record(run_dir)
-  if old is None:
-    return []
-  changed = list(changes(completed_record(old, config), to_json(config)))
+  changed = differences_of(config, run_dir)
   begun = any((run_dir / 'checkpoints').glob('*'))
   if begun and not NEVER.isdisjoint(change.path for change in changed):
     raise UsageError(

@@ -158,7 +158,12 @@ BAD = [
   ("acting = 'sampled'", "acting = 'best'", "acting of catch/ppo is 'best'"),
   ("[pairs.'catch/ppo']", "[pairs.'catch/dqn']", "pairs has 'catch/dqn'"),
   ('{ cartpole', '{ pong', "published has a task 'pong'"),
-  ("'495.1 +-", "'about 495.1 +-", "'about'"),
+  ("'495.1 +-", "'about 495.1 +-", "cartpole has the score 'about 495.1"),
+  ('--devices 1', '--devices 1 --seeds 3', 'train of catch/impala has --seeds'),
+  ('--devices 1', '--devices 1 --total_steps=9', 'has --total-steps'),
+  ('--devices 1', '--devices "1', 'train of catch/impala is'),
+  ('low = -1', "low = -1\nagents = ['ppo', 'ppo']", 'tasks.catch.agents'),
+  ('low = -1', 'low = -1\nagents = []', 'tasks.catch.agents'),
   ("env = 'podrace:catch'", '', 'tasks.catch has no env'),
   ('[tasks.catch]', "[tasks.'../x']", "'../x'"),
   ('[tasks.catch]', '[tasks.catch', 'tiny.toml: '),
@@ -328,8 +333,12 @@ def test_another_commit_with_the_same_settings_is_named(
   ('content', 'message'),
   [
     ('{', 'is not JSON'), ('{}', 'has no suite'), ({'task': 'cartpole'}, 'of another program'),
-    ({'seeds': [7]}, 'has the seeds [7]'), ({'training': ['x']}, 'training'),
+    ({'training': ['x']}, 'training'), ({'training': [1.0, 2.0]}, '1 seeds'),
+    ({'killed_at': None}, 'killed_at'), ({'killed_at': ['x']}, 'killed_at'),
     ({'curve': {'step': [1], 'returns': 3}}, 'curve'),
+    ({'curve': {'step': [1], 'returns': []}}, '1 seeds'),
+    ({'curve': {'step': [1, 2], 'returns': [[1.0]]}}, 'lengths'),
+    ({'curve': {'step': [2, 1], 'returns': [[1.0, 2.0]]}}, 'ascend'),
   ],
 )  # fmt: skip
 def test_a_damaged_record_is_named(
@@ -455,14 +464,16 @@ def test_hashes_are_compared_within_a_seed(
   hashes: dict[str, str], same: str, tiny: Path, tmp_path: Path, capsys: Capture
 ) -> None:
   text = TINY.replace('impala]', 'whole]').replace('agents.ppo]', 'agents.killed]')
+  ppo = '--agent ppo --agent.minibatches 1 --agent.epochs 1'
+  text = text.replace("--agent impala --agent.network.hidden 8'", f"{ppo} --agent.network.hidden 8'\nacting = 'sampled'")  # fmt: skip
   text = text.replace(
     "[pairs.'catch/ppo']", "[pairs.'catch/whole']\ntogether = 1\n[pairs.'catch/killed']"
   )
   (tmp_path / 'tiny.toml').write_text(text.replace('scale', "compare = 'hashes'\nscale", 1))
   (tmp_path / 'records').mkdir()
-  record = records(tiny)['catch.ppo.0']
   for name, digest in hashes.items():
     agent, seed = name.split('.')
+    record = records(tiny)[f'catch.ppo.{seed}']
     changes = {'agent': agent, 'seeds': [int(seed)], 'params_sha256': digest * 64}
     (tmp_path / f'records/catch.{name}.json').write_text(json.dumps(record | changes))
   args = arguments(tmp_path, '--page', str(tmp_path / 'x.md'))
@@ -552,6 +563,39 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   code, printed, err = called(capsys, 'plot', runs[0], *args, '--out', str(out))
   assert code == 0 and list(json.loads(printed)['groups']) == ['yours: ppo']
   assert '--records' in err and str(tmp_path / 'none') in err
+
+
+def test_scores_of_runs_are_those_of_their_records(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  run, out = str(tiny / 'runs/catch.ppo.0'), str(tmp_path / 'x.png')
+  args = ('--suite', str(tiny / 'tiny.toml'), '--records', str(tiny / 'records'), '--out', out)
+  _, printed, _ = called(capsys, 'plot', run, *args)
+  result = json.loads(printed)
+  yours, recorded = result['groups']['yours: ppo'], records(tiny)['catch.ppo.0']
+  assert yours['mean'] == pytest.approx((recorded['training'][0] + 1) / 2, abs=1e-6)
+  assert yours['mean_interval'] is None and yours['iqm_interval'] is None  # of one run
+  assert len(result['groups']['ppo']['mean_interval']) == 2
+  assert result['steps'] == {name: {'catch': 1280} for name in ('yours: ppo', 'impala', 'ppo')}
+
+
+@pytest.mark.parametrize(
+  'was_now', [('steps = 1_280', 'steps = 9_999'), ('episodes = 4', 'episodes = 9')]
+)
+def test_records_of_other_settings_are_in_no_page_or_comparison(
+  was_now: tuple[str, str], tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  (folder / 'tiny.toml').write_text(TINY.replace(*was_now))
+  page, out = tmp_path / 'x.md', tmp_path / 'x.png'
+  suite = ('--suite', str(folder / 'tiny.toml'), '--records', str(folder / 'records'))
+  for words in (
+    ('reproduce', *arguments(folder, '--page', str(page))),
+    ('plot', str(folder / 'runs/catch.ppo.0'), *suite, '--out', str(out)),
+  ):
+    code, printed, err = called(capsys, *words)
+    assert (code, printed) == (2, '') and was_now[0].partition(' ')[0] in err
+  assert not page.exists() and not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,18 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.experiments import curves, plot
+from podrace.experiments import plot
 from podrace.experiments.curves import CurveGroup
 from podrace.experiments.labels import label_agent, make_labels
 from podrace.experiments.scores import compare_pairs
 from podrace.experiments.suites.page import by_pair, describe, scores_of
 from podrace.experiments.suites.records import read_records
 from podrace.experiments.suites.suite import Suite
+from podrace.run.summary import final_return
 
 YOURS = 'yours'
 Scores = dict[str, dict[str, np.ndarray]]  # by the name of the agent and the task, [runs]
+Steps = dict[str, dict[str, int]]  # likewise: environment steps of the longest run
 
 
 def compare(
@@ -41,7 +43,7 @@ def compare(
   Raises:
     UsageError: if no task is shared.
   """
-  yours = _your_scores(suite, groups)
+  yours, steps = _your_scores(suite, groups)
   tasks = [t for t in suite.tasks if yours and all(t in x for x in yours.values())]
   if not tasks:
     envs = ', '.join(sorted({g.env for g in groups}))
@@ -54,6 +56,7 @@ def compare(
   recorded: Scores = {}
   for (task, agent), some in pairs.items():
     recorded.setdefault(agent, {})[task] = scores_of(some, 'training')
+    steps.setdefault(agent, {})[task] = max(r.content['step'] for r in some)
   whole = {a: x for a, x in recorded.items() if all(t in x and len(x[t]) for t in tasks)}
   scaled = {
     name: [suite.tasks[t].normalize(x[t]) for t in tasks] for name, x in (yours | whole).items()
@@ -62,13 +65,14 @@ def compare(
   result = {
     'suite': suite.name, 'tasks': tasks, 'normalized': suite.scale, 'groups': numbers,
     'probability_of_improvement': [p for p in compare_pairs(scaled) if p['better'] in yours],
+    'steps': {name: {t: n for t, n in x.items() if t in tasks} for name, x in steps.items()},
     'published': [dataclasses.asdict(p) for p in suite.published],
   }  # fmt: skip
-  return result, _table(suite, tasks, yours | recorded)
+  return result, _table(suite, tasks, yours | recorded, steps)
 
 
-def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> Scores:
-  """Return the scores of the runs in environments of the suite.
+def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> tuple[Scores, Steps]:
+  """Return the scores of the runs in environments of the suite, and their steps.
 
   A line is an agent, or if a task has several settings of an agent, each of these settings.
   Runs count in each task of their environment.
@@ -81,21 +85,34 @@ def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> Scores:
   if len(set(zip(labels, (g.env for g in ours), strict=True))) < len(ours):
     labels = make_labels([dataclasses.replace(g, config=g.config | {'env': ''}) for g in ours])
   scores: Scores = {}
+  steps: Steps = {}
   for group, label in zip(ours, labels, strict=True):
-    final = np.array([curves.final_mean(c) for c in group.curves])
-    tasks = scores.setdefault(f'{YOURS}: {label}', {})
-    for name in by_env[group.env]:
-      tasks[name] = np.concatenate([tasks.get(name, np.array([])), final])
-  return scores
+    final = np.array([x for run in dict.fromkeys(c.run for c in group.curves) for x in _final(run)])
+    name = f'{YOURS}: {label}'
+    tasks, longest = scores.setdefault(name, {}), steps.setdefault(name, {})
+    for key in by_env[group.env]:
+      tasks[key] = np.concatenate([tasks.get(key, np.array([])), final])
+      longest[key] = max(longest.get(key, 0), *(int(c.x[-1]) for c in group.curves))
+  return scores, steps
 
 
-def _table(suite: Suite, tasks: Sequence[str], scores: Mapping[str, Any]) -> list[str]:
+def _final(run: Path) -> list[float]:
+  """Return the training return of the last tenth of each seed, as records have it."""
+  final = final_return(run / 'metrics.jsonl')
+  by_seed = final.get('episode_return_by_seed') or [final['episode_return']]
+  return [float(x) for x in by_seed if x is not None]
+
+
+def _table(
+  suite: Suite, tasks: Sequence[str], scores: Mapping[str, Any], steps: Steps
+) -> list[str]:
   lines = []
   for task in tasks:
     lines.append(f'{task}, training return of the last tenth, mean [95% interval]:')
     for name, of_tasks in scores.items():
       if task in of_tasks:
-        lines.append(f'  {name}: {describe(of_tasks[task])}, {len(of_tasks[task])} seeds')
+        text, count = describe(of_tasks[task]), len(of_tasks[task])
+        lines.append(f'  {name}: {text}, {count} seeds, {steps[name][task]:,} steps')
     lines += [
       f'  published, {p.who}: {p.scores[task]} ({p.protocol})'
       for p in suite.published

@@ -26,8 +26,9 @@ KILLED = 128 + signal.SIGKILL  # exit code
 def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None]) -> list[int]:
   """Train a program in a child process that is killed `program.kills` times.
 
-  The parts of the run at which it is killed are random, and a random delay follows. A program that
-  is finished earlier is not killed again.
+  The parts of the run at which it is killed are random, and a random delay follows. Each child is
+  killed after a step that no earlier child has reached, so that each has resumed and learned. A
+  program that is finished earlier is not killed again.
 
   Args:
     program: the program.
@@ -45,10 +46,11 @@ def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None])
   delays = rng.uniform(0.0, LONGEST, program.kills)
   killed_at: list[int] = read_json(run_dir / FILE) or []
   for target, delay in list(zip(targets, delays, strict=True))[len(killed_at) :]:
+    target = max(target, _step(run_dir) + 1)  # lines of an earlier child are still there
     code = _train_until(program, run_dir, target, delay)
     if code == 0:
       break
-    if code != KILLED:
+    if code != KILLED or _step(run_dir) < target:
       raise RunError(f'{program.name}: its child ended with {code}: see {run_dir}/output.txt')
     killed_at.append(_step(run_dir))
     write_json(run_dir / FILE, killed_at)

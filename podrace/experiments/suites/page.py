@@ -210,14 +210,16 @@ def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:
 
 
 def _interval(values: Mapping[str, Any], statistic: str) -> str:
-  low, high = values[f'{statistic}_interval']
-  return f'{values[statistic]:.3f} [{low:.3f}, {high:.3f}]'
+  ends = values[f'{statistic}_interval']
+  return f'{values[statistic]:.3f}' + (f' [{ends[0]:.3f}, {ends[1]:.3f}]' if ends else '')
 
 
 def _improvement(scores: Mapping[str, Sequence[np.ndarray]], a: str, b: str) -> str:
   if a == b:
     return ''
   value = statistics.probability_of_improvement(scores[a], scores[b])
+  if min(map(len, [*scores[a], *scores[b]])) < 2:
+    return f'{value:.2f}'
   low, high = statistics.interval(
     statistics.probability_of_improvement,
     scores[a],
@@ -232,7 +234,8 @@ def _efficiency(
 ) -> tuple[dict[str, Band], str]:
   """Return the interquartile mean of each agent over its steps, and the name of that axis.
 
-  If an agent has different numbers of steps in its tasks, positions are parts of the runs.
+  If an agent has different numbers of steps in its tasks, positions are parts of the runs. A curve
+  begins when an episode of each run has ended.
   """
   tasks = [t for t in suite.tasks if any(t == task for task, _ in pairs)]
   totals = {(p.task, p.agent): p.steps for p in suite.programs}
@@ -244,8 +247,10 @@ def _efficiency(
     each = [
       _on_grid(suite, t, pairs[t, agent], grid, 1.0 if equal else totals[t, agent]) for t in tasks
     ]
+    known = np.isfinite(np.concatenate(each)).all(axis=0)
+    grid, each = grid[known], [x[:, known] for x in each]
     low, high = statistics.interval(statistics.iqm, each, resamples=statistics.CURVE_RESAMPLES)
-    count = np.full(GRID, sum(map(len, each)))
+    count = np.full(len(grid), sum(map(len, each)))
     bands[agent] = Band(grid, statistics.iqm(each), low, high, count)
   return bands, 'environment steps' if equal else 'part of the run'
 
@@ -253,9 +258,9 @@ def _efficiency(
 def _on_grid(
   suite: Suite, task: str, records: Sequence[Record], grid: np.ndarray, unit: float
 ) -> np.ndarray:
-  """Return the normalized curves [runs, GRID] of a task."""
+  """Return the normalized curves [runs, GRID] of a task, NaN before the first return of a run."""
   rows = [
-    np.interp(grid * unit, c.x, suite.tasks[task].normalize(c.y))
+    np.interp(grid * unit, c.x, suite.tasks[task].normalize(c.y), left=np.nan)
     for r in records
     for c in r.curves()
   ]

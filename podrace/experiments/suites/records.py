@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import platform
 import subprocess
@@ -31,7 +32,8 @@ OBJECT = needed(Member('an object'))
 RECORD = {
   'suite': needed(TEXT), 'task': needed(TEXT), 'agent': needed(TEXT),
   'seeds': needed(Member('a list', each=COUNT)), 'config': OBJECT, 'evaluation': OBJECT,
-  'kills': needed(COUNT), 'step': needed(COUNT), 'training': needed(EACH),
+  'kills': needed(COUNT), 'killed_at': Member('a list', each=COUNT), 'step': needed(COUNT),
+  'training': needed(EACH),
   'evaluated': needed(EACH), 'params_sha256': needed(TEXT), 'wall_s': NUMBER, 'machine': OBJECT,
   'commit': needed(TEXT),
   'curve': needed(Member('an object', members={
@@ -61,17 +63,39 @@ class Record:
     """Return the training return of each seed over environment steps."""
     curve = self.content['curve']
     steps = np.array(curve['step'], float)
-    if any(len(row) != len(steps) for row in curve['returns']):
-      raise UnreadableFile(self.path, 'has curves of other lengths than its steps')
     rows = [[np.nan if y is None else y for y in row] for row in curve['returns']]
     return curves_of(steps, np.array(rows, float), self.path)
 
   def differences(self, program: Program, config: dict[str, Any]) -> list[str]:
     """Return the settings in which a program is not the recorded one, as texts."""
-    was = {k: self.content[k] for k in ('evaluation', 'kills')}
-    now = {'evaluation': describe_evaluation(program.evaluation), 'kills': program.kills}
+    was = {k: self.content[k] for k in ('seeds', 'evaluation', 'kills')}
+    now = {'seeds': program.seeds, 'kills': program.kills}
+    now['evaluation'] = describe_evaluation(program.evaluation)
     old = {'config': complete(self.content['config']), **was}
     return [str(c) for c in changes(old, {'config': config, **now})]
+
+
+def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
+  """Return the record of a program in a directory; None if there is none.
+
+  Raises:
+    UnreadableFile: if it is damaged, or of another suite.
+  """
+  path = record_path(folder, program)
+  content = read_object(path, RECORD)
+  if content is None:
+    return None
+  name = content['suite']
+  if (name, content['task'], content['agent']) != (suite.name, program.task, program.agent):
+    raise UnreadableFile(path, f'is of suite {name:.99}, or of another program')
+  seeds, curve = len(content['seeds']), content['curve']
+  if any(len(x) != seeds for x in (content['training'], content['evaluated'], curve['returns'])):
+    raise UnreadableFile(path, f'has other numbers of scores and curves than its {seeds} seeds')
+  if any(len(row) != len(curve['step']) for row in curve['returns']):
+    raise UnreadableFile(path, 'has curves of other lengths than its steps')
+  if any(after <= before for before, after in itertools.pairwise(curve['step'])):
+    raise UnreadableFile(path, 'has a curve whose steps do not ascend')
+  return Record(path, content)
 
 
 def read_records(folder: Path, suite: Suite) -> dict[str, Record]:
@@ -79,20 +103,18 @@ def read_records(folder: Path, suite: Suite) -> dict[str, Record]:
 
   Raises:
     UnreadableFile: if one is damaged, or of another suite.
+    UsageError: if one has other seeds.
   """
   records = {}
   for program in suite.programs:
-    path = record_path(folder, program)
-    content = read_object(path, RECORD)
-    if content is None:
+    if (record := read_record(folder, suite, program)) is None:
       continue
-    name = content['suite']
-    seeds = list(range(program.first, program.first + program.count))
-    if (name, content['task'], content['agent']) != (suite.name, program.task, program.agent):
-      raise UnreadableFile(path, f'is of suite {name:.99}, or of another program')
-    if content['seeds'] != seeds:
-      raise UsageError(f'{path} has the seeds {content["seeds"]}, and the suite {seeds}: remove it')
-    records[program.name] = Record(path, content)
+    if (seeds := record.content['seeds']) != program.seeds:
+      raise UsageError(
+        f'{record.path} has the seeds {seeds}, and the suite {program.seeds}: podrace reproduce '
+        '--again trains it again'
+      )
+    records[program.name] = record
   return records
 
 
@@ -127,7 +149,7 @@ def make_record(
     'suite': suite.name,
     'task': program.task,
     'agent': program.agent,
-    'seeds': list(range(program.first, program.first + program.count)),
+    'seeds': program.seeds,
     'command': program.command,
     'config': config,
     'evaluation': describe_evaluation(program.evaluation),

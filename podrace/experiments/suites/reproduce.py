@@ -16,13 +16,14 @@ from podrace.experiments.suites.records import (
   commit,
   failing,
   make_record,
+  read_record,
   read_records,
   record_path,
   write_record,
 )
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.experiments.sweep import processes
-from podrace.run.directory import changes_of, is_running, locked
+from podrace.run.directory import differences_of, is_running, locked
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -71,7 +72,7 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     UsageError: if a record or a begun run has other settings.
     RunError: if a program fails. The remaining programs run first.
   """
-  _check(plan, say)
+  check_settings(plan, say)
   remaining = {plan.run_dir(p): p for p in plan.programs if not _is_recorded(plan, p)}
   watch = _Watch(plan, remaining, say)
   say(
@@ -115,11 +116,12 @@ class _Watch:
   def end(self, path: Path, code: int) -> None:
     """Take the exit code of a program."""
     program = self._remaining[path]
-    if code and is_running(path):
+    recorded = _is_recorded(self._plan, program)  # perhaps by another `podrace reproduce`
+    if code and not recorded and is_running(path):
       self.held.append(path)
       return
     self.estimate.end(program.name)
-    if code or not _is_recorded(self._plan, program):
+    if not recorded:
       result = f'ended with {code}: {_last_line(path / "output.txt")}'
       self.failed.append(f'{program.name} {result}')
     else:
@@ -149,25 +151,26 @@ def _child_arguments(plan: Reproduction, program: Program) -> list[str]:
   ]  # fmt: skip
 
 
-def _check(plan: Reproduction, say: Callable[[str], None]) -> None:
+def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
   """Compare recorded and begun programs with the suite.
 
   Raises:
     UsageError: if settings differ, unless `again` discards these programs.
   """
   check_folder(plan.to, '--to')
-  records = read_records(plan.to, plan.suite)
+  records: dict[str, Record] = {}
   other_commits: collections.Counter[str] = collections.Counter()
   now = commit()
   differ: dict[Program, list[str]] = {}
   for program in plan.programs:
-    config, record = plan.configs[program.name], records.get(program.name)
+    config, record = plan.configs[program.name], read_record(plan.to, plan.suite, program)
     if record is not None:
+      records[program.name] = record
       differences = record.differences(program, to_json(config))
       if not differences and (then := record.content['commit']) != now:
         other_commits[then] += 1
     elif (run_dir := plan.run_dir(program)).is_dir():
-      differences = [str(change) for change in changes_of(config, run_dir)]
+      differences = [str(change) for change in differences_of(config, run_dir)]
     else:
       continue
     if differences:

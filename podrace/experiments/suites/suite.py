@@ -51,6 +51,7 @@ SUITE = SETTINGS | {
   'compare': TEXT, 'tasks': needed(TABLES), 'agents': needed(TABLES), 'pairs': TABLES,
   'published': Member('a list', each=Member('an object', members=PUBLISHED)),
 }  # fmt: skip
+OWN = ('--env', '--total-steps', '--seed', '--seeds', '--run-dir')  # set by the suite itself
 DEFAULTS: Mapping[str, Any] = {
   'preset': '', 'seeds': 5, 'together': 1, 'episodes': 100, 'acting': GREEDY, 'evaluate': '',
   'eval_env': '',
@@ -123,6 +124,11 @@ class Program:
     return f'{self.task}.{self.agent}.{self.first}'
 
   @property
+  def seeds(self) -> list[int]:
+    """Its seeds."""
+    return list(range(self.first, self.first + self.count))
+
+  @property
   def seconds(self) -> float:
     """Estimated seconds of training on one core."""
     return self.steps * self.count / self.steps_per_s
@@ -184,6 +190,9 @@ def load(name: str) -> Suite:
 def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   _check('the file', content, SUITE)
   agents = content['agents']
+  for table in ('agents', 'tasks'):
+    if not content[table]:
+      raise ValueError(f'{table} is empty, expected a table for each')
   for part in (*agents, *content['tasks']):
     if not re.fullmatch(r'[\w-]+', part):
       raise ValueError(f'{part!r} names a task or an agent, expected letters, digits, _ and -')
@@ -191,7 +200,10 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
     _check(f'agents.{agent}', settings, SETTINGS)
   for task, settings in content['tasks'].items():
     _check(f'tasks.{task}', settings, TASK)
-    _check_names(f'tasks.{task} has an agent', settings.get('agents', ()), agents)
+    chosen = settings.get('agents', agents)
+    _check_names(f'tasks.{task} has an agent', chosen, agents)
+    if not chosen or len({*chosen}) < len(chosen):
+      raise ValueError(f'tasks.{task}.agents is {chosen}, expected each agent once')
     if settings['low'] == settings['high']:
       raise ValueError(f'tasks.{task} has low = high, expected two scores')
   pairs = content.get('pairs', {})
@@ -199,9 +211,7 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   _check_names('pairs has', pairs, known)
   for pair, settings in pairs.items():
     _check(f'pairs."{pair}"', settings, SETTINGS)
-  published = [_published(row) for row in content.get('published', ())]
-  for row in published:
-    _check_names('published has a task', row.scores, content['tasks'])
+  published = [_published(row, content['tasks']) for row in content.get('published', ())]
   if content.get('compare', HASHES) != HASHES:
     raise ValueError(f'compare is {content["compare"]!r}, expected {HASHES!r}')
   programs = (p for pair in known for p in _programs(pair, content))
@@ -213,12 +223,37 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   )  # fmt: skip
 
 
-def _published(row: dict[str, Any]) -> Published:
+def _published(row: dict[str, Any], tasks: Any) -> Published:
   """Return published scores, each of which is a number, or a text that begins with one."""
+  _check_names('published has a task', row['scores'], tasks)
   scores = {task: str(score) for task, score in row['scores'].items()}
-  for score in scores.values():
-    float(score.partition(' ')[0])
+  for task, score in scores.items():
+    try:
+      float(score.partition(' ')[0])
+    except ValueError:
+      raise ValueError(
+        f'published, {row["who"]:.50}: {task} has the score {score!r:.50}, expected a number, or a '
+        'text that begins with one'
+      ) from None
   return Published(row['who'], scores, row['protocol'], row['source'])
+
+
+def _split(text: str, name: str) -> list[str]:
+  """Return the options in a text.
+
+  Raises:
+    ValueError: if a quote is open, or one sets OWN.
+  """
+  try:
+    words = shlex.split(text)
+  except ValueError as e:
+    raise ValueError(f'{name} is {text!r:.200}: {e}') from e
+  for word in words:
+    if (option := word.partition('=')[0].replace('_', '-')) in OWN:
+      raise ValueError(
+        f'{name} has {option}, which the suite sets: use env, steps, seeds and together'
+      )
+  return words
 
 
 def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
@@ -233,11 +268,11 @@ def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
     raise ValueError(f'{pair} has no steps')
   if values['acting'] not in (GREEDY, SAMPLED):
     raise ValueError(f'acting of {pair} is {values["acting"]!r}, expected {GREEDY} or {SAMPLED}')
-  words = [word for place in places for word in shlex.split(place.get('train', ''))]
+  words = [w for place in places for w in _split(place.get('train', ''), f'train of {pair}')]
   words = ['--env', content['tasks'][task]['env'], '--total-steps', str(values['steps']), *words]
   evaluation = Evaluation(
     values['episodes'], values['acting'], values['max_steps'],
-    tuple(shlex.split(values['evaluate'])), values['eval_env'],
+    tuple(_split(values['evaluate'], f'evaluate of {pair}')), values['eval_env'],
   )  # fmt: skip
   seeds, together = values['seeds'], values['together']
   for first in range(0, seeds, together):
