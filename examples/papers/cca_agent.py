@@ -177,6 +177,8 @@ class CCA:
       follows = after(steps.first[:-1]) * mask[None]
       losses['classifier'] = -jnp.mean(follows * jnp.sum(taken[:, None] * log_h, -1))
       ratio = jnp.exp(lax.stop_gradient(log_h) - pairs[0])
+      lag = jnp.subtract.outer(jnp.arange(len(mask)), jnp.arange(len(mask))).T  # k - t
+      follows *= self.discount ** jnp.maximum(lag, 0)[..., None]
       later = jnp.einsum('tkb,tkba,kb->tba', follows, ratio - 1.0, r_t)
     advantage = lax.stop_gradient(g if self.credit == 'reinforce' else error)
     gain = jnp.sum(taken * log_pi, -1) * advantage + jnp.sum(pi * later, -1)

@@ -265,6 +265,15 @@ def test_epsilon_falls_over_a_share_of_the_run() -> None:
   assert float(never.epsilon_after(jnp.int32(1))) == pytest.approx(0.1)
 
 
+def test_a_warm_start_explores_from_the_beginning() -> None:
+  agent = dataclasses.replace(LINEAR, epsilon_start=0.9)
+  own, other = (agent.init(jax.random.key(i)) for i in (0, 1))
+  warm = agent.warm_start(own, other.params._replace(epsilon=jnp.float32(0.05)))
+  assert float(warm.params.epsilon) == pytest.approx(0.9)
+  for a, b in zip(*map(jax.tree.leaves, (warm.params.network, other.params.network)), strict=True):
+    np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(('greedy', 'share'), [(True, 1.0), (False, 1 - 0.3 * 2 / 3)])
 def test_all_environments_share_an_epsilon(greedy: bool, share: float) -> None:
   agent = dataclasses.replace(LINEAR, greedy=greedy)

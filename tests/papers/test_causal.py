@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import causal
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,14 @@ import numpy as np
 import pytest
 
 from podrace.envs.contract import check
+
+
+@pytest.fixture(autouse=True)
+def learn_anew() -> Iterator[None]:
+  """A compiled `learn` has the values of the module when it was traced."""
+  causal.learn.clear_cache()
+  yield
+  causal.learn.clear_cache()
 
 
 def test_bear_is_an_environment() -> None:
@@ -62,6 +72,14 @@ def test_the_model_against_numpy() -> None:
       assert rewards[n, t] == pytest.approx((h @ model['reward'])[0], abs=1e-5)
       if t == 0:
         assert logits[n] == pytest.approx((h @ model['z'])[0], abs=1e-5)
+
+
+def test_a_plan_that_enters_hugs_as_its_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Without a reward at home the causal plan enters and hugs after z, which tells the bear."""
+  monkeypatch.setattr(causal, 'HOME_REWARD', -1.0)
+  model = causal.learn(jax.random.key(100), True)
+  plan = causal.plan(model, True)
+  assert plan['true value'] == 0.5 and plan['belief: best plan'] == pytest.approx(0.5, abs=0.1)
 
 
 def test_only_the_causal_model_plans_right() -> None:

@@ -54,11 +54,11 @@ def log_softmax(logits: Any) -> np.ndarray:
   return logits - np.log(np.sum(np.exp(logits), -1, keepdims=True))
 
 
-def returns(steps: Any, t: int, b: int) -> float:
+def returns(agent: Any, steps: Any, t: int, b: int) -> float:
   """The sum of rewards to the end of the episode, or of the unroll."""
   total = 0.0
   for k in range(t + 1, T + 1):
-    total += steps.reward[k, b]
+    total += agent.discount ** (k - t - 1) * steps.reward[k, b]
     if steps.last[k, b]:
       break
   return total
@@ -75,7 +75,12 @@ def reference(agent: Any, policy: Any, models: Any) -> dict[str, float]:
   phi = phi_of(weights, steps, action)
   v = pair(weights['baseline'], x[:-1], phi)[..., 0]
   for t, b in np.argwhere(~steps.last[:-1]):
-    a, g, r, credit = action[t, b], returns(steps, t, b), steps.reward[t + 1, b], np.zeros(ACTIONS)
+    a, g, r, credit = (
+      action[t, b],
+      returns(agent, steps, t, b),
+      steps.reward[t + 1, b],
+      np.zeros(ACTIONS),
+    )
     losses['value'] += ((r if agent.credit == 'hca' else g) - value[t, b]) ** 2
     losses['hindsight'] += (g - v[t, b]) ** 2
     if agent.credit == 'cca':
@@ -87,7 +92,8 @@ def reference(agent: Any, policy: Any, models: Any) -> dict[str, float]:
       k += 1
       log_h = log_softmax(log_pi[t, b] + pair(weights['classifier'], x[t, b], x[k, b]))
       losses['classifier'] -= log_h[a] / T
-      credit += (np.exp(log_h - log_pi[t, b]) - 1) * steps.reward[k + 1, b]
+      weight = agent.discount ** (k - t)
+      credit += weight * (np.exp(log_h - log_pi[t, b]) - 1) * steps.reward[k + 1, b]
     baseline = dict(cca=v, advantage=value, hca=value, reinforce=np.zeros([T, B]))[agent.credit]
     advantage = (r if agent.credit == 'hca' else g) - baseline[t, b]
     pi = np.exp(log_pi[t, b])
@@ -129,8 +135,10 @@ def phi_of(weights: Any, steps: Any, action: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
   'settings',
-  [dict(credit=c) for c in ('cca', 'advantage', 'reinforce', 'hca')] + [dict(divergence='kl')],
-  ids=lambda x: next(iter(x.values())),
+  [dict(credit=c) for c in ('cca', 'advantage', 'reinforce', 'hca')]
+  + [dict(divergence='kl')]
+  + [dict(discount=0.8, credit=c) for c in ('cca', 'hca')],
+  ids=lambda x: '-'.join(map(str, x.values())),
 )
 def test_losses_against_numpy(settings: Any) -> None:
   agent = agent_of(**settings)
