@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,10 +20,12 @@ from processes import as_users_have_it, cache, command, summary
 from shorthand import Capture, Patch, TempPaths, slow_after
 from test_runs import called
 
-from podrace.errors import RunError
+from podrace.commands import configure
+from podrace.errors import RunError, UsageError
 from podrace.experiments.suites import suite as suites
+from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import thin, write_record
-from podrace.experiments.suites.reproduce import Estimate
+from podrace.experiments.suites.reproduce import Estimate, Reproduction, Watch, check_settings
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -300,6 +303,28 @@ def test_other_settings_are_named_and_not_mixed(
   assert code == 2 and 'agent.learning_rate: 0.001 -> 0.003' in err and 'runs/catch.ppo.0' in err
 
 
+@pytest.mark.parametrize(
+  ('was', 'now', 'only'),
+  [('--num-envs 8', '--num-envs 16', ''), ("[pairs.'catch/ppo']\ntogether = 1", '', 'together')],
+)
+def test_again_discards_what_no_run_can_change(
+  was: str, now: str, only: str, tiny: Path, tmp_path: Path
+) -> None:
+  folder = copy(tiny, tmp_path)
+  (folder / 'tiny.toml').write_text(TINY.replace(was, now))
+  suite = suites.load(str(folder / 'tiny.toml'))
+  programs = [p for p in suite.programs if p.name == 'catch.ppo.0']
+  if not only:  # begun, and not recorded
+    (folder / 'records/catch.ppo.0.json').unlink()
+  configs = {p.name: configure.parse_words(p.command, 'test') for p in programs}
+  plan = Reproduction(suite, programs, configs, folder / 'runs', folder / 'records', 1, False)
+  with pytest.raises(UsageError, match='num_envs: 8 -> 16' if not only else 'seeds: '):
+    check_settings(plan, lambda text: None)
+  check_settings(dataclasses.replace(plan, again=True), lambda text: None)
+  assert not (folder / 'runs/catch.ppo.0').exists()
+  assert not (folder / 'records/catch.ppo.0.json').exists()
+
+
 @pytest.mark.slow
 def test_again_trains_what_has_changed(tiny: Path, tmp_path: Path, cache: Path) -> None:
   folder = copy(tiny, tmp_path)
@@ -446,6 +471,40 @@ def test_killed_programs_end_with_the_parameters_of_the_undisturbed(
   path.write_text(json.dumps(killed | {'params_sha256': '0' * 64}))
   assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
   assert f'| {whole["params_sha256"][:16]} | **no** |' in page.read_text()
+
+
+def test_a_kill_comes_after_a_step_that_no_earlier_child_has_reached(
+  tmp_path: Path, cache: Path
+) -> None:
+  """The lines of a killed child are there when the next begins, beyond all of its targets."""
+  text = TINY.replace('[agents.impala]', '[agents.impala]\nkills = 2').replace('1_280', '400_000')
+  (tmp_path / 'tiny.toml').write_text(text.replace('together = 2', 'together = 1'))
+  suite = suites.load(str(tmp_path / 'tiny.toml'))
+  program = next(p for p in suite.programs if p.name == 'catch.impala.0')
+  program = dataclasses.replace(program, words=(*program.words, '--checkpoint-every', '20_000'))
+  run_dir = tmp_path / 'run'
+  run_dir.mkdir()
+  (run_dir / 'metrics.jsonl').write_text('{"step": 390000}\n')
+  killed_at = kill_repeatedly(program, run_dir, lambda text: None)
+  # a new run discards the planted line, and is killed at most once before its end
+  assert len(killed_at) <= 1 and all(step > 390_000 for step in killed_at)
+  assert (run_dir / 'config.json').exists() and (run_dir / 'checkpoints').is_dir()
+
+
+@pytest.mark.parametrize('recorded', [True, False])
+def test_a_program_that_another_process_has_recorded_has_not_failed(
+  recorded: bool, tiny: Path, tmp_path: Path
+) -> None:
+  folder = copy(tiny, tmp_path)
+  suite = suites.load(str(folder / 'tiny.toml'))
+  plan = Reproduction(suite, suite.programs, {}, folder / 'runs', folder / 'records', 1, False)
+  program = next(p for p in suite.programs if p.name == 'catch.ppo.0')
+  if not recorded:
+    (folder / 'records/catch.ppo.0.json').unlink()
+  watch = Watch(plan, {plan.run_dir(program): program}, lambda text: None)
+  watch.end(plan.run_dir(program), 2)
+  assert [x.partition(' ')[0] for x in watch.failed] == ([] if recorded else ['catch.ppo.0'])
+  assert watch.held == []
 
 
 # --- pages and comparisons ------------------------------------------------------------------------

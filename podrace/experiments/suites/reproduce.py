@@ -74,7 +74,7 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
   """
   check_settings(plan, say)
   remaining = {plan.run_dir(p): p for p in plan.programs if not _is_recorded(plan, p)}
-  watch = _Watch(plan, remaining, say)
+  watch = Watch(plan, remaining, say)
   say(
     f'{plan.suite.name}: {len(plan.programs) - len(remaining)} of {len(plan.programs)} programs '
     f'are recorded in {plan.to}; the rest takes {format_time(watch.estimate.seconds_left())}, '
@@ -96,7 +96,7 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
   return read_records(plan.to, plan.suite)
 
 
-class _Watch:
+class Watch:
   """Receives the ends and the lines of metrics of the programs' processes, and shows them.
 
   Attributes:
