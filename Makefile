@@ -37,9 +37,7 @@ endef
 
 train: .venv/gymnax
 	$(BIN)/podrace train minatar-breakout --total-steps $(STEPS) --run-dir $(RUN_DIR)
-	@echo
-	@echo "run directory:    $(RUN_DIR)"
-	@echo "play episodes:    $(BIN)/podrace eval $(RUN_DIR) --episodes 100"
+	@echo "here podrace is:  $(BIN)/podrace"
 	@echo "train the full preset (3 minutes, a return of 90): make train STEPS=10_000_000"
 	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
 

@@ -159,4 +159,7 @@ def permutation(key: Array, n: int) -> Array:
 def require_divisible(size: int, parts: int, what: str) -> None:
   """Raise ValueError with the numbers if `size` does not divide into `parts`."""
   if size % parts:
-    raise ValueError(f'{size} {what} do not divide into {parts} minibatches')
+    raise ValueError(
+      f'{size} {what} do not divide into {parts} minibatches: change --agent.minibatches, '
+      '--num-envs or --unroll-length'
+    )

@@ -47,7 +47,9 @@ def read_options(path: Path) -> list[str]:
   except FileNotFoundError:
     raise UsageError(f'--config {path} does not exist') from None
   except (UnreadableFile, ValueError) as e:
-    raise UsageError(f'--config {path} is no TOML, and no config.json of a run: {e}') from e
+    raise UsageError(
+      f'--config {path} is no TOML, and no config.json of a run: {e}; --save-config writes one'
+    ) from e
   preset = settings.pop('preset', None)
   agent = settings.get('agent')
   if isinstance(agent, dict) and 'name' in agent:

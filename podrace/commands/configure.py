@@ -25,6 +25,7 @@ from podrace.settings.config import Basics, Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.validation import needs_sebulba
 from podrace.system.options import Command, Options
+from podrace.system.output import tell
 
 C = typing.TypeVar('C', bound=Basics)
 TRAIN = Command('train', '', '', (AGENT,), others_pass=True)
@@ -45,6 +46,8 @@ def take_preset(
 
 def unknown_preset(name: str) -> UsageError:
   """Return the error for an unknown preset, which may name an agent or an environment."""
+  if not name.strip():
+    return UsageError('the preset is empty: podrace list names the presets')
   if name.lower() in AGENTS:
     return UsageError(f'unknown preset {name!r}: write --agent {name.lower()} --env LIB:NAME')
   if not name.islower() and (hint := suggest_names(name)):
@@ -76,6 +79,13 @@ def needs_defaults(preset: str | None, run_dir: Path | None, options: Options) -
   if _has_record(run_dir):
     return False
   return agent is not None or options.passed('--env') is not None
+
+
+def tell_of_new_run(preset: str | None, run_dir: Path, options: Options) -> None:
+  """Say that a directory holds no run, if nothing but the directory says which run is meant."""
+  chosen = preset or options.passed('--log') or needs_defaults(preset, run_dir, options)
+  if not chosen and not _has_record(run_dir):
+    tell(f'{run_dir} holds no run yet: this is a new one, of the preset catch')
 
 
 def _has_record(run_dir: Path | None) -> TypeGuard[Path]:

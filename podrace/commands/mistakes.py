@@ -119,5 +119,6 @@ def explain(output: str, prog: str, args: Sequence[str]) -> UsageError:
     kind = KINDS.get(help_line[1].strip(), help_line[1].strip()) if help_line else 'another value'
     single = value_of(name, args) or match[2]
     value = single if match[3] is None else ' '.join(re.findall(r"'([^']*)'", match[3]))
-    return UsageError(f'{name} takes {kind}, not {value!r}: {see}')
+    hint = ', and 1e6 or 1_000_000 is a million' if re.fullmatch(r'[\d.]+[kKmM]', value) else ''
+    return UsageError(f'{name} takes {kind}, not {value!r}{hint}: {see}')
   return UsageError(f'{text}: {see}')

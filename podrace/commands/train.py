@@ -85,7 +85,7 @@ def run(args: list[str]) -> int:
   if options.passed('--envs') == 'remote':  # which changes the default of --lag
     base = dataclasses.replace(base, envs='remote', lag='async')
   base = configure.with_architecture(base, options)
-  config = configure.parse(base, options.arguments)
+  config = _parse(base, options)
   place = _place(options)
   peers, metrics_at = _peers(options, place), metrics_address(options)
   quiet = '--quiet' in options
@@ -98,6 +98,9 @@ def run(args: list[str]) -> int:
     config_files.write(file, config)
     print_text(f'settings: {file}', file=results())
     return 0
+
+  if run_dir is not None and of_run is None and not quiet:
+    configure.tell_of_new_run(preset, run_dir, options)
 
   import jax
 
@@ -141,6 +144,16 @@ def _read_settings(args: list[str]) -> tuple[str | None, Options, Config | None]
   if preset is not None or agent not in (None, agent_name(of_run.agent)):
     raise UsageError(f'--config {file} has an agent: leave out {preset or f"--agent {agent}"}')
   return None, options, of_run
+
+
+def _parse(base: Config, options: Options) -> Config:
+  """Return a configuration with the options; an error names the file of --config."""
+  try:
+    return configure.parse(base, options.arguments)
+  except UsageError as e:
+    if (file := options.path('--config')) is None:
+      raise
+    raise UsageError(f'{e} (with the settings of --config {file})') from e
 
 
 def _peers(options: Options, place: Place | None) -> dict[str, Any]:
@@ -266,7 +279,7 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   from podrace.hooks import can_be_greedy
   from podrace.run.saved_params import best_step
 
-  out = print_summary(run_dir, summary)
+  out = print_summary(run_dir, summary, '' if config.env else ' of the log')
   if summary['episode_return'] is None:
     steps = summary['step'] // config.num_envs
     print_text(
@@ -279,7 +292,7 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   allow = user_code.options(user_code.named_modules(to_json(config)))
   env = '' if config.env else '--env LIB:NAME '
   sample = '' if can_be_greedy(config.agent) else '--sample '
-  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {sample}{env}{allow}'.rstrip()
+  command = f'podrace eval {shlex.quote(str(run_dir))} --episodes 100 {sample}{env}{allow}'
   if config.eval_every and (step := best_step(run_dir)) is not None:
     print_text(f'best evaluation: step {step:,}; add --checkpoint best', file=out)
-  print_text(f'next: {command}', file=out)
+  print_text(f'next: {command.rstrip()}', file=out)

@@ -14,7 +14,7 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.diagnostics import read_diagnostics
-from podrace.run.directory import is_running, last_line, read_record, saved_steps
+from podrace.run.directory import is_running, last_line, not_a_run, read_record, saved_steps
 from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
 from podrace.system.files.reading import read_object, size_of
@@ -158,7 +158,7 @@ def check_stopped(path: Path) -> None:
     UsageError: if not.
   """
   if not os.path.lexists(path / 'config.json'):
-    raise UsageError(f'{path} is not a run directory: it has no config.json')
+    raise not_a_run(path)
   if (running := is_running(path)) is None:
     raise UsageError(
       f'{path} is on a file system without locks (flock), so it may be running: '

@@ -164,10 +164,19 @@ def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
   return _load(run_dir / 'config.json', allow_code)
 
 
+def not_a_run(path: Path) -> UsageError:
+  """Return the error for a path that is no run directory."""
+  if not os.path.lexists(path):
+    return UsageError(f'{path} does not exist: podrace runs lists the run directories')
+  if path.is_dir() and any(path.glob('*/config.json')):
+    return UsageError(f'{path} is no run directory, but has some in it: podrace runs {path}')
+  return UsageError(f'{path} is not a run directory: it has no config.json')
+
+
 def _load(file: Path, allow_code: Iterable[str]) -> Basics:
   record = _read_record_file(file)
   if record is None and file.name == 'config.json':
-    raise UsageError(f'{file.parent} is not a run directory: it has no config.json')
+    raise not_a_run(file.parent)
   if record is None:
     raise UsageError(f'{file} does not exist')
   check_code(record, allow_code)

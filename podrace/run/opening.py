@@ -119,15 +119,17 @@ def read_finished(
     UsageError: if its configuration differs, and `override` is false or would have no effect.
   """
   changed = changes_of(config, run_dir)
-  if any(map(needs_override, changed)) and not override:
+  refused = any(map(needs_override, changed)) and not override
+  summary = read_summary(run_dir / 'summary.json', _ignore if refused else warn)
+  finished = summary is not None and is_finished(summary, config.total_steps, changed)
+  if refused and not finished:
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(map(str, changed))
       + '\ngive --override to go on with the new one, or another --run-dir. Without a preset and '
       'settings the run goes on with its own'
     )
-  summary = read_summary(run_dir / 'summary.json', warn)
-  if summary is None or not is_finished(summary, config.total_steps, changed):
+  if summary is None or not finished:
     return None
   if changed:
     raise UsageError(

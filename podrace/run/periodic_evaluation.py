@@ -71,6 +71,7 @@ class Evaluations:
       self._best.offer(step, mean, self._path(step))
     self.updates_between = resolved.config.updates(resolved.config.eval_every)
     self._warned = self._stopped = False
+    self._made = 0  # evaluations; the first one compiles
     self._begun = max(self._steps(), default=max(done, default=-1))
     self._worker = Worker('evaluations', self._work)
 
@@ -100,7 +101,7 @@ class Evaluations:
     write_params(self._path(step), params)
     self._waiting.put((step, self._seconds()))
     self._begun = step
-    if self._waiting.qsize() > MANY and not self._warned:
+    if self._waiting.qsize() > MANY and self._made > 1 and not self._warned:
       self._warned = True
       self._warn(
         f'{self._waiting.qsize()} evaluations wait: each takes longer than --eval-every '
@@ -145,6 +146,7 @@ class Evaluations:
           self._film(resolved, step, params)
         self.lines.sync()
         self._best.offer(step, line['episode_return_mean'], self._path(step))
+        self._made += 1
     self.lines.close()
 
   def _film(self, resolved: Resolved, step: int, params: Any) -> None:

@@ -14,6 +14,7 @@ from podrace.run.build import agreement
 from podrace.run.directory import load_config
 from podrace.run.saved_params import restore_params
 from podrace.settings import user_code
+from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import changes, option, to_json
 from podrace.settings.resolved import Resolved
@@ -40,6 +41,12 @@ class WarmStart:
       raise UsageError(
         f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '
         'seed, or of as many; --init-member I names one of them'
+      )
+    names = [agent_name(hooks.innermost(c.agent)) for c in (other, config)]
+    if names[0] != names[1]:
+      raise UsageError(
+        f'--init-from {source} is a run of {names[0]}, this is one of {names[1]}: give --agent '
+        f'{names[0]}'
       )
     _check_units(source, other, config)
     saved = restore_params(Resolved(other).acting, source, config.init_checkpoint, member)
@@ -96,6 +103,7 @@ def _check_shapes(source: Path, params: Any, expected: Any) -> None:
   ]
   if wrong:
     raise UsageError(
-      f'--init-from {source}: its parameters do not fit this agent in this environment:\n  '
-      + '\n  '.join(wrong)
+      f'--init-from {source}: its parameters do not fit this agent in this environment, '
+      f'{len(wrong)} arrays differ:\n  {"; ".join(wrong[:3])}{", ..." if wrong[3:] else ""}\n'
+      'give the settings of the network that the run has, and an environment with its spaces'
     )

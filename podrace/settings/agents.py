@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from podrace import hooks
-from podrace.agents import AGENTS, RELATED, agents_for
+from podrace.agents import AGENTS, FROM_LOGS, RELATED, agents_for
 from podrace.errors import UsageError, unknown
 from podrace.settings.config import Basics
 from podrace.system import importing
@@ -87,7 +87,7 @@ def bind_run(config: Basics, env: Any) -> Any:
   where = config.env or f'--log {getattr(config, "log", "")}'
   fit = agents_for(env.action_space)
   if name in AGENTS and name not in fit:
-    fit = [other for other in fit if other != 'bc' or not config.env]  # it needs a log
+    fit = [x for x in fit if (x != 'bc' if config.env else x in FROM_LOGS)]  # bc needs a log
     raise UsageError(
       f'{name} cannot act in {where}, whose action space is {env.action_space}: '
       f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'

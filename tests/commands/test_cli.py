@@ -464,6 +464,26 @@ def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cac
   assert podrace(args[:-3], tmp_path / 'log', cache=cache)[0] == 0  # finished, and says so
 
 
+def test_fewer_steps_of_a_finished_run(run: Command, finished: Path) -> None:
+  steps = summary(finished)['step']
+  code, _, told = run('train', '--run-dir', str(finished), '--total-steps', str(steps // 2))
+  assert code == 2 and f'finished at step {steps:,}' in told and '--override' not in told
+
+
+def test_parameters_of_another_agent(run: Command, finished: Path, tmp_path: Path) -> None:
+  words = ['--init-from', str(finished), '--run-dir', str(tmp_path / 'run')]
+  code, _, told = run('train', 'cartpole', *words)
+  assert code == 2 and '--agent impala' in told and len(told.splitlines()) <= 3
+
+
+def test_a_directory_alone_begins_a_run_that_is_named(run: Command, tmp_path: Path) -> None:
+  """A mistyped directory would train Catch."""
+  words = [*TINY, '--total-steps', '640', '--run-dir', str(tmp_path / 'run')]
+  for preset, told_of in (([], 1), ([], 0), (['catch'], 0)):
+    code, _, told = run('train', *preset, *words)
+    assert code == 0 and told.count('preset catch') == told_of
+
+
 @pytest.mark.slow
 def test_only_the_run_directory_is_needed_to_resume(tmp_path: Path, cache: Path) -> None:
   args = ['train', 'catch', *TINY, '--total-steps', '1000000', '--log-every', '320',
@@ -591,6 +611,9 @@ def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> No
 
 BAD = [
   (['trian'], "unknown command 'trian': did you mean train"),
+  (['compare', 'runs'], 'podrace plot'),
+  (['train', ''], 'podrace list'),
+  (['train', '--total-steps', '1M'], '1e6'),
   (['train', 'cartpol'], "unknown preset 'cartpol': did you mean cartpole"),
   (['train', '--agent', 'pppo'], "unknown agent 'pppo': did you mean ppo"),
   (['train', '--sinks', 'tensorbord'], "unknown sink 'tensorbord': did you mean tensorboard"),
@@ -662,7 +685,7 @@ BAD = [
   (['train', '--num-processes', '2', '--process-id', '2',
     '--coordinator', '127.0.0.1:1'], '--process-id 2'),
   (['eval'], 'eval takes one run directory'),
-  (['eval', '/nowhere'], '/nowhere is not a run directory'),
+  (['eval', '/nowhere'], '/nowhere does not exist'),
   (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
   (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number of at least 0, not 'x'"),
   (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),

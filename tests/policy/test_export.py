@@ -419,8 +419,8 @@ def test_a_run_is_exported(
   }
   for args, message in (
     (('run', 'policy'), 'exists already'),
-    (('run', 'other', '--member', '2'), 'seed 2: name one from 0 to 1'),
-    (('nowhere', 'other'), 'is not a run directory'),
+    (('run', 'other', '--member', '2'), 'indices 0 to 1'),
+    (('nowhere', 'other'), 'nowhere does not exist'),
     (('run',), 'export takes a run and a new directory'),
   ):
     paths = [x if x.startswith('-') or x.isdigit() else str(tmp_path / x) for x in args]

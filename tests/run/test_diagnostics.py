@@ -52,6 +52,7 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
     dict(episode_return=lambda x: 20 + 800 * x if x < 0.6 else 60.0, explained_variance=0.5),
     PPO(),
   ),
+  'return-below-start': (dict(episode_return=lambda x: 22 - 5 * x, explained_variance=0.5), DQN()),
   'returns-not-finite': (dict(episode_return=None), PPO()),
   'no-gradient-steps': (dict(gradient_steps=0), PPO()),
   'entropy-collapsed': (FLAT | dict(entropy=lambda x: 1.1 if x < 0.1 else 0.0), PPO()),
@@ -149,7 +150,7 @@ def test_a_seed_that_falls_is_named() -> None:
     (dict(episode_return=500.0, episode_return_std=0.0, entropy=0.6), []),
     (
       dict(episode_return=lambda x: 500 - 100 * x, entropy=lambda x: 0.005 - 0.004 * x),
-      ['entropy-collapsed'],
+      ['entropy-collapsed', 'return-below-start'],
     ),
   ],
 )

@@ -296,7 +296,7 @@ def film(
     folder: directory of the videos.
     step: step of the parameters, for the names of the files.
     settings: how to play and film.
-    say: receives a note if the observation is drawn.
+    say: receives the progress, and a note if the observation is drawn.
     env: another environment with the same spaces. Default: the run's own.
 
   Raises:
@@ -306,10 +306,16 @@ def film(
     scratch_directory('.draft-', folder) as draft,
     _open_stage(resolved, params, settings.sampled, say, env) as (stage, act, begin),
   ):
-    films = [
-      _film_episode(stage, act, begin(), draft, number, settings)
-      for number in range(settings.episodes)
-    ]
+    films = []
+    if say is not None:
+      where = env or resolved.config.env
+      say(f'step {step:,}, {where}: compiling, then filming {settings.episodes} episodes ...')
+    for number in range(settings.episodes):
+      one = _film_episode(stage, act, begin(), draft, number, settings)
+      films.append(one)
+      if say is not None:
+        place = f'episode {number + 1} of {settings.episodes}'
+        say(f'{place}: return {one.episode_return:g} in {one.steps:,} steps')
     kept = _keep_best_and_median(films, folder, step)
     return {'step': step, 'episodes': settings.episodes, **kept}
 
