@@ -27,6 +27,7 @@ from podrace.run.opening import Console, RunOptions, open_directory, open_run, r
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.run_end import note_end
 from podrace.run.save_and_resume import Saves
+from podrace.run.saved_params import best_step
 from podrace.run.setting_changes import note_changes
 from podrace.run.summary import final_return
 from podrace.run.updates import UpdateLoop, count_updates
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 log = logging.getLogger('podrace')
+EVALUATION = {'eval_env', 'eval_episodes'}  # settings that change what a score means
 
 
 def train(
@@ -277,6 +279,11 @@ class Run:
       note_changes(self.run_dir, max(self.saves.saved, 0), changed)
       for change in changed:
         self.say(f'changed: {change}')
+      if EVALUATION & {change.path for change in changed} and best_step(self.run_dir) is not None:
+        self.warn(
+          'evaluations are not as before, and the best checkpoint is chosen among all: the larger '
+          'return may be that of the easier evaluation'
+        )
       write_json(self.run_dir / 'config.json', to_json(self.config))
     each = self.seeds // hooks.settings(self.config.agent)
     seeds = np.uint32(self.config.seed) + np.arange(self.seeds, dtype=np.uint32) % np.uint32(each)

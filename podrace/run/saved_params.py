@@ -56,7 +56,7 @@ def restore_params(
   seeds = resolved.config.seeds
   if member is not None and not 0 <= member < seeds:
     raise UsageError(
-      f'{run_dir} has no member {member}: its {seeds} seeds have the indices 0 to {seeds - 1}'
+      f'{run_dir} has no seed {member}: its {seeds} seeds have the indices 0 to {seeds - 1}'
     )
   saved = _read(resolved, run_dir, checkpoint)
   if member is None or seeds == 1:

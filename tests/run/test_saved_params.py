@@ -171,6 +171,16 @@ def test_a_run_keeps_its_best(trained: podrace.Result) -> None:
   assert again['episode_return_mean'] == pytest.approx(means[step], abs=1e-6)
 
 
+@pytest.mark.parametrize('episodes, warnings', [(64, 0), (2, 1)])
+def test_other_evaluations_than_before_are_told(
+  episodes: int, warnings: int, trained: podrace.Result, tmp_path: Path, capsys: Any
+) -> None:
+  shutil.copytree(trained.run_dir, tmp_path / 'run')
+  more = dataclasses.replace(trained.config, total_steps=17_920, eval_episodes=episodes)
+  podrace.train(more, tmp_path / 'run', override=True, quiet=True)
+  assert capsys.readouterr().err.count('best checkpoint') == warnings
+
+
 def test_checkpoints_are_named_by_step(trained: podrace.Result) -> None:
   resolved, run_dir = resolve(trained.config), trained.run_dir
   newest = restore_params(resolved, run_dir)
