@@ -167,9 +167,9 @@ def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
 def not_a_run(path: Path) -> UsageError:
   """Return the error for a path that is no run directory."""
   if not os.path.lexists(path):
-    return UsageError(f'{path} does not exist: podrace runs lists the run directories')
+    return UsageError(f'{path} is not a run directory: it does not exist')
   if path.is_dir() and any(path.glob('*/config.json')):
-    return UsageError(f'{path} is no run directory, but has some in it: podrace runs {path}')
+    return UsageError(f'{path} is not a run directory, but has some in it: podrace runs {path}')
   return UsageError(f'{path} is not a run directory: it has no config.json')
 
 

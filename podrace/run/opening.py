@@ -135,7 +135,8 @@ def read_finished(
     raise UsageError(
       f'{run_dir} is finished at step {summary["step"]:,}, and what changed would not be used:\n  '
       + '\n  '.join(map(str, changed))
-      + '\ngive a larger --total-steps as well, or another --run-dir'
+      + '\ngive a larger --total-steps as well (other settings also need --override), or another '
+      '--run-dir'
     )
   return summary
 

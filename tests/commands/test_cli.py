@@ -467,7 +467,7 @@ def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cac
 def test_fewer_steps_of_a_finished_run(run: Command, finished: Path) -> None:
   steps = summary(finished)['step']
   code, _, told = run('train', '--run-dir', str(finished), '--total-steps', str(steps // 2))
-  assert code == 2 and f'finished at step {steps:,}' in told and '--override' not in told
+  assert code == 2 and f'finished at step {steps:,}' in told
 
 
 def test_parameters_of_another_agent(run: Command, finished: Path, tmp_path: Path) -> None:
@@ -685,7 +685,7 @@ BAD = [
   (['train', '--num-processes', '2', '--process-id', '2',
     '--coordinator', '127.0.0.1:1'], '--process-id 2'),
   (['eval'], 'eval takes one run directory'),
-  (['eval', '/nowhere'], '/nowhere does not exist'),
+  (['eval', '/nowhere'], '/nowhere is not a run directory: it does not exist'),
   (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
   (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number of at least 0, not 'x'"),
   (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),

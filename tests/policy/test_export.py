@@ -420,7 +420,7 @@ def test_a_run_is_exported(
   for args, message in (
     (('run', 'policy'), 'exists already'),
     (('run', 'other', '--member', '2'), 'indices 0 to 1'),
-    (('nowhere', 'other'), 'nowhere does not exist'),
+    (('nowhere', 'other'), 'it does not exist'),
     (('run',), 'export takes a run and a new directory'),
   ):
     paths = [x if x.startswith('-') or x.isdigit() else str(tmp_path / x) for x in args]
