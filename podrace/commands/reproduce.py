@@ -85,7 +85,7 @@ def run(args: list[str]) -> int:
 
 
 def check_recorded(suite: suites.Suite, to: Path) -> None:
-  """Refuse records whose settings are not those of the suite.
+  """Refuse records of other settings than the suite has.
 
   Raises:
     UsageError: if there are any.

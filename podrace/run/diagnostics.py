@@ -86,7 +86,7 @@ def _has_first_target(history: History) -> bool:
 
 
 def _has_fallen(history: History) -> bool:
-  """Return whether a seed has lost half of what it learned for a fifth of the run."""
+  """Return whether a seed has been without half of its gain for a fifth of the run."""
   step, least = history.lines[-1].get('step', 0.0), 0.2 * history.total_steps
   return any(fall.since is not None and step - fall.since >= least for fall in history.falls)
 

@@ -15,7 +15,7 @@ SMOOTH = 5  # returns in a mean
 
 @dataclasses.dataclass
 class Fall:
-  """The returns of a seed: whether they have lost half of what was learned.
+  """The returns of a seed: whether they have lost half of their gain.
 
   Attributes:
     first: the first return.
@@ -30,7 +30,7 @@ class Fall:
   since: float | None = None
 
   def add(self, step: float, value: float, error: float) -> None:
-    """Count a return, whose standard error is `error`."""
+    """Count a return with the standard error `error`."""
     self.first = value if self.first is None else self.first
     self.recent = [*self.recent[1 - SMOOTH :], value]
     if len(self.recent) < SMOOTH:

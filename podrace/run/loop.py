@@ -48,7 +48,7 @@ if TYPE_CHECKING:
   from podrace.settings.discovery import Discovery
 
 log = logging.getLogger('podrace')
-EVALUATION = {'eval_env', 'eval_episodes'}  # settings that change what a score means
+EVALUATION = {'eval_env', 'eval_episodes'}  # settings that change the meaning of a score
 
 
 def train(

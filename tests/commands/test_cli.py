@@ -466,22 +466,22 @@ def test_changed_configuration(run: Command, finished: Path, tmp_path: Path, cac
 
 def test_fewer_steps_of_a_finished_run(run: Command, finished: Path) -> None:
   steps = summary(finished)['step']
-  code, _, told = run('train', '--run-dir', str(finished), '--total-steps', str(steps // 2))
-  assert code == 2 and f'finished at step {steps:,}' in told
+  code, _, err = run('train', '--run-dir', str(finished), '--total-steps', str(steps // 2))
+  assert code == 2 and f'finished at step {steps:,}' in err
 
 
 def test_parameters_of_another_agent(run: Command, finished: Path, tmp_path: Path) -> None:
   words = ['--init-from', str(finished), '--run-dir', str(tmp_path / 'run')]
-  code, _, told = run('train', 'cartpole', *words)
-  assert code == 2 and '--agent impala' in told and len(told.splitlines()) <= 3
+  code, _, err = run('train', 'cartpole', *words)
+  assert code == 2 and '--agent impala' in err and len(err.splitlines()) <= 3
 
 
 def test_a_directory_alone_begins_a_run_that_is_named(run: Command, tmp_path: Path) -> None:
   """A mistyped directory would train Catch."""
   words = [*TINY, '--total-steps', '640', '--run-dir', str(tmp_path / 'run')]
-  for preset, told_of in (([], 1), ([], 0), (['catch'], 0)):
-    code, _, told = run('train', *preset, *words)
-    assert code == 0 and told.count('preset catch') == told_of
+  for preset, lines in (([], 1), ([], 0), (['catch'], 0)):
+    code, _, err = run('train', *preset, *words)
+    assert code == 0 and err.count('preset catch') == lines
 
 
 @pytest.mark.slow

@@ -172,7 +172,7 @@ def test_a_run_keeps_its_best(trained: podrace.Result) -> None:
 
 
 @pytest.mark.parametrize('episodes, warnings', [(64, 0), (2, 1)])
-def test_other_evaluations_than_before_are_told(
+def test_a_run_warns_of_other_evaluations_than_before(
   episodes: int, warnings: int, trained: podrace.Result, tmp_path: Path, capsys: Any
 ) -> None:
   shutil.copytree(trained.run_dir, tmp_path / 'run')

@@ -94,7 +94,7 @@ def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
   if any(len(row) != len(curve['step']) for row in curve['returns']):
     raise UnreadableFile(path, 'has curves of other lengths than its steps')
   if any(after <= before for before, after in itertools.pairwise(curve['step'])):
-    raise UnreadableFile(path, 'has a curve whose steps do not ascend')
+    raise UnreadableFile(path, 'has a curve with steps that do not ascend')
   return Record(path, content)
 
 
