@@ -479,9 +479,9 @@ def test_parameters_of_another_agent(run: Command, finished: Path, tmp_path: Pat
 def test_a_directory_alone_begins_a_run_that_is_named(run: Command, tmp_path: Path) -> None:
   """A mistyped directory would train Catch."""
   words = [*TINY, '--total-steps', '640', '--run-dir', str(tmp_path / 'run')]
-  for preset, lines in (([], 1), ([], 0), (['catch'], 0)):
+  for preset, notes in (([], 1), ([], 0), (['catch'], 0)):
     code, _, err = run('train', *preset, *words)
-    assert code == 0 and err.count('preset catch') == lines
+    assert code == 0 and err.count('preset catch') == notes
 
 
 @pytest.mark.slow
