@@ -134,7 +134,7 @@ CHECKS = (
     'return-fell',
     'for a fifth of the run the return, or that of a seed, has been nearer to its start than to '
     'its best: keep the best parameters by --eval-every, and lower --agent.learning-rate',
-    lambda h: h.count >= MANY and _has_fallen(h),
+    lambda h: h.count >= MANY and not h.plays_itself and _has_fallen(h),
   ),
   Check(
     'return-below-start',

@@ -125,7 +125,7 @@ class History:
   @property
   def is_below_start(self) -> bool:
     """Whether recent returns are lower than the first line's by 2% and 4 standard errors."""
-    if len(self.returns) < SMOOTH:
+    if len(self.returns) < SMOOTH or self.plays_itself:
       return False
     first, error = self.first['episode_return'], self.highest.get('return_error', 0.0)
     return statistics.mean(self.returns) < first - 0.02 * abs(first) - 4 * error
@@ -134,6 +134,11 @@ class History:
     """Return whether a metric lay within a range in each of the newest `n` lines."""
     values = self.newest(name, n)
     return bool(values) and all(low <= x <= high for x in values)
+
+  @property
+  def plays_itself(self) -> bool:
+    """Whether the agent is both players, so that returns tell nothing of its strength."""
+    return bool(getattr(self.agent, 'discount', 1.0) < 0)
 
   @property
   def horizon(self) -> float:

@@ -131,6 +131,21 @@ def test_a_healthy_run_has_no_diagnosis(curves: dict[str, Curve]) -> None:
   assert diagnose(curves, PPO()) == []
 
 
+@pytest.mark.parametrize('discount', [1.0, -1.0])
+@pytest.mark.parametrize(
+  'name, returns',
+  [
+    ('return-below-start', lambda x: 0.9 - x),
+    ('return-fell', PLANTED['return-fell'][0]['episode_return']),
+  ],
+)
+def test_returns_against_oneself_are_no_sign(name: str, returns: Curve, discount: float) -> None:
+  curves = dict(
+    episode_return=returns, explained_variance=0.5, value=0.0, entropy=lambda x: 1 - x / 2
+  )
+  assert (name in diagnose(curves, MuZero(discount=discount))) == (discount > 0)
+
+
 def test_a_seed_that_falls_is_named() -> None:
   def line(x: float) -> dict[str, Any]:
     return dict(episode_return_by_seed=[2 * x, 2 * x if x < 0.6 else -0.5, None])
