@@ -42,12 +42,6 @@ class WarmStart:
         f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '
         'seed, or of as many; --init-member I names one of them'
       )
-    names = [agent_name(hooks.innermost(c.agent)) for c in (other, config)]
-    if names[0] != names[1]:
-      raise UsageError(
-        f'--init-from {source} is a run of {names[0]}, this is one of {names[1]}: give --agent '
-        f'{names[0]}'
-      )
     _check_units(source, other, config)
     saved = restore_params(Resolved(other).acting, source, config.init_checkpoint, member)
     seed = '' if member is None else f', seed {member}'
@@ -56,7 +50,9 @@ class WarmStart:
     if other.seeds == 1 or member is not None:
       params = jax.tree.map(lambda x: x[None], params)
     expected = jax.eval_shape(self._agent.init, jax.random.key(0)).params
-    _check_shapes(source, jax.tree.map(lambda x: x[0], params), expected)
+    names = [agent_name(hooks.innermost(c.agent)) for c in (other, config)]
+    hint = '' if names[0] == names[1] else f'the run is of {names[0]}, this one of {names[1]}: '
+    _check_shapes(source, jax.tree.map(lambda x: x[0], params), expected, hint)
     return params
 
   def apply(self, state: Any) -> Any:
@@ -90,8 +86,8 @@ def _check_units(source: Path, other: Config, config: Config) -> None:
       )
 
 
-def _check_shapes(source: Path, params: Any, expected: Any) -> None:
-  """Raise UsageError if parameters differ in their names, shapes or dtypes."""
+def _check_shapes(source: Path, params: Any, expected: Any, hint: str) -> None:
+  """Raise UsageError, with a hint, if parameters differ in their names, shapes or dtypes."""
   ours, theirs = (
     {jax.tree_util.keystr(p): f'{x.dtype}{list(x.shape)}' for p, x in leaves}
     for leaves in map(jax.tree_util.tree_leaves_with_path, (expected, params))
@@ -105,5 +101,5 @@ def _check_shapes(source: Path, params: Any, expected: Any) -> None:
     raise UsageError(
       f'--init-from {source}: its parameters do not fit this agent in this environment, '
       f'{len(wrong)} arrays differ:\n  {"; ".join(wrong[:3])}{", ..." if wrong[3:] else ""}\n'
-      'give the settings of the network that the run has, and an environment with its spaces'
+      f'{hint}give its agent and settings of the network, and an environment with its spaces'
     )

@@ -473,7 +473,7 @@ def test_fewer_steps_of_a_finished_run(run: Command, finished: Path) -> None:
 def test_parameters_of_another_agent(run: Command, finished: Path, tmp_path: Path) -> None:
   words = ['--init-from', str(finished), '--run-dir', str(tmp_path / 'run')]
   code, _, err = run('train', 'cartpole', *words)
-  assert code == 2 and '--agent impala' in err and len(err.splitlines()) <= 3
+  assert code == 2 and 'of impala, this one of ppo' in err and len(err.splitlines()) <= 3
 
 
 def test_a_directory_alone_begins_a_run_that_is_named(run: Command, tmp_path: Path) -> None:
