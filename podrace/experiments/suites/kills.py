@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -46,20 +47,24 @@ def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None])
   delays = rng.uniform(0.0, LONGEST, program.kills)
   killed_at: list[int] = read_json(run_dir / FILE) or []
   for target, delay in list(zip(targets, delays, strict=True))[len(killed_at) :]:
-    target = max(target, _step(run_dir) + 1)  # lines of an earlier child are still there
-    code = _train_until(program, run_dir, target, delay)
+    # Lines of an earlier child are still there. A kill may have cut the last one.
+    target = max(target, _step(run_dir) + 1, *(step + 1 for step in killed_at[-1:]))
+    code, is_ours = _train_until(program, run_dir, target, delay)
     if code == 0:
       break
-    if code != KILLED or _step(run_dir) < target:
+    if code != KILLED or not is_ours:
       raise RunError(f'{program.name}: its child ended with {code}: see {run_dir}/output.txt')
-    killed_at.append(_step(run_dir))
+    killed_at.append(max(_step(run_dir), math.ceil(target)))
     write_json(run_dir / FILE, killed_at)
     say(f'killed at step {killed_at[-1]:,}')
   return killed_at
 
 
-def _train_until(program: Program, run_dir: Path, target: float, delay: float) -> int:
-  """Train in a child that is killed `delay` seconds after step `target`. Returns its exit code.
+def _train_until(program: Program, run_dir: Path, target: float, delay: float) -> tuple[int, bool]:
+  """Train in a child that is killed `delay` seconds after step `target`.
+
+  Returns:
+    Its exit code, and whether it was alive when it was killed.
 
   Raises:
     Stopped: on a signal, after the child has saved.
@@ -75,9 +80,10 @@ def _train_until(program: Program, run_dir: Path, target: float, delay: float) -
         child.stop(GRACE)
         raise Stopped(stop.signum)
       child.wait(delay)
+      is_alive = child.poll() is None
     finally:
       child.signal(signal.SIGKILL)
-    return child.finish()
+    return child.finish(), is_alive
 
 
 def _step(run_dir: Path) -> int:
