@@ -90,13 +90,18 @@ def print_text(
 ) -> None:
   """Print as `print` does, but `printable` and in the stream's encoding.
 
-  All text to a terminal is printed so, or by rich.
+  All text to a terminal is printed so, or by rich. The line and its end are one write also where
+  the stream has no buffer (PYTHONUNBUFFERED), so that lines of several threads do not mix.
   """
   stream = sys.stdout if file is None else file
+  if stream is None:  # the process has no standard output
+    return
   text = printable(sep.join(map(str, words)))
   with contextlib.suppress(AttributeError, LookupError, TypeError):  # the stream names no encoding
     text = text.encode(stream.encoding, 'backslashreplace').decode(stream.encoding)
-  print(text, end=end, file=stream, flush=flush)
+  stream.write(text + end)
+  if flush:
+    stream.flush()
 
 
 def print_json(value: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import sys
 import time
 from typing import Any
@@ -12,6 +13,11 @@ import numpy as np
 
 from podrace import tables
 from podrace.distributed import parameters, replay
+
+
+def say(*numbers: int | str) -> None:
+  """Write a line at once: by PYTHONUNBUFFERED, `print` writes each word by itself."""
+  os.write(1, f'{" ".join(map(str, numbers))}\n'.encode())
 
 
 def step(who: int, index: int) -> dict[str, Any]:
@@ -30,20 +36,20 @@ def write(address: str, who: str, count: str, each: str = '10') -> None:
         writer.create_item(table, 1.0, num_steps=3)
       if i % int(each) == int(each) - 1:
         writer.flush()
-        print(who, i, flush=True)
+        say(who, i)
     writer.close()
-    print(who, int(count) - 1, flush=True)
+    say(who, int(count) - 1)
 
 
 def sample(address: str, name: str, n: str) -> None:
   """Samples without end; says how many."""
   with replay.connect(address) as client, client.table(name).sampler(int(n)) as batches:
     total, said = 0, time.monotonic()
-    print(0, flush=True)
+    say(0)
     for samples in batches:
       total += len(samples.key)
       if time.monotonic() > said + 0.02:
-        print(total, flush=True)
+        say(total)
         said = time.monotonic()
 
 
@@ -57,7 +63,7 @@ def read(address: str, count: str) -> None:
       seen = got.version
       for path, array in got.leaves:
         assert (array == seen).all(), (seen, path)
-      print(seen, flush=True)
+      say(seen)
     with reader.changed:
       if reader.version == seen:
         reader.changed.wait(1.0)
@@ -67,10 +73,10 @@ def read(address: str, count: str) -> None:
 def hold(address: str, seconds: str) -> None:
   """Keeps Python's lock for so long, as compiling does for a while, and then samples."""
   with replay.connect(address) as client:
-    print(0, flush=True)
+    say(0)
     ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
     client.table('it').sample(1, timeout=60)
-    print(1, flush=True)
+    say(1)
 
 
 if __name__ == '__main__':

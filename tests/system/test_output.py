@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,22 @@ def shell(line: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]
     ['bash', '-c', line.replace('podrace', podrace)],
     capture_output=True, text=True, timeout=DEADLINE, env=environment(**env), check=False,
   )  # fmt: skip
+
+
+@pytest.mark.parametrize('stream', ['stdout', 'stderr'])
+def test_a_line_is_one_write(stream: str) -> None:
+  ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)  # it keeps writes apart
+  code = (
+    'import sys; from podrace.system.output import print_text, tell; '
+    f'print_text("a", "b", file=sys.{stream}); tell("c")'
+  )
+  with ours, theirs:
+    ours.settimeout(DEADLINE)
+    subprocess.run(
+      [sys.executable, '-c', code], check=True, timeout=DEADLINE,
+      stdout=theirs, stderr=theirs, env=environment(PYTHONUNBUFFERED='1'),
+    )  # fmt: skip
+    assert [ours.recv(100), ours.recv(100)] == [b'a b\n', b'c\n']
 
 
 @pytest.mark.parametrize(
