@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.system.scheduling import cores
+from podrace.system.scheduling import cores, processor
 from podrace.topology import on_host
 from podrace.version import __version__
 
@@ -35,8 +35,10 @@ def shapes_sha256(state: Any) -> str:
 
 def machine() -> dict[str, Any]:
   """Return the machine and versions that bitwise equality of a resumed run depends on."""
+  device = jax.devices()[0]
   return {
-    'device': jax.devices()[0].device_kind,
+    'device': device.device_kind,
+    **({'processor': processor()} if device.platform == 'cpu' else {}),
     'devices': len(jax.devices()),
     'cores': cores(),
     'jax': jax.__version__,

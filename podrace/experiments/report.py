@@ -140,7 +140,7 @@ def _describe_machine(machine: Any) -> str:
   if not isinstance(machine, dict):
     return ''
   device, devices, cores, jax = (machine.get(k) for k in ('device', 'devices', 'cores', 'jax'))
-  return f'{device} x {devices}, {cores} cores, JAX {jax}'
+  return f'{machine.get("processor", device)} x {devices}, {cores} cores, JAX {jax}'
 
 
 def _read_videos(folder: Path) -> tuple[list[dict[str, str]], list[str]]:

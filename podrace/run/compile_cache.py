@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from podrace.system.files import make_user_folder
+from podrace.system.scheduling import processor
 
 LIMIT_BYTES = 2**30  # size limit; the least recently used programs go first
 MIN_COMPILE_SECONDS = 0.1  # programs that compile faster are not kept
@@ -23,17 +24,8 @@ def cache_directory() -> Path:
   import jaxlib
 
   home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-  kind = hashlib.sha256(f'{platform.machine()} {_processor()}'.encode()).hexdigest()[:12]
+  kind = hashlib.sha256(f'{platform.machine()} {processor()}'.encode()).hexdigest()[:12]
   return Path(home) / 'podrace' / 'programs' / f'jaxlib-{jaxlib.__version__}-{kind}'
-
-
-def _processor() -> str:
-  """Return the model and features of the CPU, on which compiled programs depend."""
-  try:
-    lines = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace').splitlines()
-  except OSError:
-    return platform.processor()
-  return '\n'.join(sorted({x for x in lines if x.startswith(('model name', 'flags', 'Features'))}))
 
 
 def enable(say: Callable[[str], None]) -> None:

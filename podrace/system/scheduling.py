@@ -1,9 +1,11 @@
-"""The cores that this process may use, and its priority."""
+"""The processor, the cores that this process may use, and its priority."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
+import platform
 from pathlib import Path
 
 NICE = 19  # the lowest priority
@@ -14,6 +16,18 @@ def cores() -> int:
   if hasattr(os, 'sched_getaffinity'):
     return len(os.sched_getaffinity(0))
   return os.cpu_count() or 1
+
+
+def processor() -> str:
+  """Return the model of the CPU and a hash of its features, on which compiled programs depend."""
+  try:
+    text = Path('/proc/cpuinfo').read_text(encoding='utf-8', errors='replace')
+  except OSError:  # not Linux
+    return platform.processor()
+  entries = {tuple(x.strip() for x in line.partition(':')[::2]) for line in text.splitlines()}
+  model = ', '.join(sorted(value for name, value in entries if name == 'model name'))
+  kept = sorted(entry for entry in entries if entry[0] in ('model name', 'flags', 'Features'))
+  return f'{model or platform.machine()} {hashlib.sha256(repr(kept).encode()).hexdigest()[:8]}'
 
 
 def give_way() -> None:

@@ -617,13 +617,14 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
     assert kept() == before
 
 
-def test_another_machine_is_told(here: Here, half: Path, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize('part', ['jax', 'processor'])
+def test_another_machine_is_told(part: str, here: Here, half: Path, monkeypatch: Patch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
-  elsewhere = {**hashes.machine(), 'jax': '9.9'}
-  monkeypatch.setattr(save_and_resume, 'machine', lambda: elsewhere)
+  here_now = hashes.machine()
+  monkeypatch.setattr(save_and_resume, 'machine', lambda: {**here_now, part: '9.9'})
   code, output = here('half')
   assert code == 0
-  assert 'not bit for bit' in output and '-> 9.9' in output
+  assert 'not bit for bit' in output and f'{part} {here_now[part]} -> 9.9' in output
 
 
 # --- full disk ----------------------------------------------------------------------------------

@@ -295,7 +295,7 @@ def _origin(records: Mapping[str, Record]) -> str:
   origins: dict[tuple[str, str], int] = {}
   for record in records.values():
     machine = record.content['machine']
-    names = ('device', 'cores', 'jax', 'python')
+    names = ('device', 'processor', 'cores', 'jax', 'python')
     where = ', '.join(f'{n} {machine[n]}' for n in names if n in machine)
     commit, dash, dirty = record.content['commit'].partition('-')
     key = f'{commit[:12]}{dash}{dirty}', where
