@@ -40,14 +40,14 @@ DQN = (
     'learning_rate': 5e-4,
   }
 )
-LONG = {'buffer.capacity': 200_000, 'epsilon_steps': 2000, 'discount': 0.97}  # replay of all
+LONG = {'buffer.capacity': 500_000, 'epsilon_steps': 2000, 'discount': 0.97}  # replay of all
 CASES: dict[str, tuple[str, str, int, dict[str, Any]]] = {  # agent, environment, steps, its fields
   'SAC, Pendulum, core': ('sac', PENDULUM, 50_000, CONTROL),
   'SAC, Pendulum, no core': ('sac', PENDULUM, 50_000, {}),
   'D4PG, Pendulum, core': ('d4pg', PENDULUM, 50_000, CONTROL),
   'D4PG, Pendulum, no core': ('d4pg', PENDULUM, 50_000, {}),
-  'DQN, CartPole, core': ('dqn', CART, 200_000, DQN | LONG),
-  'DQN, CartPole, no core': ('dqn', CART, 200_000, LONG),
+  'DQN, CartPole, core': ('dqn', CART, 500_000, DQN | LONG),
+  'DQN, CartPole, no core': ('dqn', CART, 500_000, LONG),
   'SAC, memory, core': ('sac', CUE, 50_000, CORES | EPISODE | of_part('buffer', batch_size=32, samples_per_insert=8.0)),
   'SAC, memory, no core': ('sac', CUE, 50_000, {}),
 }  # fmt: skip

@@ -172,6 +172,8 @@ def parse_words(words: Sequence[str], prog: str) -> Config:
 
 def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   """Return `config` with the changes of the flags; raises UsageError for a bad flag or value."""
+  if not args:
+    return config
   import tyro
 
   cls = type(config)

@@ -23,6 +23,9 @@ WITH = {  # settings that add metrics, or that an agent needs
 }
 
 
+PLAN = ('muesli', 'muzero')  # they compile for long
+
+
 def logged(name: str, **more: Any) -> set[str]:
   """The metrics that an agent logs, without those of each tuned setting."""
   agent = replace_paths(default_agent(name), WITH.get(name, {}) | more)
@@ -34,7 +37,9 @@ def logged(name: str, **more: Any) -> set[str]:
   return {'tuned_NAME' if n.startswith('tuned_') else n for n in names}
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=pytest.mark.slow) if n in PLAN else n for n in AGENTS]
+)
 def test_each_metric_of_an_agent_has_a_meaning(name: str) -> None:
   """A new metric of an agent needs a row in podrace/agents/metrics.py."""
   names = logged(name)

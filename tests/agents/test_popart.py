@@ -15,7 +15,7 @@ import optax
 import pytest
 import streams
 from gymnasium import spaces
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 import podrace
 from podrace import cli, topology
@@ -363,7 +363,9 @@ def score(name: str, scale: float, **settings: Any) -> float:
   return float(log['return_sum'] / log['episodes']) / scale
 
 
-@pytest.mark.parametrize(('name', 'scale'), [('impala', 1e-3), ('ppo', 1e3), ('ppo', 1e-3)])
+@pytest.mark.parametrize(
+  ('name', 'scale'), slow_after(1, ('ppo', 1e3), ('impala', 1e-3), ('ppo', 1e-3))
+)
 def test_learns_with_rewards_of_any_size_where_the_plain_agent_does_not(
   name: str, scale: float
 ) -> None:

@@ -440,6 +440,7 @@ def test_a_full_disk_is_named(tiny: Path, tmp_path: Path) -> None:
 # --- killed programs ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_killed_programs_end_with_the_parameters_of_the_undisturbed(
   tmp_path: Path, cache: Path, capsys: Capture
 ) -> None:

@@ -209,6 +209,7 @@ def test_tasks_are_environments_with_exact_scores() -> None:
   assert float(cca.bandit().dynamics.score(jnp.eye(5))) == 0.0
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   config = podrace.configure(
     env='python:cca.key_to_door,length=5', agent=cca.CCA(size=8), num_envs=4, unroll_length=5,

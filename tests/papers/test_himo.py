@@ -163,6 +163,7 @@ def test_bet_is_an_environment() -> None:
   check(himo.bet(instance=3), key=jax.random.key(0), steps=50)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   config = podrace.configure(
     env='python:himo.bet', agent=himo.HiMo(), num_envs=8, unroll_length=4, total_steps=640,

@@ -87,6 +87,7 @@ def test_draws_are_stratified() -> None:
   np.testing.assert_allclose(counts.mean(axis=0), expected, atol=0.05)
 
 
+@pytest.mark.slow
 def test_each_of_a_million_small_priorities_can_be_found() -> None:
   """Half of the items have a hundredth of the others' priority; one float32 is too coarse for them."""
   size, draws, rounds = 2**20, 2**20, 8

@@ -12,6 +12,7 @@ import h5py
 import numpy as np
 import pytest
 from data_sets import balance, collected
+from shorthand import slow_after
 from test_runs import called
 
 import podrace
@@ -53,16 +54,16 @@ def trained(capsys: Capture, run_dir: Path, steps: int, *args: str) -> dict[str,
 
 
 RUNS: dict[str, list[str]] = {
-  'anakin': R2D2,
   'anakin, half': [*DQN, '--env', 'gymnax:CartPole-v1', '--log-share', '1/2', '--agent.buffer.online-share', '0.25'],
+  'sebulba, host replay': [*DQN, '--architecture', 'sebulba', '--replay', 'host'],
+  'anakin': R2D2,
   'sebulba': [*BC, '--architecture', 'sebulba', '--lag', '1'],
   'sebulba, half': [*BC, '--env', 'gymnax:CartPole-v1', '--log-share', '1/2', '--architecture', 'sebulba'],
-  'sebulba, host replay': [*DQN, '--architecture', 'sebulba', '--replay', 'host'],
   'sebulba, half, environments on the host': [*DQN, '--env', 'gymnasium:CartPole-v1', '--log-share', '1/2'],
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', RUNS)
+@pytest.mark.parametrize('name', slow_after(2, *RUNS))
 def test_a_resumed_run_ends_as_one_that_was_not(
   name: str, cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

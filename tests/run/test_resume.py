@@ -32,7 +32,7 @@ from processes import (
   podrace,
   summary,
 )
-from shorthand import Capture, Patch, TempPaths
+from shorthand import Capture, Patch, TempPaths, slow_after
 
 from podrace import cli
 from podrace.architectures import hashes
@@ -312,7 +312,7 @@ def test_killed_three_times(
   killed_at_random(Lives(tmp_path, case, cache), 3, len(case), undisturbed[case])
 
 
-@pytest.mark.parametrize('case', ['gymnasium', 'atari'])
+@pytest.mark.parametrize('case', slow_after(1, 'gymnasium', 'atari'))
 def test_killed_twice_with_environments_on_the_host(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:

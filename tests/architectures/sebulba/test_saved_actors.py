@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from shorthand import Patch
+from shorthand import Patch, slow_after
 from test_sebulba import RECURRENT, SMALL, Running, compiled, keys, never, sebulba
 
 from podrace.agents.impala import Impala
@@ -24,9 +24,9 @@ Saved = tuple[Any, dict[str, Any], str]  # a state, its record, and the paramete
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
   'gymnasium': ('gymnasium:CartPole-v1', dict(lag='1', threads=2, env_threads=2)),
-  'atari': ('ale:breakout', dict(lag='0', env_threads=2)),
   'envpool': ('envpool:CartPole-v1', dict(lag='1', env_threads=1)),
   'jax': ('podrace:catch', dict(lag='1', threads=2)),
+  'atari': ('ale:breakout', dict(lag='0', env_threads=2)),
 }
 
 
@@ -68,7 +68,7 @@ def resumed(program: Any, folder: Path, state: Any, record: Any, updates: int = 
     driver.close()
 
 
-@pytest.mark.parametrize('case', CASES)
+@pytest.mark.parametrize('case', slow_after(3, *CASES))
 def test_actors_go_on_to_the_bit(
   case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
+from shorthand import Patch
 
 from podrace import cli
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.client import EnvironmentClient, run_all
 from podrace.distributed.environments.client_options import ClientOptions, group_sizes
 from podrace.distributed.environments.group_thread import GroupThread
-from podrace.distributed.net import connecting, session_messages
+from podrace.distributed.net import connecting, dashboard, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.dashboard import Asker
 from podrace.envs.host import base as host
@@ -360,8 +361,9 @@ def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize('case', ['nobody', 'other keys', 'not listed', 'no keys', 'silent'])
-def test_what_is_wrong_is_said(case: str, tmp_path: Path) -> None:
+def test_what_is_wrong_is_said(case: str, tmp_path: Path, monkeypatch: Patch) -> None:
   """By `podrace envs`, and by `podrace top` likewise."""
+  monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', 1.0)
   keys, other = tmp_path / 'keys', tmp_path / 'other'
   net_keys.new_keys(keys)
   if case == 'not listed':
