@@ -15,7 +15,8 @@ Against the paper:
 - The target of a value is E q + lambda rho (G - q), the value that Retrace bootstraps from, with E
   over the prior's actions.
 - The losses of K unrolled steps are weighted 1/K, as MuZero's.
-- There is no weight decay unless it is set.
+- There is no weight decay unless it is set. A weight of the entropy can be set, for environments
+  without noise.
 - Past the end of an episode value and reward are 0 and the policy is masked. Past a time limit
   everything is masked.
 - Actions are discrete.
@@ -111,6 +112,7 @@ class Muesli:
   reward_cost: float = 1.0  # weight of the reward's loss
   value_cost: float = 0.25  # weight of the value's loss
   model_cost: float = 1.0  # weight of the model's loss of foreseen policies
+  entropy_cost: float = 0.0  # weight of the policy's entropy; higher explores more
   greedy: bool = False  # act by the mode of the policy, for evaluation
   total_updates: Annotated[int, tyro.conf.Suppress] = 0  # bound by the runner
   total_envs: Annotated[int, tyro.conf.Suppress] = 0
@@ -297,10 +299,10 @@ class Muesli:
     )
     costs = self.policy_cost, self.cmpo_cost, self.model_cost, self.value_cost, self.reward_cost
     total = sum((c * x for c, x in zip(costs, parts.values(), strict=True)), jnp.float32(0))
-    entropy = -jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1)
+    entropy = -jnp.mean(mask[0] * jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1))
     value = decode(outputs.value[0], support)
-    return total, parts | dict(
-      entropy=jnp.mean(mask[0] * entropy),
+    return total - self.entropy_cost * entropy, parts | dict(
+      entropy=entropy,
       rho=jnp.mean(mask[0] * rho),
       value=jnp.mean(value),
       **means(**value_moments(goals.targets.value[0], value, goals.value_mask[0])),

@@ -169,12 +169,13 @@ class Dense(nn.Module):
 
   features: int
   kernel_init: Any = nn.initializers.lecun_normal()
+  bias_init: Any = nn.initializers.zeros
 
   @nn.compact
   def __call__(self, x: Array) -> Array:
     """Apply the layers."""
     kernel = self.param('kernel', self.kernel_init, (x.shape[-1], self.features))
-    bias = self.param('bias', nn.initializers.zeros_init(), (self.features,))
+    bias = self.param('bias', self.bias_init, (self.features,))
     return affine(x, kernel, bias[None])
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from podrace import distributions, returns
@@ -75,6 +76,8 @@ class Model(Protocol):
 
 # --- numbers as distributions over a support -----------------------------------------------------
 
+MOST_TILTED = 20.0  # difference between the first logits of the outermost atoms
+
 
 def encode(x: Array, support: Array | None) -> Array:
   """Targets [N, bins] of numbers [N]: two-hot over the support; [N, 1] without one.
@@ -100,6 +103,26 @@ def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
   if support is None:
     return 0.5 * jnp.square(outputs[:, 0] - x)
   return -jnp.sum(encode(x, support) * jax.nn.log_softmax(outputs), axis=-1)
+
+
+def first_logits(support: Array | None) -> np.ndarray:
+  """Return the first logits [bins] of a value: the most even ones whose mean is 0, or nearly so.
+
+  Equal logits stand for the middle of the support. On a support from -1 to 110 that is a return of
+  32, and each bootstrapped target would have it for a long time.
+  """
+  if support is None:
+    return np.zeros(1, np.float32)
+  atoms = np.asarray(support, np.float64)
+  low, high = np.array([-1.0, 1.0]) * MOST_TILTED / (atoms[-1] - atoms[0])
+  if atoms[0] == -atoms[-1]:
+    low = high = 0.0
+  for _ in range(60):  # the mean rises with the slope
+    slope = (low + high) / 2
+    weight = np.exp(slope * atoms - np.max(slope * atoms))
+    low, high = (low, slope) if weight @ atoms > 0 else (slope, high)
+  logits = (low + high) / 2 * atoms
+  return (logits - np.mean(logits)).astype(np.float32)
 
 
 def scale_hidden(hidden: Array) -> Array:
@@ -141,9 +164,9 @@ class _LearnedModel(nn.Module):
       self.first_hidden = Dense(s.latent, kernel_init=s.kernel_init)
       self.next_hidden = s.mlp((*s.dynamics_hidden,))
       self.next_change = Dense(s.latent, kernel_init=s.kernel_init)
-    self.reward_head = self._head(s.bins)
+    self.reward_head = self._number()
     self.policy_head = self._head(s.distribution.size)
-    self.value_head = self._head(s.bins)
+    self.value_head = self._number()
     if s.projection:
       self.projector = self._head(s.projection, nn.initializers.lecun_normal())
       self.predictor = self._head(s.projection, nn.initializers.lecun_normal())
@@ -154,10 +177,19 @@ class _LearnedModel(nn.Module):
     module: nn.Module = kind(s.channels, s.blocks, layer)
     return module
 
-  def _head(self, size: int, last: Any = nn.initializers.zeros) -> nn.Module:
-    """A hidden layer and the outputs, which begin as zeros: all alike, as MuZero's are."""
+  def _number(self) -> nn.Module:
+    """A head of a reward or a value, which begins as 0."""
+    with jax.ensure_compile_time_eval():
+      logits = first_logits(self.settings.support)
+    return self._head(len(logits), bias=nn.initializers.constant(logits))
+
+  def _head(
+    self, size: int, last: Any = nn.initializers.zeros, bias: Any = nn.initializers.zeros
+  ) -> nn.Module:
+    """A hidden layer and the outputs, which begin as the bias for each hidden state."""
     s = self.settings
-    return nn.Sequential([features, s.mlp(s.head_hidden), Dense(size, kernel_init=last)])
+    outputs = Dense(size, kernel_init=last, bias_init=bias)
+    return nn.Sequential([features, s.mlp(s.head_hidden), outputs])
 
   def represent(self, state: Any, timesteps: TimeStep) -> tuple[Array, Any]:
     """Return hidden states [T, B, ...] and the recurrent state after them."""

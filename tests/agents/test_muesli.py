@@ -55,7 +55,7 @@ class Recording(Muesli):
 
 SETTINGS: dict[str, Any] = dict(
   unroll=U, discount=0.9, lambda_=0.8, policy_cost=2.0, cmpo_cost=1.3, model_cost=0.8, value_cost=0.4,
-  reward_cost=0.7, clip_advantage=0.5,
+  reward_cost=0.7, clip_advantage=0.5, entropy_cost=0.6,
 )  # fmt: skip
 
 
@@ -221,7 +221,7 @@ def script(s: Stream, t: int) -> dict[str, Any]:
   advantage = (s.retrace(t) - s.v[t]) / (1.0 if without == 'scale' else math.sqrt(2.0))
   return dict(
     x=s.x[t], mask=s.mask[t], action=s.action[t : t + U + 1], mu=s.mu[t], policies=policies, values=values,
-    rewards=rewards, gradient=counts * agent.policy_cost * advantage,
+    rewards=rewards, gradient=counts * agent.policy_cost * advantage, entropy=counts * agent.entropy_cost,
     halved=1.0 if without == 'halved' else 0.5, most=math.inf if without == 'ratio' else 1.0,
   )  # fmt: skip
 
@@ -240,6 +240,7 @@ def state_loss(network: Any, n: dict[str, Any], bins: int) -> Any:
   a = n['action'][0]
   rho = jax.lax.stop_gradient(jnp.minimum(jnp.exp(log_p[a]) / n['mu'], n['most']))
   loss = -n['gradient'] * rho * log_p[a] - jnp.dot(n['policies'][0], log_p)
+  loss += n['entropy'] * jnp.dot(jnp.exp(log_p), log_p)
   loss += number_loss(hidden @ network['v'], n['values'][0], bins)
   for k in range(1, U + 1):
     hidden = n['halved'] * hidden + (1 - n['halved']) * jax.lax.stop_gradient(hidden)

@@ -299,6 +299,18 @@ def test_numbers_become_two_hot_and_come_back() -> None:
   assert decode(x[:, None], None).tolist() == encode(x, None)[:, 0].tolist() == x.tolist()
 
 
+@pytest.mark.parametrize('low, high, most', [(-300, 300, 1e-5), (-1, 110, 1e-5), (-400, 1, 1.0)])
+def test_rewards_and_values_begin_at_0(low: float, high: float, most: float) -> None:
+  """The middle of the supports is 0, 30 and -107."""
+  model = LearnedModel(v_min=low, v_max=high).bind(VECTOR, spaces.Discrete(A))
+  params = jax.jit(model.init)(jax.random.key(0))
+  hidden, _ = model.represent(params, (), jax.tree.map(lambda x: x[None], model.example()))
+  hidden, reward = model.dynamics(params, hidden[0], jnp.zeros(1, jnp.int32))
+  for outputs in (reward, model.predict(params, hidden).value):
+    assert float(jnp.ptp(outputs)) <= 20.001
+    assert float(decode(outputs, model.support)[0]) == pytest.approx(0, abs=most)
+
+
 def test_hidden_states_are_scaled_each_by_itself() -> None:
   x = jnp.array(np.random.default_rng(0).normal(size=(3, 2, 2, 4)), jnp.float32)
   found = scale_hidden(x)
