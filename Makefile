@@ -38,7 +38,7 @@ endef
 train: .venv/gymnax
 	$(BIN)/podrace train minatar-breakout --total-steps $(STEPS) --run-dir $(RUN_DIR)
 	@echo "here podrace is:  $(BIN)/podrace"
-	@echo "train the full preset (3 minutes, a return of 90): make train STEPS=10_000_000"
+	@echo "train the full preset (3 minutes, a return of 25 to 90): make train STEPS=10_000_000"
 	@echo "or something new: $(BIN)/podrace train        (IMPALA on Catch, seconds)"
 
 # Trains, evaluates and records a suite, or goes on with it, and writes its page: make reproduce NAME=minatar
