@@ -106,7 +106,7 @@ def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
 
 
 def first_logits(support: Array | None) -> np.ndarray:
-  """Return the first logits [bins] of a value: the most even ones whose mean is 0, or nearly so.
+  """Return the first logits [bins] of a value: the most even distribution with a mean near 0.
 
   Equal logits stand for the middle of the support. On a support from -1 to 110 that is a return of
   32, and each bootstrapped target would have it for a long time.
