@@ -18,6 +18,8 @@ os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # Processes that tests start keep their bytecode as well: without it, importing takes 2 to 4 times as long.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)
+# Lines of source in compiled programs serve debugging alone, and writing them takes time.
+os.environ.setdefault('JAX_TRACEBACK_IN_LOCATIONS_LIMIT', '0')
 # What is compiled runs for seconds at most: without optimisations, and on one thread of each worker,
 # compiling takes a quarter of the time. `make test-all` sets this to nothing, and so compiles as
 # users do. XLA ends a process that gives it a flag that it does not have.
@@ -40,6 +42,9 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
 hypothesis.settings.load_profile('podrace')
 
+# Tracing allocates so much that the collector's default thresholds take an eighth of the suite's time.
+gc.set_threshold(200_000, 20, 100)
+
 jax.config.update('jax_debug_key_reuse', True)
 jax.config.update('jax_numpy_rank_promotion', 'raise')
 
@@ -47,6 +52,12 @@ jax.config.update('jax_numpy_rank_promotion', 'raise')
 # A compiled program holds 1.5 MB and two memory maps. A worker that kept those of all tests would
 # need many GB, and 65,530 maps are all that Linux gives a process.
 MANY_MAPS = 6_000
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+  """Modules and tests live until the end: the collector needs not look at them."""
+  gc.collect()
+  gc.freeze()
 
 
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import rule_files
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 import podrace.hooks
 from podrace.agents import AGENTS
@@ -125,7 +125,14 @@ def commands(page: Path) -> list[list[str]]:
   return [shlex.split(f.group(1), comments=True) for f in found if f]
 
 
-@pytest.mark.parametrize('page', [p for p in ALL if commands(p)], ids=name_of)
+# Pages of suites are written from the commands that test_suites reads.
+WRITTEN = [p for p in ALL if commands(p) and p.parent.name != 'results']
+GENERATED = [p for p in ALL if commands(p) and p.parent.name == 'results']
+
+
+@pytest.mark.parametrize(
+  'page', slow_after(len(WRITTEN), *WRITTEN, *GENERATED), ids=map(name_of, WRITTEN + GENERATED)
+)
 def test_commands(page: Path, tmp_path: Path, monkeypatch: Patch) -> None:
   """Each is run until its work begins."""
   monkeypatch.chdir(tmp_path)

@@ -153,6 +153,7 @@ LEARNER = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_learner_waits_for_labels_and_says_so(places: Places) -> None:
   """Until a labelling process comes; three come and go, and one stays to the end."""
   steps = 12_800

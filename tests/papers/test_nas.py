@@ -198,6 +198,7 @@ def test_random_search(monkeypatch: Patch, table: list[list[int]]) -> None:
   assert [axes.get_xlabel() for axes in figure.axes] == ['evaluations', 'evaluations', '']
 
 
+@pytest.mark.slow
 def test_ppo_learns_on_two_devices_and_resumes_exactly(tmp_path: Path) -> None:
   """A score is the share of 13 choices that are right: 0.25 by chance."""
   env = f'gymnasium:nas_table:Architecture-v0,task=polynomial,folder={tmp_path}'

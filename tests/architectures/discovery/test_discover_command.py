@@ -62,6 +62,7 @@ def test_a_rule_is_trained_and_the_command_that_is_printed_uses_it(
   assert json.loads(Path('agent/summary.json').read_text())['step'] >= 320
 
 
+@pytest.mark.slow
 def test_a_finished_one_says_so(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
   monkeypatch.chdir(tmp_path)
   assert run('discover', *SMALL, '--run-dir', 'rule') == 0

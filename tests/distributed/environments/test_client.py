@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from children import ROOT, until
 from peers import Envs, Learner, assert_whole, lives, spec
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 from podrace import cli
 from podrace.distributed.environments import environment_messages
@@ -360,7 +360,9 @@ def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
   assert not client.groups
 
 
-@pytest.mark.parametrize('case', ['nobody', 'other keys', 'not listed', 'no keys', 'silent'])
+@pytest.mark.parametrize(
+  'case', slow_after(2, 'silent', 'other keys', 'nobody', 'not listed', 'no keys')
+)
 def test_what_is_wrong_is_said(case: str, tmp_path: Path, monkeypatch: Patch) -> None:
   """By `podrace envs`, and by `podrace top` likewise."""
   monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', 1.0)
