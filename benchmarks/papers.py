@@ -1,6 +1,7 @@
 """Results and pictures of examples/papers: each file measures its effect over seeds, and draws it.
 
     python benchmarks/papers.py cca --seeds 10
+    python benchmarks/papers.py nas --first 10 --seeds 5    (more seeds, beside those that are recorded)
 
 A file has `measure(seeds)`, a dict of numbers by method and seed, and `draw(results, figure)`. Writes
 benchmarks/results/papers/NAME.json and docs/papers/NAME.svg.
@@ -21,15 +22,21 @@ PICTURES = common.ROOT / 'docs' / 'papers'
 
 def main() -> None:
   args = common.arguments(
-    __doc__, NAMES, seeds=(10, 'seeds from 0 on'), draw=(False, 'draw the recorded results')
-  )
+    __doc__, NAMES, first=(0, 'the first seed; other seeds that are recorded stay'),
+    seeds=(10, 'number of seeds'), draw=(False, 'draw the recorded results'),
+  )  # fmt: skip
   sys.path.insert(0, str(FOLDER))
   for name in args.cases:
     paper = importlib.import_module(name)
     if not args.draw:
       began = time.perf_counter()
-      results = paper.measure(range(args.seeds))
-      common.record(f'papers/{name}', results | {'wall_s': round(time.perf_counter() - began)})
+      results = paper.measure(range(args.first, args.first + args.seeds))
+      wall_s = round(time.perf_counter() - began)
+      if args.first:
+        known = common.known(f'papers/{name}')
+        wall_s += known['wall_s']
+        results = {m: known[m] | {str(s): x for s, x in results[m].items()} for m in results}
+      common.record(f'papers/{name}', results | {'wall_s': wall_s})
     results = common.known(f'papers/{name}')
     picture(name, paper, {k: x for k, x in results.items() if k != 'wall_s'})
 
