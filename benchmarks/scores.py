@@ -1,8 +1,8 @@
-"""The presets' scores: trains each as `podrace train PRESET` does, evaluates it, draws the curves.
+"""The scores of presets that take too long for the suite `presets`: one seed, trained as `podrace train PRESET` does.
 
-Writes benchmarks/results/scores.json after each; at the end docs/curves.png, and a picture for each agent's page,
-docs/agents/AGENT.svg. Other presets keep their results. Without names, all presets but those that take hours on a CPU.
---draw draws the agents' pictures from the recorded results, here and by pong.py.
+Writes benchmarks/results/scores.json after each; at the end a picture for each agent's page, docs/agents/AGENT.svg. Other
+presets keep their results. Without names, the presets of the table below but those that take hours on a CPU.
+--draw draws the agents' pictures from the recorded results, here, by pong.py and by `podrace reproduce presets`.
 """
 
 from __future__ import annotations
@@ -72,17 +72,21 @@ def whole(curve: list) -> list:
   return curve[:-1] if short else curve
 
 
-def panel(axis: Any, title: str, curve: list, stated: float | None) -> None:
-  """Draws one preset: its curve, and the stated score as a dashed line."""
-  points = whole(curve)
-  axis.plot([p[0] / 1e6 for p in points], [p[-1] for p in points], color=CURVE, linewidth=1.6)
+def panel(axis: Any, title: str, curves: list[list], stated: float | None) -> None:
+  """Draws one preset: the curve of each seed, and the stated score as a dashed line."""
+  alone = len(curves) == 1
+  for points in map(whole, curves):
+    steps, returns = [p[0] / 1e6 for p in points], [p[-1] for p in points]
+    axis.plot(
+      steps, returns, color=CURVE, linewidth=1.6 if alone else 0.9, alpha=1 if alone else 0.6
+    )
   if stated is not None:
     axis.axhline(stated, color=GOAL, linewidth=1, linestyle='--')
   axis.set(title=title, xlabel='million steps', ylabel='episode return', facecolor=GROUND)
 
 
-def draw(panels: list[tuple[str, list, float | None]], width: int, path: Path) -> None:
-  """Draws return against steps, a panel for each (title, curve, stated score)."""
+def draw(panels: list[tuple[str, list[list], float | None]], width: int, path: Path) -> None:
+  """Draws return against steps, a panel for each (title, curves, stated score)."""
   rows, columns = -(-len(panels) // width), min(len(panels), width)
   plt = common.pyplot(**{'font.size': 10, 'axes.titlesize': 10})
   figure, axes = plt.subplots(
@@ -97,14 +101,16 @@ def draw(panels: list[tuple[str, list, float | None]], width: int, path: Path) -
   plt.close(figure)
 
 
-def draw_scores(scores: dict[str, dict]) -> None:
-  """Draws all presets in one picture, with their time."""
-  panels = []
-  for preset, one in scores.items():
-    wall, cores = one['summary']['wall_s'], one['summary']['machine']['cores']
-    title = f'{preset}: {wall:.0f} s on {cores} CPU core{"s" * (cores > 1)}'
-    panels.append((title, one['curve'], STATED[preset]))
-  draw(panels, 4, ROOT / 'docs' / 'curves.png')
+def of_the_suite() -> dict[str, list[list]]:
+  """Returns the curves of each preset that `podrace reproduce presets` has recorded, one for each seed."""
+  curves = {}
+  for path in sorted((ROOT / 'benchmarks' / 'results' / 'suites' / 'presets').glob('*.json')):
+    record = common.read_json(path)
+    steps, returns = record['curve']['step'], record['curve']['returns']
+    curves[record['task']] = [
+      [[s, y] for s, y in zip(steps, seed, strict=True) if y is not None] for seed in returns
+    ]
+  return curves
 
 
 def draw_agents(folder: Path) -> None:
@@ -114,11 +120,12 @@ def draw_agents(folder: Path) -> None:
   recorded: dict[str, Any] = {}
   for file in ('acting', 'pong', 'scores'):
     recorded |= common.known(file)
+  curves = {name: [one['curve']] for name, one in recorded.items()} | of_the_suite()
   agents: dict[str, list[Any]] = {}
   for name in [*STATED, 'r2d2-remote-memory']:
-    if name in recorded:
+    if name in curves:
       preset = VARIANTS[name][0] if name in VARIANTS else name
-      one = (name, recorded[name]['curve'], STATED.get(name))
+      one = (name, curves[name], STATED.get(name))
       agents.setdefault(agent_name(PRESETS[preset]().agent), []).append(one)
   for agent, panels in agents.items():
     draw(panels, 2, folder / f'{agent}.svg')
@@ -132,13 +139,11 @@ def main() -> None:
   if unknown := [name for name in names if name not in STATED]:
     sys.exit(f'nothing is stated of {", ".join(unknown)}, only of {", ".join(STATED)}')
   if '--draw' not in args:
-    results = {}
-    for preset in names or [n for n in STATED if n not in HOURS]:
+    for preset in names or [n for n in STATED if n not in (*HOURS, *of_the_suite())]:
       result = score(preset, '--resume' in args)
       mean = result['greedy']['episode_return_mean']
       print(f'{preset}: {mean:.2f}, stated {STATED[preset]}', flush=True)
-      results = common.keep('scores', preset, result, (*PRESETS, *VARIANTS))
-    draw_scores(results)
+      common.keep('scores', preset, result, (*PRESETS, *VARIANTS))
   draw_agents(ROOT / 'docs' / 'agents')
 
 

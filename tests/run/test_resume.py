@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import random
@@ -11,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -69,6 +72,10 @@ HOST = ['--architecture', 'sebulba', '--env-threads', '2', '--num-envs', '4', '-
         '--checkpoint-every', '640']  # fmt: skip
 MEMORY = [x for part in ('actor', 'critic')
           for x in (f'--agent.{part}.core', 'gru', f'--agent.{part}.core-size', '8', f'--agent.{part}.hidden', '16')]  # fmt: skip
+GRASPS = 'GRASPS'  # stands for the log of `grasps`
+GRASP = ['--env', 'podrace:grasp', '--log', GRASPS, '--num-envs', '4', '--unroll-length', '8', '--total-steps', '8000',
+         '--log-every', '160', '--checkpoint-every', '800', '--agent.buffer.capacity', '2048', '--agent.buffer.min-size',
+         '500', '--agent.buffer.batch-size', '16', '--agent.network.hidden', '16']  # fmt: skip
 CASES = {
   'ppo-normalized': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
@@ -158,6 +165,12 @@ CASES = {
         *TINY[:4], *HALF[6:]]
   ),
   'lifetimes': (1, ['--env', 'podrace:nonstationary_abc,period=2,episodes=5', *TINY]),
+  'log': (1, ['--agent', 'bc', *GRASP]),
+  'three-tables-and-log': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', '--agent', 'qtopt', '--agent.labels', 'stage',
+        '--agent.network.v-min', '-0.2', '--agent.network.head-hidden', '16', '--agent.cem.samples', '8', *GRASP,
+        '--log-share', '1/2', '--agent.buffer.online-share', '0.25', '--agent.buffer.samples-per-insert', '3.7']
+  ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
@@ -192,8 +205,29 @@ def undisturbed(tmp_path_factory: TempPaths, cache: Path) -> Undisturbed:
   return Undisturbed(tmp_path_factory.mktemp('undisturbed'), cache)
 
 
+@functools.cache
+def grasps() -> Path:
+  """A log of the scripted policy, which this process takes along when it ends."""
+  folder = Path(tempfile.mkdtemp())
+  atexit.register(shutil.rmtree, folder)
+  command = [
+    'record',
+    '--env',
+    'podrace:grasp',
+    '--scripted',
+    '--episodes',
+    '200',
+    '--to',
+    str(folder / 'log'),
+  ]
+  code, output = podrace(command, folder / 'log.txt', 1, None)
+  assert code == 0, output
+  return folder / 'log'
+
+
 def train(run_dir: Path, args: Sequence[str]) -> list[str]:
-  command = args if args[0] == 'discover' else ['train', 'catch', *args]
+  words = [str(grasps()) if a == GRASPS else a for a in args]
+  command = words if args[0] == 'discover' else ['train', 'catch', *words]
   return [*command, '--run-dir', str(run_dir)]
 
 
@@ -279,6 +313,8 @@ SLOW = {
   'a-rule',
   'intrinsic',
   'lifetimes',
+  'log',
+  'three-tables-and-log',
   'lpg-gru',
   'lpg-sebulba',
   'meta-training',

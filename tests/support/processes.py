@@ -177,10 +177,14 @@ CLOCKED = ('wall_s', 'steps_per_s', 'labels_per_s')
 
 
 def timeless(run_dir: Path) -> list[dict[str, Any]]:
-  """The lines of metrics.jsonl without what depends on the clock."""
+  """The lines of metrics.jsonl without what depends on the clock.
+
+  Under Sebulba a line has the infos that the workers have added when it is written.
+  """
+  told = lines(run_dir)
+  live = ('actor_', 'info_') if any('actor_env' in line for line in told) else ('actor_',)
   return [
-    {k: v for k, v in line.items() if k not in CLOCKED and not k.startswith('actor_')}
-    for line in lines(run_dir)
+    {k: v for k, v in line.items() if k not in CLOCKED and not k.startswith(live)} for line in told
   ]
 
 
