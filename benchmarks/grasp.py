@@ -24,7 +24,8 @@ ENV = 'podrace:grasp'
 TESTS = {'train': ENV, 'unseen': f'{ENV},objects=unseen'}
 BUFFER = ['--agent.buffer.capacity', STEPS, '--agent.buffer.min-size', 20_000]
 PACE = ['--agent.buffer.batch-size', 128, '--agent.buffer.samples-per-insert', 10]
-WIDE = ['--agent.network.hidden', 256]  # 128, as in the preset, has 0.82 offline instead of 0.86, seeds 100 and 101
+# The preset's layer of 128 succeeds with 82% of unseen objects from the log alone, this one with 86% (seeds 100 and 101).
+WIDE = ['--agent.network.hidden', 256]
 SAC = ['--agent.actor.hidden', 128, 128, '--agent.critic.hidden', 128, 128, '--agent.discount', 0.9]
 CASES: dict[str, list[Any]] = {
   'bc': ['--agent', 'bc', '--env', ENV, *BUFFER, *PACE, '--agent.network.hidden', 128, 64, 64],
