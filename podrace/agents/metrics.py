@@ -102,8 +102,8 @@ METRICS = (
   ),
   MetricRow(
     'explained_variance',
-    "1 minus the variance of the values' errors by that of the targets. 1: exact. 0 or less: no "
-    'better than a constant.',
+    '1 minus the mean squared error of the values by the variance of the targets. 1: exact. 0 '
+    'or less: no better than a constant.',
     (*POLICY_GRADIENT, *MODEL_BASED, 'intrinsic'),
   ),
   MetricRow(

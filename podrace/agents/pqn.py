@@ -83,6 +83,8 @@ class PQN:
     check_fields(self)
     if self.network.head != 'value' or self.network.noisy:
       raise ValueError('pqn learns values: its network has the head value and no noise')
+    if self.network.previous_action:
+      raise ValueError('pqn gives its network no previous action: leave previous_action off')
 
   gradient_steps = property(minibatch.gradient_steps)
 

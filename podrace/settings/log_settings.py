@@ -58,7 +58,7 @@ def check(config: Config) -> None:
   name = agent_name(hooks.innermost(config.agent))
   if not hooks.learns_from_replay(config.agent) or (':' not in name and name not in FROM_LOGS):
     raise UsageError(
-      f'--log: {name} learns from what it does itself: take --agent bc, dqn or r2d2 for discrete '
+      f'--log: {name} learns from its own actions only: use --agent bc, dqn or r2d2 for discrete '
       'actions, and bc, sac, d4pg or qtopt for continuous ones'
     )
 

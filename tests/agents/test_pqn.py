@@ -315,6 +315,8 @@ def test_layers_are_normalized_over_their_channels() -> None:
 def test_networks_that_pqn_refuses() -> None:
   with pytest.raises(ValueError, match='pqn learns values'):
     PQN(QNetwork(head='quantile'))
+  with pytest.raises(ValueError, match='previous_action'):
+    PQN(QNetwork(core='gru', previous_action=True))
   with pytest.raises(ValueError, match='layer_norm'):
     image = spaces.Box(0, 255, (48, 48, 3), np.uint8)
     QNetwork(torso='impala-deep', layer_norm=True).bind(image, SPACES[1])
