@@ -128,16 +128,19 @@ def _member(group: Any, name: str, kind: str) -> Any:
   """Return the group or dataset `name`, which must be in the file itself."""
   import h5py
 
-  link = group.get(name, getlink=True)
-  if link is None:
-    raise UsageError(f'{group.name} has no {name}')
-  if not isinstance(link, h5py.HardLink):
-    raise UsageError(f'{group.name}/{name} is a {type(link).__name__}, which is not followed')
+  try:
+    link = group.id.links.get_info(name.encode()).type
+  except (KeyError, RuntimeError):
+    raise UsageError(f'{group.name} has no {name}') from None
+  if link != h5py.h5l.TYPE_HARD:
+    raise UsageError(f'{group.name}/{name} is a link, which is not followed')
   member = group[name]
   if not isinstance(member, getattr(h5py, kind)):
     raise UsageError(f'{group.name}/{name} is no {kind.lower()}')
-  if kind == 'Dataset' and (member.is_virtual or member.external):
-    raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
+  if kind == 'Dataset':
+    storage = member.id.get_create_plist()
+    if storage.get_layout() == h5py.h5d.VIRTUAL or storage.get_external_count():
+      raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
   return member
 
 
