@@ -50,7 +50,7 @@ def run(args: list[str]) -> int:
 
   checkpoint = options.text('--checkpoint')
   about = export(run_dir, folder, options.whole('--member'), allowed, checkpoint)
-  tell(f'exported step {about["step"]:,} of {about["agent"]} in {about["env"]} to {folder}')
+  tell(f'exported step {about["step"]:,} of {about["agent"]} to {folder}')
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
   if about['network'] is None:

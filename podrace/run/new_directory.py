@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from podrace.system.files import create_folder, make_user_folder
 def name_run(preset: str | None, env: str, log: str = '') -> str:
   """Return the name of a new run: a preset, an environment without its options, or a data set."""
   plain = env.partition(',')[0].replace(':', '-').replace('/', '-')
-  return preset or plain or Path(log).resolve().name
+  return preset or plain or os.path.basename(os.path.abspath(log.replace('\0', '')))
 
 
 def choose_run_dir(name: str) -> Path:

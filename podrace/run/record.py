@@ -16,6 +16,7 @@ from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.envs.host.jax import JaxPool, JaxSteps
 from podrace.envs.host.spaces import action_bounds
+from podrace.envs.logs.recorded_spaces import check_keys
 from podrace.envs.logs.writing import Episode, check_target, cut_episodes, write_log
 from podrace.envs.spaces import MASK
 from podrace.errors import HostError, RunError, UsageError
@@ -112,6 +113,10 @@ def record(
   stage = stage_of(resolved, env if source else '')
   player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
   name = env or config.env
+  try:
+    check_keys(stage.observation_space)
+  except UsageError as e:
+    raise UsageError(f'{name}: its observation space {e}') from e
   about = {
     'algorithm_name': f'podrace {player.describe(run_dir)}',
     'podrace': {

@@ -90,7 +90,7 @@ def bind_run(config: Basics, env: Any) -> Any:
     fit = [x for x in fit if (x != 'bc' if config.env else x in FROM_LOGS)]  # bc needs a log
     raise UsageError(
       f'{name} cannot act in {where}, whose action space is {env.action_space}: '
-      f'take --agent {", ".join(fit[:-1])} or {fit[-1]}'
+      f'take --agent {" or ".join([*([", ".join(fit[:-1])] if fit[1:] else []), fit[-1]])}'
     )
   agent = hooks.innermost(config.agent)
   if takes_turns(env) and 'environment' not in {f.name for f in dataclasses.fields(agent)}:

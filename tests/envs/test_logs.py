@@ -234,7 +234,53 @@ def rewritten(content: bytes) -> Callable[[Path], None]:
   return apply
 
 
+def huge_chunks(file: h5py.File) -> None:
+  """A GiB of zeros for three rewards, in a few bytes."""
+  n = len(file['episode_1/rewards'])
+  del file['episode_1/rewards']
+  file['episode_1'].create_dataset(
+    'rewards', shape=(n,), maxshape=(None,), chunks=(2**27,), dtype='f8', compression='gzip'
+  )
+
+
 BOX = {'type': 'Box', 'dtype': 'float32', 'shape': [4], 'low': [0] * 4, 'high': [1] * 4}
+
+
+def with_masks(allowed: Callable[[np.ndarray], Any]) -> Callable[[Path], None]:
+  """Observations have a mask of the two actions, made of the actions that were taken."""
+
+  def change(file: h5py.File) -> None:
+    for episode in file.values():
+      numbers, actions = episode['observations'][()], episode['actions'][()]
+      del episode['observations']
+      episode['observations/observation'] = numbers
+      masks = np.asarray(allowed(np.append(actions, 0)), np.int8)
+      episode['observations/action_mask'] = masks
+
+  def apply(path: Path) -> None:
+    mask = BOX | {'dtype': 'int8', 'shape': [2], 'low': [0] * 2, 'high': [1] * 2}
+    numbers = json.loads(
+      json.loads((path / 'data' / 'metadata.json').read_text())['observation_space']
+    )
+    parts = {'observation': numbers, 'action_mask': mask}
+    metadata(observation_space=json.dumps({'type': 'Dict', 'subspaces': parts}))(path)
+    edit(change)(path)
+
+  return apply
+
+
+def discrete_observations(path: Path) -> None:
+  metadata(observation_space=json.dumps({'type': 'Discrete', 'n': 3, 'start': 0}))(path)
+
+  def change(file: h5py.File) -> None:
+    for episode in file.values():
+      rows = len(episode['observations'])
+      del episode['observations']
+      episode['observations'] = np.full(rows, 77)
+
+  edit(change)(path)
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
   'no file': lambda path: main(path).unlink(),
   'no metadata': lambda path: (path / 'data' / 'metadata.json').unlink(),
@@ -286,6 +332,12 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
   'a virtual array': edit(virtual),
   'raw bytes elsewhere': outside,
   'huge': edit(huge),
+  'huge chunks': edit(huge_chunks),
+  'forbidden actions': with_masks(lambda actions: np.stack([actions == 1, actions == 0], 1)),
+  'a mask of other actions': with_masks(lambda actions: np.ones((len(actions), 3))),
+  'observations outside of their choices': discrete_observations,
+  'subspaces are a list': metadata(observation_space=json.dumps({'type': 'Dict', 'subspaces': ['a']})),
+  'a dtype that is no syntax': metadata(observation_space=json.dumps(BOX | {'dtype': '(2,'})),
   'huge images': huge_images,
   'a bad offset': bad_offset,
 }  # fmt: skip
@@ -302,6 +354,13 @@ def test_a_damaged_data_set_is_refused(
   )
   assert code == 2 and err.count('\n') == 1 and '--log' in err, err
   assert not (tmp_path / 'run' / 'checkpoints').exists()
+
+
+def test_allowed_actions_are_read(cartpole: Path, tmp_path: Path) -> None:
+  path = shutil.copytree(cartpole, tmp_path / 'masked')
+  with_masks(lambda actions: np.eye(2)[actions])(path)
+  rows = read_log(str(path)).rows
+  assert (rows.observation['action_mask'].sum(1) == 1).all() and {*rows.action.tolist()} == {0, 1}
 
 
 def test_no_code_that_a_data_set_names_is_run(

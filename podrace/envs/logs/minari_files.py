@@ -18,7 +18,7 @@ import numpy as np
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.logs.recorded import Log, LogRows
 from podrace.envs.logs.recorded_spaces import read_space
-from podrace.envs.spaces import bounds, leaves, tree
+from podrace.envs.spaces import MASK, bounds, leaves, tree
 from podrace.errors import MissingExtra, UnreadableFile, UsageError
 from podrace.system.files.reading import open_regular, read_json
 from podrace.system.importing import why_not
@@ -28,6 +28,7 @@ METADATA, MAIN = 'metadata.json', 'main_data.hdf5'
 METADATA_BYTES = 2**26
 JPEG_HEADER = 2**16  # most bytes of a JPEG besides its image
 EPISODES = 2**24
+CHUNK = 2**26  # bytes that a chunk of a small array may have
 NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name -> kinds of dtypes
 
 
@@ -55,9 +56,8 @@ def find_data(name: str) -> Path:
     for data in (folder / 'data', folder):
       if os.path.lexists(data / METADATA):
         return data
-  raise UsageError(
-    f'--log {name}: there is no Minari data set, neither in this directory nor in {minari_home()}'
-  )
+  places = f'neither in this directory nor in {minari_home()}'
+  raise UsageError(f'--log {name}: there is no Minari data set, {places}'.replace('\n', ' '))
 
 
 def read_log(name: str) -> Log:
@@ -141,7 +141,17 @@ def _member(group: Any, name: str, kind: str) -> Any:
     storage = member.id.get_create_plist()
     if storage.get_layout() == h5py.h5d.VIRTUAL or storage.get_external_count():
       raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
+    if storage.get_layout() == h5py.h5d.CHUNKED:
+      _check_chunk(member, math.prod(storage.get_chunk()) * member.dtype.itemsize)
   return member
+
+
+def _check_chunk(dataset: Any, size: int) -> None:
+  """Refuse chunks much larger than their array: a small file could fill the memory with them."""
+  if size > (limit := max(CHUNK, 4 * dataset.nbytes)):
+    raise UsageError(
+      f'{dataset.name} is stored in chunks of {size:,} bytes, expected at most {limit:,}'
+    )
 
 
 class _Reader:
@@ -180,7 +190,30 @@ class _Reader:
     )
     for e, (first, length) in enumerate(zip(starts.tolist(), steps.tolist(), strict=True)):
       self._fill(e, rows, arrays, slice(first, first + length + 1))
+    self._check_masks(rows)
     return rows
+
+  def _check_masks(self, rows: LogRows) -> None:
+    """Refuse actions that the masks of their observations forbid."""
+    limits = bounds(self._action)
+    mask = rows.observation.get(MASK) if isinstance(rows.observation, dict) else None
+    if mask is None or limits is None or np.dtype(self._action.dtype).kind == 'f':
+      return
+    low, high = (np.ravel(x) for x in limits)
+    counts = high - low + 1
+    choices = rows.action.reshape(len(mask), -1) - low + np.cumsum(counts) - counts
+    allowed = mask.reshape(len(mask), -1) != 0
+    if allowed.shape[1] != counts.sum():
+      raise UsageError(
+        f'its {MASK} has {allowed.shape[1]} entries, not the {counts.sum()} of actions'
+      )
+    is_wrong = ~np.take_along_axis(allowed, choices, 1).all(1) & (rows.step_type != LAST)
+    if is_wrong.any():
+      row = int(np.argmax(is_wrong))
+      e = int(np.searchsorted(rows.starts, row, 'right')) - 1
+      raise UsageError(
+        f'/episode_{e}/actions has at step {row - rows.starts[e]} an action that its {MASK} forbids'
+      )
 
   def _leaves(self) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of the observations, and the action, with their paths in an episode."""
@@ -269,12 +302,13 @@ def _fit(values: np.ndarray, leaf: Any, name: str, is_action: bool) -> np.ndarra
     raise UsageError(f'{name} has numbers that are not finite')
   if fitted.dtype.kind in 'iu' and (fitted != values).any():
     raise UsageError(f'{name} has numbers that {fitted.dtype} cannot hold')
-  if not is_action:
+  if not is_action and hasattr(leaf, 'low'):
     return fitted
   low, high = action_bounds(leaf)
   wide = wide_bounds(leaf) or (low, high)
   if ((fitted < wide[0]) | (fitted > wide[1])).any():
-    raise UsageError(f'{name} has actions outside of {leaf}: clip them when recording')
+    advice = ': clip them when recording' if is_action else ''
+    raise UsageError(f'{name} has values outside of {leaf}{advice}')
   return np.clip(fitted, low, high)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ from podrace.envs.spaces import convert, leaves
 from podrace.errors import UsageError
 from podrace.system.files.reading import parse_json
 
+# Errors of NumPy and gymnasium for records that are no spaces.
+_FAULTS = (
+  AttributeError, AssertionError, LookupError, OverflowError, SyntaxError, TypeError, ValueError,
+)  # fmt: skip
 LARGEST = 2**26  # numbers of one observation or action
 KINDS = 'biuf'  # of NumPy's dtypes: bool, integers and floats
 
@@ -24,10 +29,12 @@ def read_space(text: Any, name: str) -> Any:
   if not isinstance(text, str):
     raise UsageError(f'it has no {name}, as minari 0.5 writes one')
   try:
-    return convert(in_jax, _space(parse_json(text.encode())))
+    space = _space(parse_json(text.encode()))
+    check_keys(space)
+    return convert(in_jax, space)
   except UsageError as e:
     raise UsageError(f'its {name} {e}') from e
-  except (KeyError, TypeError, ValueError, OverflowError, AssertionError) as e:
+  except _FAULTS as e:
     raise UsageError(f'its {name} cannot be read: {type(e).__name__}: {e}'[:300]) from e
 
 
@@ -36,11 +43,7 @@ def _space(record: Any) -> Any:
 
   kind = record['type']
   if kind == 'Dict':
-    parts: dict[str, Any] = record['subspaces']
-    for key in parts:
-      if not key or '/' in key or key == '.':
-        raise UsageError(f'has the key {key!r}, which HDF5 has no place for')
-    return spaces.Dict({key: _space(part) for key, part in parts.items()})
+    return spaces.Dict({key: _space(part) for key, part in record['subspaces'].items()})
   if kind == 'Tuple':
     return spaces.Tuple([_space(part) for part in record['subspaces']])
   if kind == 'Discrete':
@@ -62,6 +65,17 @@ def _space(record: Any) -> Any:
   if np.any(np.isnan(low) | np.isnan(high)) if dtype.kind == 'f' else False:
     raise UsageError('has NaN as a bound')
   return spaces.Box(low, high, shape, dtype.type)
+
+
+def check_keys(space: Any) -> None:
+  """Raise UsageError for a key of a Dict that cannot be a name in HDF5."""
+  if isinstance(space, Mapping):
+    for key in space:
+      if not key or '/' in key or key == '.':
+        raise UsageError(f'has the key {key!r}, which HDF5 has no place for')
+  if isinstance(space, Mapping | Sequence):
+    for part in space.values() if isinstance(space, Mapping) else space:
+      check_keys(part)
 
 
 def check_spaces(log: Any, env: Any, name: str) -> None:
