@@ -178,7 +178,9 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
-  **dict.fromkeys(('layers', 'width', 'heads', 'patch', 'window'), COUNT),
+  **dict.fromkeys(('width', 'heads', 'patch'), COUNT),
+  'layers': Range(1, 1024),  # each is built one after the other, before anything is compiled
+  'window': Range(1, 2**20),
   **dict.fromkeys(('iterations', 'samples'), COUNT),
   **dict.fromkeys(('elites', 'one_hot'), Range(2)),  # one elite has no standard deviation
 }

@@ -50,6 +50,9 @@ def read_options(path: Path) -> list[str]:
     raise UsageError(
       f'--config {path} is no TOML, and no config.json of a run: {e}; --save-config writes one'
     ) from e
+  for name in ('config', 'save_config', 'save-config'):
+    if name in settings:
+      raise UsageError(f'--config {path} has {name}, which only the command line takes: remove it')
   preset = settings.pop('preset', None)
   agent = settings.get('agent')
   if isinstance(agent, dict) and 'name' in agent:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from podrace import hooks
 from podrace.commands import configure
 from podrace.errors import MissingExtra, UnknownName, UsageError
 from podrace.experiments.suites import suite as suites
@@ -171,7 +172,8 @@ def _configure(suite: suites.Suite, program: suites.Program) -> Config:
   """Return the configuration of a program, as `podrace train` makes it."""
   try:
     config = configure.parse_words(program.command, 'podrace reproduce')
-    configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
+    evaluated = configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
+    _check_evaluation(config, evaluated)
   except MissingExtra as e:
     raise UsageError(f'{program.name}: {e}; --only leaves out parts of {suite.name}') from e
   except (UsageError, UnknownName) as e:
@@ -183,6 +185,18 @@ def _configure(suite: suites.Suite, program: suites.Program) -> Config:
         f'{suite.source}: {program.name}: its settings make {name} {other}, and the suite {value}'
       )
   return config
+
+
+def _check_evaluation(config: Config, evaluated: Config) -> None:
+  """Raise UsageError if the options of an evaluation change more than the acting of the agent."""
+  if dataclasses.replace(evaluated, agent=config.agent) != config:
+    raise UsageError(
+      'evaluate has an option that is not of the agent: --agent options alone go there'
+    )
+  agents = hooks.innermost(config.agent), hooks.innermost(evaluated.agent)
+  for name in ('network', 'actor', 'critic'):
+    if len({getattr(agent, name, None) for agent in agents}) > 1:
+      raise UsageError(f'evaluate changes --agent.{name}, whose parameters have been learned')
 
 
 def _list() -> None:

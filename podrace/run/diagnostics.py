@@ -157,8 +157,8 @@ CHECKS = (
   ),
   Check(
     'entropy-collapsed',
-    'the policy has become deterministic, and the return does not improve: lower '
-    '--agent.learning-rate, or raise --agent.entropy-cost',
+    'the policy has become deterministic, and the return does not improve: lower the learning '
+    'rate, or raise --agent.entropy-cost, if the agent has it',
     lambda h: h.stays('entropy', 3, -1e-6, 0.01) and h.lowest['entropy'] >= -1e-6 and h.stagnates,
   ),
   Check(
@@ -248,16 +248,22 @@ class Diagnostics:
     agent: the agent of the run.
     total_steps: of the run.
     warm: whether the run begins with learned parameters.
+    replays: whether all returns are those of a log, which do not change.
   """
 
-  def __init__(self, agent: Any, total_steps: int, warm: bool = False) -> None:
-    self._agent = agent
+  def __init__(
+    self, agent: Any, total_steps: int, warm: bool = False, replays: bool = False
+  ) -> None:
+    self._agent, self._replays = agent, replays
     self._history = History(hooks.innermost(agent), total_steps, warm)
     self.made: list[dict[str, Any]] = []  # ENTRY
 
   def add(self, line: dict[str, Any]) -> list[str]:
     """Return the messages of new diagnoses after a line of metrics."""
-    self._history.add(line)
+    of_log = {
+      n: x for n, x in line.items() if n != 'episodes' and not n.startswith('episode_return')
+    }
+    self._history.add(of_log if self._replays else line)
     known = {entry['name'] for entry in self.made}
     new = [
       (check.name, check.message)

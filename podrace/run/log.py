@@ -17,7 +17,8 @@ from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
 from podrace.run.diagnostics import Diagnostics
 from podrace.run.summary import summarize
-from podrace.settings.config import Basics
+from podrace.settings import log_settings
+from podrace.settings.config import Basics, Config
 
 
 @dataclasses.dataclass
@@ -58,7 +59,8 @@ class Log:
     self.config, self.run_dir, self.callbacks = config, run_dir, callbacks
     self.warn = warn
     warm = bool(getattr(config, 'init_from', ''))
-    self.diagnostics = Diagnostics(config.agent, config.total_steps, warm)
+    replays = isinstance(config, Config) and log_settings.replays_only(config)
+    self.diagnostics = Diagnostics(config.agent, config.total_steps, warm, replays)
     self.given_sinks, self.terminal = sinks, terminal
     self.clock = Clock()
     self.since_line = Clock()  # since the last line of metrics

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from podrace.fields import EnvName, FilePath, PlainText
 
+MOST_SEEDS = 2**16  # of a run
+
 
 @dataclasses.dataclass(frozen=True)
 class Basics:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from podrace import hooks
 from podrace.agents import FROM_LOGS
-from podrace.envs.logs.share import parse_share
+from podrace.envs.logs.share import NO_LOG, parse_share
 from podrace.errors import UsageError
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
@@ -19,6 +19,12 @@ class LogSpaces(NamedTuple):
   name: str
   observation_space: Any
   action_space: Any
+
+
+def replays_only(config: Config) -> bool:
+  """Return whether all environments of a run replay its log."""
+  p, q = parse_share(config.log_share) if config.log else NO_LOG
+  return p == q
 
 
 def check(config: Config) -> None:

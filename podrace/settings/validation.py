@@ -15,7 +15,7 @@ from podrace.errors import UsageError, unknown
 from podrace.fields import check_types, flag, range_of
 from podrace.settings import log_settings
 from podrace.settings.agents import agent_class, agent_name, explain_untyped, untyped_attributes
-from podrace.settings.config import Basics, Common, Config
+from podrace.settings.config import MOST_SEEDS, Basics, Common, Config
 
 STEP_COUNTS = (
   'importance_steps',
@@ -124,6 +124,8 @@ def _check_common(config: Config) -> None:
     raise UsageError('--init-checkpoint and --init-member need --init-from')
   _check_agreement(config)
   check_at_least(config, 1, 'model_devices')
+  if config.seeds > MOST_SEEDS:
+    raise UsageError(f'--seeds must be at most {MOST_SEEDS:,}, not {config.seeds:,}')
   if config.seed + config.seeds > 2**32:
     raise UsageError(f'--seed must be less than 2^32, with all --seeds, not {config.seed}')
 

@@ -82,6 +82,8 @@ def test_a_network_of_ones_own_is_kept_as_json(tmp_path: Path) -> None:
   ('text', 'named'),
   [
     ('seed = ', 'TOML'),
+    ('config = "other.toml"', 'config'),
+    ('save_config = "other.toml"', 'save_config'),
     ('sede = 3', '--seed'),
     ('lr = 1e-3', '--agent.learning-rate'),
     ('seed = "x"', '--seed'),

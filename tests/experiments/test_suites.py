@@ -172,6 +172,9 @@ BAD = [
   ('[tasks.catch]', '[tasks.catch', 'tiny.toml: '),
   ('--agent.epochs 1', '--agent.epoch 1', '--agent.epoch'),
   ('podrace:catch', 'podrace:cath', 'nearest: catch'),
+  ('seeds = 2', 'seeds = 20_000_000', 'the file has a seeds out of range'),
+  ("[pairs.'catch/ppo']", "[pairs.'catch/ppo']\nevaluate = '--num-envs 4'", 'not of the agent'),
+  ("acting = 'sampled'", "evaluate = '--agent.network.hidden 16'", '--agent.network'),
 ]
 
 
@@ -183,6 +186,44 @@ def test_a_suite_that_is_wrong_is_refused(
   code, out, err = called(capsys, 'reproduce', *arguments(tmp_path))
   assert (code, out) == (2, '') and message in err
   assert len(err.splitlines()) <= 3 and not (tmp_path / 'runs').exists()
+
+
+@pytest.mark.parametrize('name', ['...toml', 'classic.toml', 'a b.toml', 'a\nb.toml'])
+def test_a_suite_cannot_have_the_directories_of_others(
+  name: str, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  (tmp_path / name).write_text(TINY)
+  code, _, err = called(capsys, 'reproduce', name, '--again')
+  assert code == 2 and '.toml' in err
+  assert [p.name for p in tmp_path.iterdir()] == [name]
+
+
+def test_the_file_of_a_suite_of_podrace_is_that_suite() -> None:
+  path = Path(suites.__file__).parent / 'classic.toml'
+  assert suites.load(str(path)).programs == suites.load('classic').programs
+
+
+@pytest.mark.parametrize('content', ['{"a": 1}', '7', '["x"]', '[5, 5]', '[1, 2, 3]', '[-1]', '['])
+def test_kills_that_never_were_are_not_counted(content: str, tmp_path: Path) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY.replace('[agents.impala]', '[agents.impala]\nkills = 2'))
+  (program, *_) = suites.load(str(tmp_path / 'tiny.toml')).programs
+  (tmp_path / 'run').mkdir()
+  (tmp_path / 'run' / 'kills.json').write_text(content)
+  with pytest.raises(UsageError, match=r'kills\.json'):
+    kill_repeatedly(program, tmp_path / 'run', lambda text: None)
+
+
+def test_an_environment_that_cannot_evaluate_is_named_before_training(
+  tmp_path: Path, cache: Path
+) -> None:
+  text = TINY.replace(
+    "env = 'podrace:catch'", "env = 'podrace:catch'\neval_env = 'gymnax:CartPole-v1'"
+  )
+  (tmp_path / 'tiny.toml').write_text(text)
+  done = command('reproduce', *arguments(tmp_path, '--only', 'catch/impala', '--jobs', '1'))
+  assert done.returncode == 1 and 'another observation space' in done.stderr.splitlines()[-1]
+  assert not list((tmp_path / 'runs').glob('*/checkpoints'))
 
 
 def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -178,6 +178,14 @@ def test_a_run_that_begins_with_learned_parameters_need_not_improve(
   assert [entry['name'] for entry in diagnostics.made] == signs
 
 
+def test_the_returns_of_a_log_are_no_sign() -> None:
+  """A clone that has become as deterministic as its teacher is good."""
+  curves = HEALTHY | dict(episode_return=20.0, episode_return_std=0.0, entropy=0.001)
+  diagnostics = Diagnostics(PPO(), TOTAL, replays=True)
+  assert not [text for line in lines_of(curves) for text in diagnostics.add(line)]
+  assert diagnose(dict(episode_return=20.0, episode_return_std=0.0, entropy=0.001), PPO())
+
+
 @pytest.mark.parametrize(
   'agent',
   [

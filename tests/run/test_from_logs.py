@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import h5py
 import numpy as np
 import pytest
 from data_sets import balance, collected
+from disks import small_disk
 from shorthand import slow_after
 from test_runs import called
 
@@ -298,6 +300,33 @@ def test_noise_is_in_the_memory_of_the_policy(own: None, tmp_path: Path, capsys:
   actions = read_log(str(tmp_path / 'log')).rows.action.reshape(20, 21)[:, :20]
   repeated = (actions[:, 1:] == actions[:, :-1]).mean()
   assert 0.4 < repeated < 0.6 and (actions[:, 10:] == 0).mean() < 0.1
+
+
+@pytest.mark.parametrize('kilobytes', [32, 100, 300])
+def test_a_full_disk_ends_a_recording_with_a_message(
+  kilobytes: int, tmp_path: Path, capsys: Capture
+) -> None:
+  with small_disk(tmp_path / 'disk', kilobytes):
+    code, _, err = called(
+      capsys, 'record', '--env', 'gymnax:Pendulum-v1', '--random', '--episodes', '30', '--to',
+      str(tmp_path / 'disk' / 'log'),
+    )  # fmt: skip
+    assert code == 1 and 'No space left' in err and not list((tmp_path / 'disk').iterdir())
+
+
+def test_a_limit_of_file_sizes_ends_a_recording_with_a_message(
+  tmp_path: Path, capsys: Capture
+) -> None:
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+  try:
+    code, _, err = called(
+      capsys, 'record', '--env', 'gymnax:Pendulum-v1', '--random', '--episodes', '30', '--to',
+      str(tmp_path / 'log'),
+    )  # fmt: skip
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert code == 1 and 'too large' in err and not list(tmp_path.iterdir())
 
 
 def test_recordings_at_once_do_not_mix(tmp_path: Path) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
+import resource
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +19,8 @@ from podrace.errors import MissingExtra, RunError, UsageError
 from podrace.system.files import create_folder, make_user_folder, move
 from podrace.system.importing import why_not
 from podrace.system.process import scratch_directory
+
+FILE, ARRAY = 2**16, 4096  # bytes that HDF5 takes besides numbers, at most
 
 
 class Episode(NamedTuple):
@@ -74,11 +79,13 @@ def write_log(
     with _failing(folder):
       draft = stack.enter_context(scratch_directory(f'.{folder.name}.', folder.parent)) / 'log'
       create_folder(draft)
+      _check_space(draft, ())
       storage = _storage_class().new(
         draft / 'data', observation_space, action_space, jpeg_encoding=False
       )
     for episodes in batches:
       with _failing(folder):
+        _check_space(draft / 'data', episodes)
         storage.update_episodes(EpisodeBuffer(**_buffer(e)) for e in episodes)
     known = {'dataset_id': dataset_id(folder.name), 'minari_version': minari.__version__}
     with _failing(folder):
@@ -86,6 +93,30 @@ def write_log(
       size = sum(x.stat().st_size for x in (draft / 'data').iterdir())
       move(draft, folder)
   return size
+
+
+def _check_space(folder: Path, episodes: Iterable[Episode]) -> None:
+  """Raise OSError if the disk, a quota or a limit of the process leaves no space for episodes.
+
+  HDF5 ends the process by a segmentation fault if it cannot write.
+  """
+  size = FILE + sum(
+    ARRAY + x.nbytes for e in episodes for x in (*_arrays(e.observations), *_arrays(e[1:]))
+  )
+  limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+  written = sum(x.stat().st_size for x in folder.iterdir())
+  if limit != resource.RLIM_INFINITY and written + size > limit:
+    raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+  with tempfile.TemporaryFile(dir=folder) as file:
+    if hasattr(os, 'posix_fallocate'):  # not on macOS
+      os.posix_fallocate(file.fileno(), 0, size)
+
+
+def _arrays(x: Any) -> list[np.ndarray]:
+  """Return all arrays in nested dicts and tuples."""
+  if isinstance(x, dict | tuple):
+    return [a for part in (x.values() if isinstance(x, dict) else x) for a in _arrays(part)]
+  return [np.asarray(x)]
 
 
 @contextlib.contextmanager

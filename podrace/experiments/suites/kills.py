@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import signal
 from collections.abc import Callable
@@ -16,11 +17,13 @@ from podrace.run.directory import last_line
 from podrace.system.child import ChildProcess, python
 from podrace.system.files import make_folder, open_append, write_json
 from podrace.system.files.reading import read_json
+from podrace.system.files.schema import COUNT, Member
 from podrace.system.signals import Stop
 
 POLL = 0.02  # seconds between looks at the program
 LONGEST = 1.0  # most seconds that a kill comes after its step
 FILE = 'kills.json'
+STEPS = Member('a list', each=COUNT)
 KILLED = 128 + signal.SIGKILL  # exit code
 
 
@@ -45,7 +48,7 @@ def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None])
   rng = np.random.default_rng([program.first, program.kills])
   targets = np.sort(rng.uniform(0.02, 0.98, program.kills)) * program.steps
   delays = rng.uniform(0.0, LONGEST, program.kills)
-  killed_at: list[int] = read_json(run_dir / FILE) or []
+  killed_at = _read_kills(run_dir, program.kills)
   for target, delay in list(zip(targets, delays, strict=True))[len(killed_at) :]:
     # Lines of an earlier child are still there. A kill may have cut the last one.
     target = max(target, _step(run_dir) + 1, *(step + 1 for step in killed_at[-1:]))
@@ -58,6 +61,23 @@ def kill_repeatedly(program: Program, run_dir: Path, say: Callable[[str], None])
     write_json(run_dir / FILE, killed_at)
     say(f'killed at step {killed_at[-1]:,}')
   return killed_at
+
+
+def _read_kills(run_dir: Path, most: int) -> list[int]:
+  """Return the steps of earlier kills, at most `most`.
+
+  Raises:
+    UnreadableFile: if the file has anything else.
+  """
+  kills = read_json(run_dir / FILE)
+  if kills is None:
+    return []
+  wrong = STEPS.difference(kills)
+  if wrong or len(kills) > most or any(b <= a for a, b in itertools.pairwise(kills)):
+    raise UnreadableFile(
+      run_dir / FILE, f'is no list of at most {most} rising steps: remove {run_dir}, or add --again'
+    )
+  return list(kills)
 
 
 def _train_until(program: Program, run_dir: Path, target: float, delay: float) -> tuple[int, bool]:

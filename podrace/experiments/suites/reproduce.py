@@ -27,6 +27,7 @@ from podrace.run.directory import differences_of, is_running, locked
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
+from podrace.settings.resolved import Resolved
 from podrace.system.files import check_folder, make_user_folder, remove
 
 NEARLY = 0.99  # part of a program that has trained and is not recorded yet
@@ -122,7 +123,7 @@ class Watch:
       return
     self.estimate.end(program.name)
     if not recorded:
-      result = f'ended with {code}: {_last_line(path / "output.txt")}'
+      result = f'ended with {code}: {_last_message(path / "output.txt")}'
       self.failed.append(f'{program.name} {result}')
     else:
       result = describe_scores(read_records(self._plan.to, self._plan.suite)[program.name])
@@ -206,12 +207,15 @@ def _describe_differences(
   ])  # fmt: skip
 
 
-def _last_line(path: Path) -> str:
+def _last_message(path: Path) -> str:
+  """Return the error that a program ended with, which may have several lines, or its last line."""
   try:
     lines = path.read_text(encoding='utf-8', errors='replace').rstrip().splitlines()
   except OSError:
     return 'it left no output'
-  return lines[-1][:300] if lines else 'it left no output'
+  begins = [i for i, line in enumerate(lines) if line.startswith('podrace: ')]
+  message = ' '.join(lines[begins[-1] if begins else -1 :])
+  return f'{message[:500]} ({path})' if lines else 'it left no output'
 
 
 def run_program(
@@ -226,10 +230,12 @@ def run_program(
     change: returns a configuration with options of the agent, for the evaluation.
     say: receives progress messages.
   """
-  from podrace.run.evaluate import evaluate
+  from podrace.run.evaluate import eval_env, evaluate
   from podrace.run.loop import train
 
   config, run_dir = plan.configs[program.name], plan.run_dir(program)
+  if program.evaluation.env:  # found now, not after hours
+    eval_env(Resolved(config).acting, program.evaluation.env, 'eval_env')
   killed_at = kill_repeatedly(program, run_dir, say) if program.kills else []
   summary = train(config, run_dir)
   with locked(run_dir):  # so that another `podrace reproduce` waits

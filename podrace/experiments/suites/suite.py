@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError, unknown
+from podrace.settings.config import MOST_SEEDS
 from podrace.system.files.reading import RECORD_BYTES, parse_toml, read_bytes
 from podrace.system.files.schema import COUNT, POSITIVE, TEXT, Member, check_members, needed
 
@@ -28,7 +29,7 @@ SETTINGS = {
   'preset': TEXT,  # of `podrace train`
   'train': TEXT,  # options of `podrace train`
   'steps': POSITIVE,  # environment steps of each seed
-  'seeds': POSITIVE,
+  'seeds': Member('a whole number', 1, MOST_SEEDS),
   'together': POSITIVE,  # seeds in one program
   'episodes': POSITIVE,  # of the final evaluation of each seed
   'acting': TEXT,  # in the final evaluation: greedy or sampled
@@ -51,6 +52,7 @@ SUITE = SETTINGS | {
   'compare': TEXT, 'tasks': needed(TABLES), 'agents': needed(TABLES), 'pairs': TABLES,
   'published': Member('a list', each=Member('an object', members=PUBLISHED)),
 }  # fmt: skip
+NAME = r'[\w-]+'  # of a suite, a task or an agent
 OWN = ('--env', '--total-steps', '--seed', '--seeds', '--run-dir')  # set by the suite itself
 DEFAULTS: Mapping[str, Any] = {
   'preset': '', 'seeds': 5, 'together': 1, 'episodes': 100, 'acting': GREEDY, 'evaluate': '',
@@ -167,17 +169,27 @@ def names() -> list[str]:
   return sorted(p.stem for p in Path(__file__).parent.glob(f'*{SUFFIX}'))
 
 
+def _own(name: str) -> Path:
+  return Path(__file__).parent / f'{name}{SUFFIX}'
+
+
 def load(name: str) -> Suite:
   """Return a suite of podrace by its name, or a suite of the user by its file, NAME.toml.
 
   Raises:
     UsageError: if there is none, or its file is wrong.
   """
-  path = Path(name) if name.endswith(SUFFIX) else Path(__file__).parent / f'{name}{SUFFIX}'
+  path = Path(name) if name.endswith(SUFFIX) else _own(name)
   if not name.endswith(SUFFIX) and name not in names():
     raise unknown('suite', name, names())
   try:
     content = parse_toml(read_bytes(path, RECORD_BYTES, follow=True))
+    if not re.fullmatch(NAME, path.stem):
+      raise ValueError(f'its name is {path.stem!r}, expected letters, digits, _ and -')
+    if path.stem in names() and not path.samefile(_own(path.stem)):
+      raise ValueError(
+        f'podrace has a suite {path.stem} as well, with its records: rename the file'
+      )
     return _make(path.stem, name, content)
   except FileNotFoundError:
     raise UsageError(f'{name} does not exist') from None
@@ -194,7 +206,7 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
     if not content[table]:
       raise ValueError(f'{table} is empty, expected a table for each')
   for part in (*agents, *content['tasks']):
-    if not re.fullmatch(r'[\w-]+', part):
+    if not re.fullmatch(NAME, part):
       raise ValueError(f'{part!r} names a task or an agent, expected letters, digits, _ and -')
   for agent, settings in agents.items():
     _check(f'agents.{agent}', settings, SETTINGS)
