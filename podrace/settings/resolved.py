@@ -8,6 +8,7 @@ from typing import Any
 
 from podrace import envs
 from podrace.envs.host import base as host
+from podrace.errors import UsageError
 from podrace.hooks import memory
 from podrace.settings import log_settings
 from podrace.settings.agents import bind_run
@@ -102,7 +103,13 @@ class WithoutEnvironment(Resolved):
   @functools.cached_property
   def env(self) -> Any:
     """The spaces of the log."""
-    return log_settings.spaces(self.config)
+    try:
+      return log_settings.spaces(self.config)
+    except UsageError as e:
+      raise UsageError(
+        f'{e}. The data set has the spaces of this run: put it back, or write its new directory as '
+        'log into config.json'
+      ) from e
 
   @functools.cached_property
   def log(self) -> Any:

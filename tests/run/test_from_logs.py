@@ -222,6 +222,14 @@ def test_a_run_is_recorded_and_learned_from(
   code, _, err = called(capsys, 'record', str(run), '--to', str(folder))
   assert code == 2 and 'exists already' in err
   trained(capsys, tmp_path / 'other', 320, *BC, '--log', str(folder), '--env', 'gymnax:CartPole-v1')
+  trained(capsys, tmp_path / 'alone', 320, *BC, '--log', str(folder))
+  folder.rename(tmp_path / 'moved')
+  evaluate = ['eval', str(tmp_path / 'alone'), '--env', 'gymnax:CartPole-v1', '--episodes', '2']
+  code, _, err = called(capsys, *evaluate)
+  assert code == 2 and 'config.json' in err
+  config = tmp_path / 'alone' / 'config.json'
+  config.write_text(config.read_text().replace(str(folder), str(tmp_path / 'moved')))
+  assert called(capsys, *evaluate)[0] == 0
 
 
 OWN = """
