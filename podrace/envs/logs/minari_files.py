@@ -195,11 +195,11 @@ class _Reader:
 
   def _check_masks(self, rows: LogRows) -> None:
     """Refuse actions that the masks of their observations forbid."""
-    limits = bounds(self._action)
     mask = rows.observation.get(MASK) if isinstance(rows.observation, dict) else None
-    if mask is None or limits is None or np.dtype(self._action.dtype).kind == 'f':
+    is_choice = hasattr(self._action, 'start')  # Discrete or MultiDiscrete
+    if not is_choice or not isinstance(mask, np.ndarray):
       return
-    low, high = (np.ravel(x) for x in limits)
+    low, high = (np.ravel(x) for x in action_bounds(self._action))
     counts = high - low + 1
     choices = rows.action.reshape(len(mask), -1) - low + np.cumsum(counts) - counts
     allowed = mask.reshape(len(mask), -1) != 0
