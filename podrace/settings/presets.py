@@ -124,7 +124,7 @@ PRESETS: Mapping[str, Preset] = {
     'dqn',
     {'learning_rate': 2.5e-4, 'n_step': 3, 'target_period': 250, 'epsilon': 0.02,
       'epsilon_steps': 5_000}
-    | _network(hidden=(128, 128))
+    | _network(hidden=(128, 128), layer_norm=True)
     | _buffer(capacity=50_000, batch_size=128, min_size=2_000, samples_per_insert=16.0),
     {'env': 'gymnax:CartPole-v1', 'num_envs': 16, 'unroll_length': 4, 'total_steps': 500_000},
   ),
