@@ -261,13 +261,39 @@ def test_the_page_of_an_agent(agent: str) -> None:
       'results'
     ]
   rows = re.findall(r'^\| `([\w-]+)`([^|]*)\| ([-\d.]+) \+- ([\d.]+)', text, re.MULTILINE)
-  assert rows or 'not scored' in text
+  of_suite = assert_scores_of_the_suite(text)
+  assert rows or of_suite or 'not scored' in text
   for preset, more, mean, std in rows:
     name = 'rainbow-minatar-asterix' if 'Asterix' in more else preset
     greedy = recorded[name]['greedy']
-    for said, key in ((mean, 'episode_return_mean'), (std, 'episode_return_std')):
-      digits = len(said.partition('.')[2])
-      assert abs(float(said) - greedy[key]) <= 0.51 * 10**-digits, (name, said, greedy)
+    assert_rounded(mean, greedy['episode_return_mean'])
+    assert_rounded(std, greedy['episode_return_std'])
+
+
+def test_the_table_of_presets_has_the_recorded_scores() -> None:
+  records = list((ROOT / 'benchmarks/results/suites/presets').glob('*.json'))
+  assert assert_scores_of_the_suite((ROOT / 'docs/presets.md').read_text()) == len(records) == 17
+
+
+def assert_scores_of_the_suite(text: str) -> int:
+  """Compares mean, lowest and highest of the five seeds in tables; returns the number of rows."""
+  score = r'([-\d.]+) \(([-\d.]+) to ([-\d.]+)\)'
+  rows = re.findall(rf'^\| `([\w-]+)`[^|]*\|(?: [-\d.]+ \|)? {score} \|', text, re.MULTILINE)
+  for preset, mean, low, high in rows:
+    path = ROOT / 'benchmarks/results/suites/presets' / f'{preset}.preset.0.json'
+    scores = json.loads(path.read_text())['evaluated']
+    for said, number in (
+      (mean, sum(scores) / len(scores)),
+      (low, min(scores)),
+      (high, max(scores)),
+    ):
+      assert_rounded(said, number)
+  return len(rows)
+
+
+def assert_rounded(said: str, number: float) -> None:
+  digits = len(said.partition('.')[2])
+  assert abs(float(said) - number) <= 0.51 * 10**-digits, (said, number)
 
 
 def heading_anchors(page: Path) -> set[str]:

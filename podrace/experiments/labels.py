@@ -66,7 +66,7 @@ def find_differences(groups: Sequence[CurveGroup]) -> tuple[list[str], list[str]
   }
   remaining = set(range(len(pairs)))
   needed: list[str] = []
-  while remaining:
+  while remaining and paths:
     # of equally good paths, the first by name
     best = max(paths, key=lambda p: len(separates[p] & remaining))
     if not separates[best] & remaining:

@@ -21,6 +21,8 @@ def test_agents_are_told_apart_by_their_names(tmp_path: Path) -> None:
   b = make(tmp_path / 'b', [(10, 2.0)], name='dqn', n_step=3)
   groups, _ = curves.read([a, b], 'episode_return', 'steps')
   assert make_labels(groups) == ['ppo', 'dqn']
+  alike = [curves.CurveGroup({'env': 'x'}, []) for _ in range(2)]
+  assert make_labels(alike) == ['default', 'default']  # no setting can distinguish them
 
 
 def many(folder: Path, n: int, **more: Any) -> list[curves.CurveGroup]:

@@ -582,6 +582,24 @@ def test_hashes_are_compared_within_a_seed(
   assert f'| {"a" * 16} | {same} |' in (tmp_path / 'x.md').read_text()
 
 
+def test_a_page_of_one_agent_whose_tasks_share_an_environment(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  """Each task has its own row and panel, and there is nothing to compare."""
+  text = TINY[: TINY.index('[agents.ppo]')].replace(
+    "[tasks.cartpole]\nenv = 'gymnax:CartPole-v1'", "[tasks.again]\nenv = 'podrace:catch'"
+  )
+  (tmp_path / 'tiny.toml').write_text(text)
+  (tmp_path / 'records').mkdir()
+  for task in ('catch', 'again'):
+    record = records(tiny)['catch.impala.0'] | {'task': task}
+    (tmp_path / f'records/{task}.impala.0.json').write_text(json.dumps(record))
+  page = tmp_path / 'page' / 'x.md'
+  assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
+  assert sorted(p.name for p in page.parent.iterdir()) == ['x-curves.png', 'x.md']
+  assert [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
+
+
 def test_a_page_of_records_without_scores_or_curves(
   tiny: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -84,8 +84,9 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
   plot.check_out(curves)
   with failing(out):
     make_user_folder(out.parent)
+  panels = _panels(suite)
   groups = [
-    CurveGroup({'env': suite.tasks[task].env, NAME: agent}, [c for r in some for c in r.curves()])
+    CurveGroup({'env': panels[task], NAME: agent}, [c for r in some for c in r.curves()])
     for (task, agent), some in pairs.items()
   ]
   picture = []
@@ -96,12 +97,18 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
     f'# {suite.title}', _head(suite), *picture, _table(suite, pairs),
     *([_hashes(suite, pairs)] if suite.hashes else []),
     *([_published(suite, pairs)] if suite.published else []),
-    *(() if suite.hashes else _aggregate(suite, pairs, aggregate)),
+    *(() if suite.hashes or len(suite.agents) == 1 else _aggregate(suite, pairs, aggregate)),
     _protocol(suite, records), _origin(records),
   ]  # fmt: skip
   with failing(out):
     write_whole(out, '\n\n'.join(sections) + '\n')
   return {'page': str(out), 'recorded': len(records), 'programs': len(suite.programs)}
+
+
+def _panels(suite: Suite) -> dict[str, str]:
+  """Return the titles of the panels: the environments of tasks, or the tasks if some share one."""
+  envs = {name: task.env for name, task in suite.tasks.items()}
+  return envs if len({*envs.values()}) == len(envs) else {name: name for name in envs}
 
 
 def _head(suite: Suite) -> str:
