@@ -80,6 +80,14 @@ class Recording:
       raise UsageError(f'--noise must be a share of actions, 0 to 1, not {self.noise:g}')
 
 
+def _check_keys(space: Any, env: str) -> None:
+  """Raise UsageError if an observation space has keys that a data set cannot have."""
+  try:
+    check_keys(space)
+  except UsageError as e:
+    raise UsageError(f'{env}: its observation space {e}') from e
+
+
 def record(
   source: str,
   recording: Recording,
@@ -113,10 +121,7 @@ def record(
   stage = stage_of(resolved, env if source else '')
   player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
   name = env or config.env
-  try:
-    check_keys(stage.observation_space)
-  except UsageError as e:
-    raise UsageError(f'{name}: its observation space {e}') from e
+  _check_keys(stage.observation_space, name)
   about = {
     'algorithm_name': f'podrace {player.describe(run_dir)}',
     'podrace': {

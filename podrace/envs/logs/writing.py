@@ -107,7 +107,7 @@ def _check_space(folder: Path, episodes: Iterable[Episode]) -> None:
   written = sum(x.stat().st_size for x in folder.iterdir())
   if limit != resource.RLIM_INFINITY and written + size > limit:
     raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
-  with tempfile.TemporaryFile(dir=folder) as file:
+  with tempfile.TemporaryFile('w+b', dir=folder) as file:
     if hasattr(os, 'posix_fallocate'):  # not on macOS
       os.posix_fallocate(file.fileno(), 0, size)
 
