@@ -1,7 +1,7 @@
 """Results and pictures of examples/papers: each file measures its effect over seeds, and draws it.
 
     python benchmarks/papers.py cca --seeds 10
-    python benchmarks/papers.py nas --first 10 --seeds 5    (more seeds, beside those that are recorded)
+    python benchmarks/papers.py nas --first 10 --seeds 5    (more seeds, in addition to the recorded ones)
 
 A file has `measure(seeds)`, a dict of numbers by method and seed, and `draw(results, figure)`. Writes
 benchmarks/results/papers/NAME.json and docs/papers/NAME.svg.

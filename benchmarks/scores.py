@@ -1,7 +1,7 @@
 """The scores of presets that take too long for the suite `presets`: one seed, trained as `podrace train PRESET` does.
 
 Writes benchmarks/results/scores.json after each; at the end a picture for each agent's page, docs/agents/AGENT.svg. Other
-presets keep their results. Without names, the presets of the table below but those that take hours on a CPU.
+presets keep their results. Without names, all presets of STATED that are neither in HOURS nor in the suite.
 --draw draws the agents' pictures from the recorded results, here, by pong.py and by `podrace reproduce presets`.
 """
 

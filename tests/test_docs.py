@@ -282,18 +282,18 @@ def assert_scores_of_the_suite(text: str) -> int:
   for preset, mean, low, high in rows:
     path = ROOT / 'benchmarks/results/suites/presets' / f'{preset}.preset.0.json'
     scores = json.loads(path.read_text())['evaluated']
-    for said, number in (
+    for shown, number in (
       (mean, sum(scores) / len(scores)),
       (low, min(scores)),
       (high, max(scores)),
     ):
-      assert_rounded(said, number)
+      assert_rounded(shown, number)
   return len(rows)
 
 
-def assert_rounded(said: str, number: float) -> None:
-  digits = len(said.partition('.')[2])
-  assert abs(float(said) - number) <= 0.51 * 10**-digits, (said, number)
+def assert_rounded(text: str, number: float) -> None:
+  digits = len(text.partition('.')[2])
+  assert abs(float(text) - number) <= 0.51 * 10**-digits, (text, number)
 
 
 def heading_anchors(page: Path) -> set[str]:

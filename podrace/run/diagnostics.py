@@ -248,7 +248,7 @@ class Diagnostics:
     agent: the agent of the run.
     total_steps: of the run.
     warm: whether the run begins with learned parameters.
-    replays: whether all returns are those of a log, which do not change.
+    replays: whether all returns come from a log, so that learning cannot change them.
   """
 
   def __init__(

@@ -181,10 +181,11 @@ def timeless(run_dir: Path) -> list[dict[str, Any]]:
 
   Under Sebulba a line has the infos that the workers have added when it is written.
   """
-  told = lines(run_dir)
-  live = ('actor_', 'info_') if any('actor_env' in line for line in told) else ('actor_',)
+  written = lines(run_dir)
+  live = ('actor_', 'info_') if any('actor_env' in line for line in written) else ('actor_',)
   return [
-    {k: v for k, v in line.items() if k not in CLOCKED and not k.startswith(live)} for line in told
+    {k: v for k, v in line.items() if k not in CLOCKED and not k.startswith(live)}
+    for line in written
   ]
 
 

@@ -234,7 +234,7 @@ def run_program(
   from podrace.run.loop import train
 
   config, run_dir = plan.configs[program.name], plan.run_dir(program)
-  if program.evaluation.env:  # found now, not after hours
+  if program.evaluation.env:  # a mistake shows before training
     eval_env(Resolved(config).acting, program.evaluation.env, 'eval_env')
   killed_at = kill_repeatedly(program, run_dir, say) if program.kills else []
   summary = train(config, run_dir)
