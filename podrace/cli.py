@@ -134,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def entry() -> None:
   """Run `main` as a process, and exit with its code even if threads still run."""
   end_on_signals()
-  gc.set_threshold(100_000, 20, 100)  # at its defaults it takes an eighth of imports and tracing
+  gc.set_threshold(100_000, 20, 100)  # by default it takes a fifth of a start
   sys.excepthook = tell_exception
   try:
     main()

@@ -42,7 +42,7 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 hypothesis.settings.register_profile('podrace', deadline=None)  # nothing here is about speed
 hypothesis.settings.load_profile('podrace')
 
-# Tracing allocates so much that the collector's default thresholds take an eighth of the suite's time.
+# Tracing allocates so much that the collector takes a tenth of the time with its default thresholds.
 gc.set_threshold(200_000, 20, 100)
 
 jax.config.update('jax_debug_key_reuse', True)

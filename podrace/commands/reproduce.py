@@ -193,9 +193,9 @@ def _check_evaluation(config: Config, evaluated: Config) -> None:
     raise UsageError(
       'evaluate has an option that is not of the agent: --agent options alone go there'
     )
-  agents = hooks.innermost(config.agent), hooks.innermost(evaluated.agent)
+  trained, acting = hooks.innermost(config.agent), hooks.innermost(evaluated.agent)
   for name in ('network', 'actor', 'critic'):
-    if len({getattr(agent, name, None) for agent in agents}) > 1:
+    if getattr(trained, name, None) != getattr(acting, name, None):
       raise UsageError(f'evaluate changes --agent.{name}, whose parameters have been learned')
 
 

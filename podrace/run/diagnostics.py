@@ -260,10 +260,9 @@ class Diagnostics:
 
   def add(self, line: dict[str, Any]) -> list[str]:
     """Return the messages of new diagnoses after a line of metrics."""
-    of_log = {
-      n: x for n, x in line.items() if n != 'episodes' and not n.startswith('episode_return')
-    }
-    self._history.add(of_log if self._replays else line)
+    if self._replays:
+      line = {n: x for n, x in line.items() if not n.startswith(('episodes', 'episode_return'))}
+    self._history.add(line)
     known = {entry['name'] for entry in self.made}
     new = [
       (check.name, check.message)

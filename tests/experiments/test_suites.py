@@ -22,6 +22,7 @@ from test_runs import called
 
 from podrace.commands import configure
 from podrace.errors import RunError, UsageError
+from podrace.experiments import plot
 from podrace.experiments.suites import suite as suites
 from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import thin, write_record
@@ -583,9 +584,17 @@ def test_hashes_are_compared_within_a_seed(
 
 
 def test_a_page_of_one_agent_whose_tasks_share_an_environment(
-  tiny: Path, tmp_path: Path, capsys: Capture
+  tiny: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
   """Each task has its own row and panel, and there is nothing to compare."""
+  panels: list[str] = []
+  draw = plot.draw
+
+  def drawn(groups: Any, *args: Any) -> Any:
+    panels.extend(group.env for group in groups)
+    return draw(groups, *args)
+
+  monkeypatch.setattr(plot, 'draw', drawn)
   text = TINY[: TINY.index('[agents.ppo]')].replace(
     "[tasks.cartpole]\nenv = 'gymnax:CartPole-v1'", "[tasks.again]\nenv = 'podrace:catch'"
   )
@@ -597,7 +606,8 @@ def test_a_page_of_one_agent_whose_tasks_share_an_environment(
   page = tmp_path / 'page' / 'x.md'
   assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
   assert sorted(p.name for p in page.parent.iterdir()) == ['x-curves.png', 'x.md']
-  assert [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
+  rows = [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
+  assert len(rows) == 2 and panels == ['catch', 'again']
 
 
 def test_a_page_of_records_without_scores_or_curves(

@@ -210,17 +210,8 @@ def grasps() -> Path:
   """A log of the scripted policy, which this process takes along when it ends."""
   folder = Path(tempfile.mkdtemp())
   atexit.register(shutil.rmtree, folder)
-  command = [
-    'record',
-    '--env',
-    'podrace:grasp',
-    '--scripted',
-    '--episodes',
-    '200',
-    '--to',
-    str(folder / 'log'),
-  ]
-  code, output = podrace(command, folder / 'log.txt', 1, None)
+  command = ['record', '--env', 'podrace:grasp', '--scripted', '--episodes', '200', '--to']
+  code, output = podrace([*command, str(folder / 'log')], folder / 'log.txt', 1, None)
   assert code == 0, output
   return folder / 'log'
 

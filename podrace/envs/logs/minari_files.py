@@ -56,8 +56,7 @@ def find_data(name: str) -> Path:
     for data in (folder / 'data', folder):
       if os.path.lexists(data / METADATA):
         return data
-  places = f'neither in this directory nor in {minari_home()}'
-  raise UsageError(f'--log {name}: there is no Minari data set, {places}'.replace('\n', ' '))
+  raise UsageError(f'there is no Minari data set, neither in this directory nor in {minari_home()}')
 
 
 def read_log(name: str) -> Log:
@@ -70,8 +69,8 @@ def read_log(name: str) -> Log:
     MissingExtra: if h5py is not installed.
     UsageError: if there is no data set, or it is damaged, too large or of another kind.
   """
-  data = find_data(name)
   try:
+    data = find_data(name)
     observation_space, action_space, count = _read_metadata(data)
     with _open(data / MAIN) as file:
       try:
@@ -87,9 +86,8 @@ def read_log(name: str) -> Log:
 
 def read_spaces(name: str) -> tuple[Any, Any]:
   """Return the observation space and the action space of a data set; raises as `read_log`."""
-  data = find_data(name)
   try:
-    return _read_metadata(data)[:2]
+    return _read_metadata(find_data(name))[:2]
   except UsageError as e:
     raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
 
@@ -139,9 +137,10 @@ def _member(group: Any, name: str, kind: str) -> Any:
     raise UsageError(f'{group.name}/{name} is no {kind.lower()}')
   if kind == 'Dataset':
     storage = member.id.get_create_plist()
-    if storage.get_layout() == h5py.h5d.VIRTUAL or storage.get_external_count():
+    layout = storage.get_layout()
+    if layout == h5py.h5d.VIRTUAL or storage.get_external_count():
       raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
-    if storage.get_layout() == h5py.h5d.CHUNKED:
+    if layout == h5py.h5d.CHUNKED:
       _check_chunk(member, math.prod(storage.get_chunk()) * member.dtype.itemsize)
   return member
 

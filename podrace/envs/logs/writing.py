@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from podrace.envs.spaces import map_leaves
+from podrace.envs.spaces import map_leaves, values
 from podrace.errors import MissingExtra, RunError, UsageError
 from podrace.system.files import create_folder, make_user_folder, move
 from podrace.system.importing import why_not
@@ -79,13 +79,13 @@ def write_log(
     with _failing(folder):
       draft = stack.enter_context(scratch_directory(f'.{folder.name}.', folder.parent)) / 'log'
       create_folder(draft)
-      _check_space(draft, ())
+      _check_space(draft, observation_space, ())
       storage = _storage_class().new(
         draft / 'data', observation_space, action_space, jpeg_encoding=False
       )
     for episodes in batches:
       with _failing(folder):
-        _check_space(draft / 'data', episodes)
+        _check_space(draft / 'data', observation_space, episodes)
         storage.update_episodes(EpisodeBuffer(**_buffer(e)) for e in episodes)
     known = {'dataset_id': dataset_id(folder.name), 'minari_version': minari.__version__}
     with _failing(folder):
@@ -95,14 +95,13 @@ def write_log(
   return size
 
 
-def _check_space(folder: Path, episodes: Iterable[Episode]) -> None:
+def _check_space(folder: Path, observation_space: Any, episodes: Iterable[Episode]) -> None:
   """Raise OSError if the disk, a quota or a limit of the process leaves no space for episodes.
 
   HDF5 ends the process by a segmentation fault if it cannot write.
   """
-  size = FILE + sum(
-    ARRAY + x.nbytes for e in episodes for x in (*_arrays(e.observations), *_arrays(e[1:]))
-  )
+  arrays = [x for e in episodes for x in (*values(observation_space, e.observations), *e[1:])]
+  size = FILE + sum(ARRAY + np.asarray(x).nbytes for x in arrays)
   limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
   written = sum(x.stat().st_size for x in folder.iterdir())
   if limit != resource.RLIM_INFINITY and written + size > limit:
@@ -110,13 +109,6 @@ def _check_space(folder: Path, episodes: Iterable[Episode]) -> None:
   with tempfile.TemporaryFile('w+b', dir=folder) as file:
     if hasattr(os, 'posix_fallocate'):  # not on macOS
       os.posix_fallocate(file.fileno(), 0, size)
-
-
-def _arrays(x: Any) -> list[np.ndarray]:
-  """Return all arrays in nested dicts and tuples."""
-  if isinstance(x, dict | tuple):
-    return [a for part in (x.values() if isinstance(x, dict) else x) for a in _arrays(part)]
-  return [np.asarray(x)]
 
 
 @contextlib.contextmanager
