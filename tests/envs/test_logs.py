@@ -350,8 +350,9 @@ def test_a_damaged_data_set_is_refused(
   path = shutil.copytree(cartpole, tmp_path / 'damaged')
   DAMAGES[name](path)
   code, _, err = called(
-    capsys, 'train', '--agent', 'bc', '--log', str(path), '--run-dir', str(tmp_path / 'run')
-  )
+    capsys, 'train', '--agent', 'bc', '--log', str(path), '--run-dir', str(tmp_path / 'run'),
+    '--total-steps', '64', '--num-envs', '4', '--unroll-length', '8',
+  )  # fmt: skip
   assert code == 2 and err.count('\n') == 1 and '--log' in err, err
   assert not (tmp_path / 'run' / 'checkpoints').exists()
 

@@ -256,8 +256,22 @@ class Dice:
   def scripted(self, state, key):
     return jax.random.randint(key, (), 0, N)
 
+class Nested(Dice):
+  observation_space = gymnasium.spaces.Dict({'a/b': Dice.observation_space})
+
+  def reset(self, key):
+    state, timestep = Dice.reset(self, key)
+    return state, timestep._replace(observation={'a/b': timestep.observation})
+
+  def step(self, state, action, key):
+    state, timestep = Dice.step(self, state, action, key)
+    return state, timestep._replace(observation={'a/b': timestep.observation})
+
 def dice():
   return NextStepReset(Dice())
+
+def nested():
+  return NextStepReset(Nested())
 
 @dataclasses.dataclass(frozen=True)
 class Again:
@@ -297,6 +311,14 @@ def test_a_script_does_not_draw_by_the_key_of_its_environment(
   assert first.sum() == 40 and same.sum() <= 2
 
 
+def test_keys_that_no_log_can_have_are_refused_before_playing(
+  own: None, tmp_path: Path, capsys: Capture
+) -> None:
+  args = ['--env', 'python:recorded_own.nested', '--random', '--episodes', '2', '--max-steps', '3']
+  code, _, err = called(capsys, 'record', *args, '--to', str(tmp_path / 'log'))
+  assert code == 2 and 'a/b' in err and not (tmp_path / 'log').exists()
+
+
 def test_noise_is_in_the_memory_of_the_policy(own: None, tmp_path: Path, capsys: Capture) -> None:
   """The policy repeats its previous action, at times one at random."""
   env = ('--env', 'python:recorded_own.dice')
@@ -322,19 +344,24 @@ def test_a_full_disk_ends_a_recording_with_a_message(
     assert code == 1 and 'No space left' in err and not list((tmp_path / 'disk').iterdir())
 
 
-def test_a_limit_of_file_sizes_ends_a_recording_with_a_message(
-  tmp_path: Path, capsys: Capture
-) -> None:
+def test_a_limit_of_file_sizes_ends_a_recording_with_a_message(tmp_path: Path) -> None:
+  """Each list of episodes is smaller than the limit, and all of them together are not."""
+  from gymnasium import spaces
+
+  from podrace.envs.logs.writing import Episode, write_log
+  from podrace.errors import RunError
+
+  x = np.zeros((1001, 1), np.float32)
+  episodes = [[Episode(x, np.zeros(1000, np.int64), x[1:, 0], True, False, 0)]] * 20
+  space = spaces.Box(0.0, 9.0, (1,), np.float32), spaces.Discrete(2)
   limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-  resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+  resource.setrlimit(resource.RLIMIT_FSIZE, (250_000, limits[1]))
   try:
-    code, _, err = called(
-      capsys, 'record', '--env', 'gymnax:Pendulum-v1', '--random', '--episodes', '30', '--to',
-      str(tmp_path / 'log'),
-    )  # fmt: skip
+    with pytest.raises(RunError, match='--to'):
+      write_log(tmp_path / 'log', *space, episodes, {})
   finally:
     resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-  assert code == 1 and 'too large' in err and not list(tmp_path.iterdir())
+  assert not list(tmp_path.iterdir())
 
 
 def test_recordings_at_once_do_not_mix(tmp_path: Path) -> None:
