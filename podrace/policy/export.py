@@ -74,7 +74,7 @@ def export(
   config = load_config(run_dir, allow_code)
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
-  resolved = Resolved(config).acting
+  resolved = Resolved(config, run_dir).acting
   agent, env = innermost(resolved.agent), eval_env(resolved)
   if hasattr(getattr(agent, 'network', None), 'dynamics'):
     raise UsageError(

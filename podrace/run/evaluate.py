@@ -153,7 +153,7 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  resolved = Resolved(change(load_config(run_dir, allow_code))).acting
+  resolved = Resolved(change(load_config(run_dir, allow_code)), run_dir).acting
   config, stage = resolved.config, stage_of(resolved, env)
   _check_acting(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)

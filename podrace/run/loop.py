@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +34,7 @@ from podrace.run.updates import UpdateLoop, count_updates
 from podrace.run.warm_start import WarmStart
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
+from podrace.settings.log_settings import SPACES
 from podrace.settings.record import to_json
 from podrace.settings.resolved import Resolved, resolve
 from podrace.system.files import write_json
@@ -158,6 +159,7 @@ class Run:
     warm_start: the parameters that a new run begins with, or None.
     after_save: called with the run directory and the state after each checkpoint is begun.
     log_sha256: hash of the data set that the run replays; None if there is none.
+    spaces: the spaces of this data set as JSON.
     announcement: a message for the beginning, of addresses for example.
     evaluates: the run to evaluate periodically; None if this process evaluates nothing.
   """
@@ -180,6 +182,7 @@ class Run:
     self.warm_start: WarmStart | None = None
     self.after_save: Callable[[Path, Any], None] = lambda run_dir, state: None
     self.log_sha256: str | None = None
+    self.spaces: Mapping[str, str] = {}
     self.announcement = ''
     self.evaluates: Resolved | None = None
     self.evaluations: Evaluations | None = None
@@ -190,7 +193,7 @@ class Run:
     if data is None and agent_name(self.config.agent) == 'bc':
       self.warn('bc imitates recorded actions, and there is no --log: it imitates itself')
     if data is not None:
-      self.log_sha256 = data.sha256
+      self.log_sha256, self.spaces = data.sha256, data.spaces
       self.say(
         f'log {data.name}: {data.episodes:,} episodes, {data.steps:,} steps, '
         f'{data.nbytes / 2**20:.1f} MiB in memory'
@@ -254,13 +257,19 @@ class Run:
     """Compile, unless the newest checkpoint is of another program."""
     # Written before compilation, so that a run that is killed meanwhile continues with it.
     if self.leader and read_record(self.run_dir) is None:
-      write_json(self.run_dir / 'config.json', to_json(self.config))
+      self._record()
     self.saves.check_newest()
     if opening := hooks.opening(self.config.agent):
       self.say(opening)
     self.say(f'compiling {self.config.env or "a log"} for {self.program.mesh.size} device(s) ...')
     stack.callback(self.program.close)
     self._timed(self.program.compile, 'compilation')
+
+  def _record(self) -> None:
+    """Write the configuration. Without an environment, evaluation needs the spaces of the log."""
+    if self.spaces and not self.config.env:
+      write_json(self.run_dir / SPACES, self.spaces)
+    write_json(self.run_dir / 'config.json', to_json(self.config))
 
   def _timed(self, work: Callable[[], Any], name: str) -> Any:
     """Do work that counts as compilation; a signal ends it."""
@@ -284,7 +293,7 @@ class Run:
           'evaluations are not as before, and the best checkpoint is chosen among all: the larger '
           'return may be that of the easier evaluation'
         )
-      write_json(self.run_dir / 'config.json', to_json(self.config))
+      self._record()
     each = self.seeds // hooks.settings(self.config.agent)
     seeds = np.uint32(self.config.seed) + np.arange(self.seeds, dtype=np.uint32) % np.uint32(each)
     keys = jax.vmap(jax.random.key)(seeds)

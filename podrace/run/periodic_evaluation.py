@@ -131,9 +131,8 @@ class Evaluations:
   def _work(self) -> None:
     evaluate = None
     device = jax.local_devices(backend='cpu')[0]  # leaves the run's accelerators alone
-    resolved = Resolved(
-      self._config
-    ).acting  # with an environment on this device, of this thread alone
+    # With an environment on this device, of this thread alone.
+    resolved = Resolved(self._config, self._run_dir).acting
     with jax.default_device(device):
       while (item := self._waiting.get()) is not None and not self._stopped:
         evaluate = evaluate or _make_evaluator(resolved)

@@ -117,7 +117,7 @@ def record(
   check_directory(folder, '--to')
   config = _config(source, env, recording.way, allow_code)
   run_dir = Path(source) if recording.way == POLICY else None
-  resolved = Resolved(config).acting
+  resolved = Resolved(config, run_dir).acting
   stage = stage_of(resolved, env if source else '')
   player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
   name = env or config.env

@@ -43,7 +43,7 @@ class WarmStart:
         'seed, or of as many; --init-member I names one of them'
       )
     _check_units(source, other, config)
-    saved = restore_params(Resolved(other).acting, source, config.init_checkpoint, member)
+    saved = restore_params(Resolved(other, source).acting, source, config.init_checkpoint, member)
     seed = '' if member is None else f', seed {member}'
     self.origin = f'{source} at step {saved.step:,}{seed}'
     params = saved.params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from podrace import hooks
@@ -11,6 +12,9 @@ from podrace.envs.logs.share import NO_LOG, parse_share
 from podrace.errors import UsageError
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
+from podrace.system.files.reading import read_object
+
+SPACES = 'spaces.json'  # in the directory of a run without an environment
 
 
 class LogSpaces(NamedTuple):
@@ -85,6 +89,22 @@ def spaces(config: Config) -> LogSpaces:
   from podrace.envs.logs.minari_files import read_spaces
 
   return LogSpaces(config.log, *read_spaces(config.log))
+
+
+def recorded_spaces(config: Config, run_dir: Path) -> LogSpaces | None:
+  """Return the spaces that a run directory has of a log; None if it has none.
+
+  Raises:
+    UsageError: if the file is damaged.
+  """
+  from podrace.envs.logs.recorded_spaces import spaces_in
+
+  path = run_dir / SPACES
+  record = read_object(path, {})
+  try:
+    return None if record is None else LogSpaces(config.log, *spaces_in(record))
+  except UsageError as e:
+    raise UsageError(f'{path}: {e}') from e
 
 
 def without(config: Config) -> Config:

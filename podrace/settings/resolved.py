@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 from podrace import envs
 from podrace.envs.host import base as host
-from podrace.errors import UsageError
 from podrace.hooks import memory
 from podrace.settings import log_settings
 from podrace.settings.agents import bind_run
@@ -22,9 +22,14 @@ class Resolved:
   """A configuration and its parts. Each part is made once, when it is first used.
 
   A recorded configuration was validated when its run began. A new one goes through `resolve`.
+
+  Attributes:
+    config: the configuration.
+    run_dir: the run directory that records the configuration; None for a new run.
   """
 
   config: Config
+  run_dir: Path | None = None
 
   @functools.cached_property
   def env(self) -> Any:
@@ -51,8 +56,8 @@ class Resolved:
     if not self.config.log:
       return self
     if not self.config.env:
-      return WithoutEnvironment(self.config)
-    return Resolved(log_settings.without(self.config))
+      return WithoutEnvironment(self.config, self.run_dir)
+    return Resolved(log_settings.without(self.config), self.run_dir)
 
   def make_env(self, name: str) -> Any:
     """Make an environment as the run's architecture needs it."""
@@ -102,14 +107,9 @@ class WithoutEnvironment(Resolved):
 
   @functools.cached_property
   def env(self) -> Any:
-    """The spaces of the log."""
-    try:
-      return log_settings.spaces(self.config)
-    except UsageError as e:
-      raise UsageError(
-        f'{e}. The data set has the spaces of this run: put it back, or write its new directory as '
-        'log into config.json'
-      ) from e
+    """The spaces of the log, of which a run directory has a copy."""
+    recorded = log_settings.recorded_spaces(self.config, self.run_dir) if self.run_dir else None
+    return recorded or log_settings.spaces(self.config)
 
   @functools.cached_property
   def log(self) -> Any:

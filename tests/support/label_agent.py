@@ -57,7 +57,7 @@ def catch_log(episodes: int = 20) -> Log:
     step_type,
     np.arange(0, n, 10, np.int32),
   )
-  return Log('noise', env.observation_space, env.action_space, rows)
+  return Log('noise', env.observation_space, env.action_space, rows, {})
 
 
 def write_catch_log(folder: Path) -> Path:

@@ -17,8 +17,8 @@ import numpy as np
 
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.logs.recorded import Log, LogRows
-from podrace.envs.logs.recorded_spaces import read_space
-from podrace.envs.spaces import MASK, bounds, leaves, tree
+from podrace.envs.logs.recorded_spaces import SPACES, spaces_in
+from podrace.envs.spaces import MASK, leaves, tree
 from podrace.errors import MissingExtra, UnreadableFile, UsageError
 from podrace.system.files.reading import open_regular, read_json
 from podrace.system.importing import why_not
@@ -71,40 +71,36 @@ def read_log(name: str) -> Log:
   """
   try:
     data = find_data(name)
-    observation_space, action_space, count = _read_metadata(data)
+    metadata = _read_metadata(data)
+    observation_space, action_space = spaces_in(metadata)
     with _open(data / MAIN) as file:
       try:
-        rows = _Reader(file, observation_space, action_space, count).read()
+        rows = _Reader(file, observation_space, action_space, metadata.get('total_episodes')).read()
       except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as e:
         if isinstance(e, UsageError):
           raise
         raise UsageError(f'{MAIN} is damaged: {type(e).__name__}: {e}') from e
   except UsageError as e:
     raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
-  return Log(name, observation_space, action_space, rows)
+  return Log(name, observation_space, action_space, rows, {k: metadata[k] for k in SPACES})
 
 
 def read_spaces(name: str) -> tuple[Any, Any]:
   """Return the observation space and the action space of a data set; raises as `read_log`."""
   try:
-    return _read_metadata(find_data(name))[:2]
+    return spaces_in(_read_metadata(find_data(name)))
   except UsageError as e:
     raise UsageError(f'--log {name}: {e}'.replace('\n', ' ')[:600]) from e
 
 
-def _read_metadata(data: Path) -> tuple[Any, Any, Any]:
-  """Return the spaces of a data set and its number of episodes."""
+def _read_metadata(data: Path) -> dict[str, Any]:
   metadata = read_json(data / METADATA, METADATA_BYTES)
   if not isinstance(metadata, dict):
     raise UsageError(f'{METADATA} is no object')
   form = metadata.get('data_format')
   if form != 'hdf5':
     raise UsageError(f'its format is {str(form)[:40]!r}, expected hdf5: record or convert it anew')
-  action_space = read_space(metadata.get('action_space'), 'action_space')
-  if bounds(action_space) is None:
-    raise UsageError(f'its action_space is {action_space}, expected Box, Discrete or MultiDiscrete')
-  observation_space = read_space(metadata.get('observation_space'), 'observation_space')
-  return observation_space, action_space, metadata.get('total_episodes')
+  return metadata
 
 
 def _open(path: Path) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ class Log:
   observation_space: Any
   action_space: Any
   rows: LogRows
+  spaces: Mapping[str, str]  # as the data set has them, see `recorded_spaces.spaces_in`
 
   @property
   def episodes(self) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from podrace.envs.host.spaces import in_jax
-from podrace.envs.spaces import convert, leaves
+from podrace.envs.spaces import bounds, convert, leaves
 from podrace.errors import UsageError
 from podrace.system.files.reading import parse_json
 
@@ -18,14 +18,23 @@ _FAULTS = (
 )  # fmt: skip
 LARGEST = 2**26  # numbers of one observation or action
 KINDS = 'biuf'  # of NumPy's dtypes: bool, integers and floats
+SPACES = 'observation_space', 'action_space'  # members of a record of both spaces
 
 
-def read_space(text: Any, name: str) -> Any:
-  """Return the space that a data set has as JSON, with the types that JAX has.
+def spaces_in(record: Mapping[str, Any]) -> tuple[Any, Any]:
+  """Return the observation space and the action space of a data set's metadata.
 
   Raises:
-    UsageError: if it is no space of numbers; the message names the fault of `name`.
+    UsageError: if a space is none of numbers, or actions have no bounds.
   """
+  observation_space, action_space = (_read_space(record.get(name), name) for name in SPACES)
+  if bounds(action_space) is None:
+    raise UsageError(f'its action_space is {action_space}, expected Box, Discrete or MultiDiscrete')
+  return observation_space, action_space
+
+
+def _read_space(text: Any, name: str) -> Any:
+  """Return the space that a data set has as JSON, with the types that JAX has."""
   if not isinstance(text, str):
     raise UsageError(f'it has no {name}, as minari 0.5 writes one')
   try:

@@ -235,7 +235,7 @@ def watch(
   """
   if show is None:
     check_libraries()
-  resolved = Resolved(load_config(run_dir, allow_code)).acting
+  resolved = Resolved(load_config(run_dir, allow_code), run_dir).acting
   stage_of(resolved)  # a user's environment may have changed since training
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   if show is None:
