@@ -27,7 +27,8 @@ COMMAND = Command(
   'NAME [OPTIONS]',
   'train, evaluate and record all agents, tasks and seeds of a suite; started again, it goes on',
   (
-    Option('--list', '', 'the suites, with their hours on two cores and what is recorded'),
+    Option('--list', '', 'the suites, with their hours on two cores and what is recorded; with '
+      'NAME, the programs of that suite'),
     Option('--only', 'TASK/AGENT', 'a part of the suite, as cartpole/ppo or cartpole/*; may be '
       'repeated'),
     Option('--seeds', 'N', 'only programs with a seed below N (default: all)'),
@@ -60,8 +61,7 @@ line printed is JSON.
 def run(args: list[str]) -> int:
   """Run the suite."""
   options = Options(args, COMMAND)
-  if '--list' in options:
-    options.no_arguments()
+  if '--list' in options and not options.arguments:
     _list()
     return 0
   suite = suites.load(options.one_argument('suite'))
@@ -69,6 +69,9 @@ def run(args: list[str]) -> int:
   folder = options.path('--dir') or Path('runs/suites') / suite.name
   for name, path in (('--to', to), ('--dir', folder)):
     check_directory(path, name)
+  if '--list' in options:
+    _list_programs(_select(suite, options), to, folder)
+    return 0
   jobs = options.whole('--jobs') if '--jobs' in options else cores()
   if jobs < 1:
     raise UsageError('--jobs must be at least 1')
@@ -197,6 +200,20 @@ def _check_evaluation(config: Config, evaluated: Config) -> None:
   for name in ('network', 'actor', 'critic'):
     if getattr(trained, name, None) != getattr(acting, name, None):
       raise UsageError(f'evaluate changes --agent.{name}, whose parameters have been learned')
+
+
+def _list_programs(programs: Sequence[suites.Program], to: Path, folder: Path) -> None:
+  """Print the time that programs train on one core, and how far they are."""
+  from podrace.experiments.suites.records import record_path
+  from podrace.experiments.suites.reproduce import format_time
+  from podrace.run.directory import last_line
+
+  width = max(len(p.name) for p in programs)
+  for p in programs:
+    line, _ = last_line(folder / p.name / 'metrics.jsonl')
+    state = f'step {line["step"]:,} of {p.steps:,}' if line else 'not begun'
+    state = 'recorded' if record_path(to, p).exists() else state
+    print_text(f'{p.name:{width}} {format_time(p.seconds):>8}  {state}', file=results())
 
 
 def _list() -> None:

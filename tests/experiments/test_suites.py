@@ -284,6 +284,22 @@ def test_the_list_names_suites_with_their_hours(capsys: Capture) -> None:
 # --- runs and records -----------------------------------------------------------------------------
 
 
+def test_the_list_of_a_suite_has_the_progress_of_its_programs(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  for name in ('catch.ppo.0', 'catch.ppo.1'):
+    (folder / 'records' / f'{name}.json').unlink()
+  shutil.rmtree(folder / 'runs' / 'catch.ppo.1')
+  listed = [*arguments(folder), '--list', '--only', 'catch/*']
+  code, out, _ = called(capsys, 'reproduce', *listed)
+  steps = summary(folder / 'runs' / 'catch.ppo.0')['step']
+  lines = {line.split()[0]: line for line in out.splitlines()}
+  assert code == 0 and sorted(lines) == PROGRAMS[2:]
+  assert f'{steps:,} of {steps:,}' in lines['catch.ppo.0']
+  assert 'not begun' in lines['catch.ppo.1'] and 'recorded' in lines['catch.impala.0']
+
+
 def test_each_program_has_a_record(tiny: Path) -> None:
   every = records(tiny)
   assert sorted(every) == PROGRAMS
