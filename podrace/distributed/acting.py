@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace import errors, tables
+from podrace import errors
 from podrace.architectures.sebulba import (
   ActingProgram,
   ActorFailed,
@@ -160,38 +160,34 @@ class Acting:
       raise
     self._example = example_trajectory(agent, spec, num_envs, config.unroll_length)
     self._layout = Layout(windows, self._example) if windows else None
-    self._addresses, self._give_up = options.addresses, options.patience.give_up or None
+    self._addresses = options.addresses
     self._meter = ActingMeter()
     self.newest = Newest(
       options.addresses, config, agent, options.patience, ACTING, num_envs, first, self._meter.read
     )
     self._num_envs = config.num_envs  # of all acting processes
     self._versions: dict[int, int] = {}  # version as the actors count -> as the learner counts
+    self._actors: Actors | None = None
+    self._params: Any = None  # for the actors to begin with
+    self._lock = threading.Lock()  # of the three above
 
   def run(self) -> None:
     """Act until the run is complete, or something fails. Both raise."""
     with contextlib.ExitStack() as stack:
       stack.callback(self.newest.close)
-      params = self.newest.get()
-      first, a = self.newest.first, self._addresses
+      self._take(self.newest.get())
+      first = self.newest.first
       program = self._program = dataclasses.replace(self._program, first=first)
-      log.info('connecting to the replay service at %s', ', '.join(a.replay))
-      client = replay.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
-      stack.callback(client.close)
+      client, follower = stack.enter_context(self.newest.replay_client(self._addresses, self._take))
       write = self._windows(client, self._layout) if self._layout else self._unrolls(client)
       program.warm_up()
-      actors = self._start(params)
+      actors = self._start()
       stack.callback(actors.close)
-      watcher = Worker('parameters', lambda: self._watch(actors), lambda: self._hang_up(client))
       last = first + program.num_envs - 1
       log.info(
         'acting in %d environments, %d to %d of %d', program.num_envs, first, last, self._num_envs
       )
-      try:
-        self._write(watcher, actors, write, _EpisodeWriter(client, self.newest.run))
-      except tables.Closed:
-        watcher.check()  # its failure closed the client
-        raise
+      self._write(follower, actors, write, _EpisodeWriter(client, self.newest.run))
 
   def _windows(self, client: replay.ReplayClient, layout: Layout) -> Callable[[Unroll], None]:
     """Return a function that writes unrolls as windows, for agents with replay."""
@@ -235,21 +231,26 @@ class Acting:
 
     return write
 
-  def _start(self, params: Any) -> Actors:
+  def _start(self) -> Actors:
     key, actor_key = jax.random.split(jax.random.key(self._program.seed))
-    self._versions[0] = self.newest.version
-    return Actors(self._program, {0: params}, key, actor_key)
+    with self._lock:
+      self._actors = Actors(self._program, {0: self._params}, key, actor_key)
+    return self._actors
 
   def _write(
-    self, watcher: Worker, actors: Actors, write: Callable[[Unroll], None], episodes: _EpisodeWriter
+    self,
+    follower: Worker,
+    actors: Actors,
+    write: Callable[[Unroll], None],
+    episodes: _EpisodeWriter,
   ) -> None:
-    """Write unrolls, until the watcher fails and closes the client."""
+    """Write unrolls, until the follower ends and closes the client."""
 
     def is_stale() -> bool:
-      return watcher.failed or self.newest.is_stale
+      return follower.failed or self.newest.is_stale
 
     while True:
-      watcher.check()
+      follower.check()
       self.newest.wait_while_stale()
       for unroll in actors.take(0, is_stale) or ():
         with self._meter.writing():
@@ -257,24 +258,16 @@ class Acting:
         self._meter.count(unroll, self._program.unroll_length)
         episodes.add(unroll.totals)
 
-  def _watch(self, actors: Actors) -> None:
-    """Publish each new version to the actors. Raises at the end, as `Newest.follow`."""
-    version = 0
-
-    def act_with(params: Any) -> None:
-      nonlocal version
-      version += 1
+  def _take(self, params: Any) -> None:
+    """Act with the newest parameters, once there are actors."""
+    with self._lock:
+      version = 0 if self._actors is None else max(self._versions) + 1
       self._versions[version] = self.newest.version
       self._versions.pop(version - VERSIONS, None)
-      actors.publish(version, params)
-
-    self.newest.follow(act_with)
-
-  def _hang_up(self, client: replay.ReplayClient) -> None:
-    try:
-      client.close()
-    finally:
-      self.newest.close()
+      if self._actors is None:
+        self._params = params
+      else:
+        self._actors.publish(version, params)
 
 
 class ActingMeter:

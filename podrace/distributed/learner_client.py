@@ -6,12 +6,13 @@ import contextlib
 import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
 
-from podrace.distributed import parameters
+from podrace import tables
+from podrace.distributed import parameters, replay
 from podrace.distributed.net.address import check_address
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.net.safe_text import plain
@@ -28,6 +29,7 @@ from podrace.errors import EnvironmentsMoved, RunFinished, SignalReceived, Usage
 from podrace.fields import flag
 from podrace.settings.config import Config
 from podrace.system.process import on_signals
+from podrace.system.threads import Worker
 
 log = logging.getLogger('podrace.distributed')
 FIXED = {
@@ -228,6 +230,35 @@ class Newest:
       with self._reader.changed:
         if self._reader.version == self.version:
           self._reader.changed.wait(1.0)
+
+  @contextlib.contextmanager
+  def replay_client(
+    self, addresses: Addresses, take: Callable[[Any], None]
+  ) -> Iterator[tuple[replay.ReplayClient, Worker]]:
+    """Connect to the replay service, and call `take` with each newer version in a thread.
+
+    The thread ends with the run, and closes the client: no call waits for a service that is gone.
+
+    Yields:
+      The client, and the thread. Its exception takes the place of `Closed` within the context.
+    """
+    a = addresses
+    log.info('connecting to the replay service at %s', ', '.join(a.replay))
+    client = replay.ReplayClient(a.replay, a.keys, a.insecure)
+    with contextlib.closing(client):
+      follower = Worker('parameters', lambda: self.follow(take), lambda: self._hang_up(client))
+      try:
+        client.wait(self._give_up)
+        yield client, follower
+      except tables.Closed:
+        follower.check()
+        raise
+
+  def _hang_up(self, client: replay.ReplayClient) -> None:
+    try:
+      client.close()
+    finally:
+      self.close()
 
   def close(self) -> None:
     """End all calls that wait."""

@@ -21,6 +21,9 @@ from podrace.errors import UsageError
 from podrace.hooks import can_refresh, labels_elsewhere
 from podrace.replay.layout import Columns
 from podrace.settings.agents import agent_name
+from podrace.tables import RateLimited
+
+GONE_SECONDS = 10.0  # that an item waits for its shard, until the shard counts as away
 
 
 def check_agent(agent: Any) -> None:
@@ -61,14 +64,20 @@ class Targets:
 
   def __init__(self, client: replay.ReplayClient, table: Any, length: int) -> None:
     self._table, self._length = table, length
-    self._writers = client.writers(history=length)
+    self._writers, self._connections = client.writers(history=length), client.connections
 
   def write(self, batch: Batch, fresh: Columns, version: int) -> None:
-    """Amend the items of a batch with columns [n, L, ...]; waits until these are computed."""
+    """Amend the items of a batch with columns [n, L, ...]; waits until these are computed.
+
+    Items of a shard that is away keep their targets, so that the other shards get theirs.
+    """
     del version  # the columns have it
     rows = {k: np.asarray(x) for k, x in fresh.items()}
     for i, key in enumerate(batch.key.tolist()):
-      writer = self._writers[self._table.shard_of(key)]
+      if self._connections[shard := self._table.shard_of(key)].away:
+        continue
+      writer = self._writers[shard]
       writer.extend({k: x[i] for k, x in rows.items()})
       slices = {k: column[-self._length :] for k, column in writer.history.items()}
-      writer.amend_item(self._table, key, slices)
+      with contextlib.suppress(RateLimited):  # the shard has just gone
+        writer.amend_item(self._table, key, slices, timeout=GONE_SECONDS)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from podrace import tables
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Newest, Patience
@@ -147,7 +146,7 @@ class Stage:
     self._rate = Rate(duty, searches(agent, windows.length) if duty.searches else 0)
     self._refresh: Any = jax.jit(Refresh(agent, self._layout))
     self._key = jax.random.key(int.from_bytes(os.urandom(4), 'little'))
-    self._addresses, self._give_up = options.addresses, options.patience.give_up or None
+    self._addresses = options.addresses
     self._steps_per_update = config.steps_per_update
     measure = self._rate.meter.read
     self._newest = Newest(
@@ -160,31 +159,25 @@ class Stage:
     with contextlib.ExitStack() as stack:
       stack.callback(self._newest.close)
       self._take(self._newest.get())
-      a = self._addresses
-      log.info('connecting to the replay service at %s', ', '.join(a.replay))
-      client = replay.connect(a.replay, a.keys, a.insecure, timeout=self._give_up)
-      stack.callback(client.close)
+      client, follower = stack.enter_context(
+        self._newest.replay_client(self._addresses, self._take)
+      )
       place = Place(
         client, self._layout, self._space, self._newest.run, self._batch_size, self._steps
       )
       source, sink = self._duty.connect(place)
       # Compile before the first windows arrive, which would else be old when written.
       refresh = self._refresh.lower(self._params[1], place.shapes, self._key).compile()
-      watcher = Worker('parameters', self._watch, lambda: self._hang_up(client))
       stack.callback(lambda: log.info('%s', self._rate))
       log.info('%s %d windows at a time', self._duty.doing, self._batch_size)
-      try:
-        self._work(source, refresh, sink, watcher)
-      except tables.Closed:
-        watcher.check()  # its failure closed the client
-        raise
+      self._work(source, refresh, sink, follower)
 
-  def _work(self, source: Any, refresh: Any, sink: Sink, watcher: Worker) -> None:
+  def _work(self, source: Any, refresh: Any, sink: Sink, follower: Worker) -> None:
     """Refresh batches, and write each while the next one is refreshed."""
     before: tuple[Batch, Columns, int] | None = None
     with source as batches:
       while True:
-        watcher.check()
+        follower.check()
         self._newest.wait_while_stale()
         batch = next(batches)
         self._key, key = jax.random.split(self._key)
@@ -200,15 +193,6 @@ class Stage:
 
   def _take(self, params: Any) -> None:
     self._params = self._newest.version, params
-
-  def _watch(self) -> None:
-    self._newest.follow(self._take)
-
-  def _hang_up(self, client: replay.ReplayClient) -> None:
-    try:
-      client.close()
-    finally:
-      self._newest.close()
 
 
 class Rate:

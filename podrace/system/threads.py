@@ -38,8 +38,10 @@ class Worker:
       self._result = self._work()
     except BaseException as e:
       self._failure = e
-    finally:
+    try:
       self._at_end()
+    except BaseException as e:
+      self._failure = self._failure or e
 
   @property
   def alive(self) -> bool:

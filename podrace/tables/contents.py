@@ -69,8 +69,6 @@ class Contents:
       check_columns(self.name, self.signature, item.signature)
     elif item.signature is not self.signature:
       check_alike(self.name, self.signature, item.signature)
-      # Also replaces an equal one after a restore, to use the caller's named tuple types.
-      self.signature = item.signature
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
       if (needed := sum(chunk.nbytes for chunk in chunks)) > self.max_bytes:
@@ -78,6 +76,9 @@ class Contents:
           f'table {self.name!r}: the item needs chunks of {needed} bytes, '
           f'and max_bytes is {self.max_bytes}'
         )
+    if not item.amends:
+      # Also replaces an equal one after a restore, to use the caller's named tuple types.
+      self.signature = item.signature
 
   # --- inserts and removals
 

@@ -540,6 +540,25 @@ def test_a_process_moves_to_other_environments(
   assert seen == {0, 1, 2, 3}
 
 
+def test_a_run_that_is_complete_ends_a_process_that_waits_for_a_service(
+  tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+  caplog.set_level(logging.INFO)
+  config, addresses = tiny(), addresses_in(tmp_path)
+  told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
+  leaves = [*to_leaves(resolve(config).agent.init(jax.random.key(0)).params),
+            (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
+  with parameters.Publisher(addresses.parameters, environments=4) as publisher:
+    publisher.publish(1, leaves)
+    ended, thread = in_background(
+      acting_process.Acting(resolve(config), acting_process.Options(addresses)).run
+    )
+    until(lambda: ended or addresses.replay[0] in caplog.text)
+    publisher.publish(2, [*leaves, (run_identity.FINISHED, np.ones(1, np.uint8))])
+    thread.join(120)
+  assert [type(e) for e in ended] == [errors.RunFinished], ended
+
+
 def test_a_failing_publisher_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   looks, made = 0, list[parameters.Publisher]()
 

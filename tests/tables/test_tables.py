@@ -700,6 +700,18 @@ def test_a_chunk_is_freed_with_its_last_item() -> None:
   assert (store.total.bytes, store.cached) == (0, 0)
 
 
+def test_an_item_that_is_refused_fixes_no_columns() -> None:
+  store = tables.ChunkStore()
+  table = make(store, max_bytes=100)
+  large, small = (tables.Writer(store, history=1, rows_per_chunk=1) for _ in range(2))
+  large.append({'large': noise(0)})
+  with pytest.raises(ValueError, match='max_bytes'):
+    large.create_item(table, 1.0, num_steps=1)
+  small.append({'small': np.zeros(1)})
+  small.create_item(table, 1.0, num_steps=1)
+  assert len(table) == 1
+
+
 def test_a_sampler_that_max_bytes_starves_says_so() -> None:
   table = make(max_bytes=3000, rate_limiter=tables.min_size(10))
   writer_of(table, *map(noise, range(20)), rows_per_chunk=1)

@@ -173,8 +173,10 @@ class EnvironmentClient(LinkHandler):
       group.act(actions)
 
   def lost(self, reason: str) -> None:
-    """End the environments: the next session makes new ones."""
-    if self.groups and not self.link.closed:
+    """End the environments: the next session makes new ones. At the end, `close` does."""
+    if self.link.closed:
+      return
+    if self.groups:
       log.warning('environments begin anew when it is back')
     self._end_groups(self._options.deadline)
 

@@ -203,8 +203,10 @@ class Link:
 
   def _at_end(self) -> None:
     self._hang_up()
-    self.handler.lost('it has ended')
-    self._loop.close()
+    try:
+      self.handler.lost('it has ended')
+    finally:
+      self._loop.close()
 
   def _turn(self) -> None:
     """Wait for messages, and handle them."""

@@ -36,12 +36,11 @@ class Loop:
       Keys and events; `data` of a key is the owner.
     """
     ready = self._selector.select(max(seconds, 0.0))
-    if self._woken:
-      with contextlib.suppress(BlockingIOError):  # the byte is on its way, and ends the next wait
-        self._read.recv(64)
-        self._woken = False  # before the calls, so that a later `wake` is not lost
-      ready = [item for item in ready if item[0].data is not None]
-    return ready
+    sockets = [item for item in ready if item[0].data is not None]
+    if len(sockets) < len(ready):
+      self._read.recv(64)
+      self._woken = False  # before the calls, so that a later `wake` is not lost
+    return sockets
 
   def wake(self) -> None:
     """End the wait, or the next one."""

@@ -41,6 +41,8 @@ class ReplayClient:
   """
 
   def __init__(self, addresses: Sequence[str], keys: Path | None, insecure: bool) -> None:
+    if not addresses or len(set(addresses)) < len(addresses):
+      raise ValueError(f'expected one address or several, each once, not {list(addresses)}')
     changed = threading.Condition()
     self.connections: list[ReplayConnection] = []
     try:
@@ -180,9 +182,7 @@ def connect(
     Refused: a service has another version.
     SecurityError: see podrace.distributed.net.keys.
   """
-  urls = [addresses] if isinstance(addresses, str) else list(addresses)
-  if not urls or len(set(urls)) < len(urls):
-    raise ValueError(f'expected one address or several, each once, not {urls}')
+  urls = [addresses] if isinstance(addresses, str) else addresses
   client = ReplayClient(urls, None if keys is None else Path(keys), insecure)
   try:
     client.wait(timeout)

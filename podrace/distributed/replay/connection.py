@@ -211,6 +211,7 @@ class ReplayConnection(LinkHandler):
     self.sizes = _read_sizes(details.get('sizes'))
     self.outbox.joined(details['number'], details['largest'], waiting, missing)
     with self.changed:
+      self.calls = {n: call for n, call in self.calls.items() if not call.repeated}
       for call in self.calls.values():
         call.sent = False
       # A cancelled call is queued twice: to be sent, then to be cancelled.

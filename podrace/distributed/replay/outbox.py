@@ -158,7 +158,7 @@ class Outbox:
     queued = sum(len(store.queue) for store in stores)
     now = time.monotonic()
     early = bool(self._outstanding) or now < self._inserted_at + SPACING
-    is_urgent = bool(self._unsent) or queued >= FEW or any(store.flushing for store in stores)
+    is_urgent = bool(self._unsent) or queued >= FEW or any(store.has_flushed for store in stores)
     if early and not is_urgent:
       self._link.patience = SPACING if queued else TURN
       return False

@@ -83,13 +83,14 @@ class SentChunk(Chunk):
 class Sending(Pending):
   """An item that is not yet acknowledged; it must be sent at the time `due`."""
 
-  __slots__ = ('due', 'number', 'store')
+  __slots__ = ('due', 'number', 'place', 'store')
 
   def __init__(
     self, item: Item, writer: InFlight, table: WriterTarget, store: WriterStore, due: float
   ) -> None:
     super().__init__(item, table, writer)
     self.store, self.due = store, due
+    self.place = store.submitted  # among the items of its store, from 1 on
     self.number = 0  # in the client's stream, once the item has been sent
 
   @property
@@ -108,7 +109,8 @@ class WriterStore(ChunkStore):
 
   Attributes:
     queue: items that have not been sent.
-    flushing: all of them are to be sent at once.
+    submitted: number of items so far.
+    flushed: number of items, from the first one on, that are to be sent at once.
     unacknowledged: account of the chunks of items that are not yet in their tables.
   """
 
@@ -118,7 +120,7 @@ class WriterStore(ChunkStore):
       raise ValueError(f'{delay=} must be at least 0, in seconds')
     self.session, self.delay = session, delay
     self.queue: deque[Sending] = deque()
-    self.flushing = False
+    self.submitted = self.flushed = 0
     self.unacknowledged = Account()
     self._done = threading.Condition(self.lock)  # type: ignore[arg-type]
     self._cutting = threading.Lock()
@@ -167,6 +169,7 @@ class WriterStore(ChunkStore):
     self.session.check_open()
     if item.key == NEW:
       item.key = self.new_key()
+    self.submitted += 1
     with self.lock:
       sending = Sending(item, writer, table, self, time.monotonic() + self.delay)
       for part in item.parts:
@@ -189,7 +192,7 @@ class WriterStore(ChunkStore):
   def wait_for(self, pending: Sending, most: int, wait: Wait) -> None:
     """Wait until an item is in its table, at most `most` wait, or one has been refused."""
     if not pending.number:
-      self.flushing = True
+      self.flushed = self.submitted
       self.session.wake()
     writer, table = pending.writer, pending.table
     desk = Desk(table.name, self.lock, REPORT_AFTER, table.report)
@@ -242,12 +245,15 @@ class WriterStore(ChunkStore):
     while queue and len(taken) < most and size > 0:
       head = queue[0]
       size -= head.bytes
-      if not (self.is_ready(head.item) or self.flushing or head.due <= now):
+      if not (self.is_ready(head.item) or head.place <= self.flushed or head.due <= now):
         break
       taken.append(queue.popleft())
-    if not queue:
-      self.flushing = False
     return taken
+
+  @property
+  def has_flushed(self) -> bool:
+    """Whether there are items to be sent at once."""
+    return bool(self.queue) and self.queue[0].place <= self.flushed
 
   def finish(self, done: list[Sending], refusal: str | None = None) -> None:
     """Finish items that were inserted or refused, and wake the calls that wait."""

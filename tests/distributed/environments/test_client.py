@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import random
 import signal
@@ -20,10 +21,11 @@ from peers import Envs, Learner, assert_whole, lives, spec
 from shorthand import Patch, slow_after
 
 from podrace import cli
+from podrace.distributed.environments import client as environment_client
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.client import EnvironmentClient, run_all
 from podrace.distributed.environments.client_options import ClientOptions, group_sizes
-from podrace.distributed.environments.group_thread import GroupThread
+from podrace.distributed.environments.group_thread import GroupFailed, GroupThread
 from podrace.distributed.net import connecting, dashboard, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.dashboard import Asker
@@ -329,6 +331,42 @@ def test_actions_that_nobody_has_asked_for_are_none() -> None:
   assert group.seq == 1
   with pytest.raises(environment_messages.WireError, match='asked'):  # it steps
     client.handle(environment_messages.ACTION, (0, 1), [action])
+
+
+def test_an_environment_that_hangs_when_the_run_ends_is_a_failure(monkeypatch: Patch) -> None:
+  """Within END_SECONDS, not after the deadline of a step."""
+  monkeypatch.setattr(environment_client, 'END_SECONDS', 0.2)
+  steps, done = threading.Event(), threading.Event()
+
+  def hang(self: Any) -> Any:
+    steps.set()
+    done.wait(120)
+
+  pool = type('Pool', (), dict(
+    watches_itself=False, reset=lambda self: None, recv=hang, close=lambda self: None
+  ))  # fmt: skip
+  kind = dataclasses.replace(spec(), make=lambda args: pool())
+  learner = bare.Accepting(environment_messages.OF_CLIENTS)
+  client = EnvironmentClient(ClientOptions(learner.address, 'test:spec', num_envs=1), kind)
+  with contextlib.ExitStack() as stack:
+    stack.callback(done.set)
+    stack.callback(learner.close)
+    raised: list[Any] = []
+    thread = threading.Thread(target=lambda: raised.append(failed(client)), daemon=True)
+    thread.start()
+    end = stack.enter_context(learner.welcome(largest_group=4, env='x'))
+    end.expect(environment_messages.ENTER)
+    end.say(environment_messages.START, 0)
+    assert steps.wait(60)
+    end.say(session_messages.END, True, 'the run is complete')
+    thread.join(30)
+    assert raised
+
+
+def failed(client: EnvironmentClient) -> BaseException:
+  with pytest.raises(GroupFailed) as error:
+    run_all([client])
+  return error.value
 
 
 def test_it_imports_no_jax() -> None:

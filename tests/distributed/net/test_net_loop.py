@@ -47,6 +47,17 @@ def test_any_thread_ends_the_wait_and_has_something_done() -> None:
   loop.close()
 
 
+def test_a_late_byte_of_a_wake_ends_one_wait_and_has_no_owner() -> None:
+  """Two threads wake at once: the byte of one comes after the other has been heard."""
+  loop = Loop()
+  loop._write.send(b'.')
+  assert loop.wait(60) == []
+  assert loop.wait(0) == []
+  loop.wake()
+  assert loop.wait(60) == []
+  loop.close()
+
+
 def test_each_wake_ends_one_wait() -> None:
   loop = Loop()
   for _ in range(3):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import bare
 import numpy as np
 import programs
 import pytest
@@ -472,6 +474,22 @@ def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
     with ReplayServer(server.address) as again:
       fill(client, table, 2).close(timeout=60)
       assert len(table.sample(1, timeout=60).key) == 1 and not again.counts['malformed']
+
+
+def test_each_session_asks_for_a_table_once() -> None:
+  """Also if the sessions before it ended without an answer."""
+  end = bare.Accepting(replay_messages.OF_CLIENTS)
+  with contextlib.closing(end), contextlib.closing(
+    service.ReplayClient([end.address], None, False)
+  ) as client:
+    (connection,) = client.connections
+    connection.tables['it'] = {}
+    details = dict(number=0, largest=2**20, waiting=b'', missing=b'', sizes={})
+    for _ in range(3):
+      with end.welcome(**details) as session:
+        session.expect(replay_messages.TABLE)
+        until(lambda: not connection.unsent)
+        assert len(connection.calls) == 1
 
 
 def test_many_threads_share_a_client(tmp_path: Path) -> None:
