@@ -31,6 +31,7 @@ from podrace.run.periodic_evaluation import Evaluations
 from podrace.settings.config import Config
 from podrace.settings.defaults import with_defaults
 from podrace.settings.presets import PRESETS
+from podrace.settings.resolved import resolve
 
 SMALL = dict(num_envs=8, unroll_length=8, total_steps=6_400, log_every=640, devices=1)
 
@@ -433,7 +434,6 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
 ) -> None:
   from podrace.run.build import build
   from podrace.run.warm_start import WarmStart
-  from podrace.settings.resolved import resolve
 
   settings: Any = SMALL | dict(total_steps=640)
   podrace.train(podrace.configure('catch', **settings, agent='dqn'), tmp_path / 'one', quiet=True)
@@ -451,6 +451,21 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
   ):
     assert (a == b).all()
   assert (warm.train.params.epsilon == 1).all()
+
+
+def test_a_warm_start_of_d4pg_values_the_policy_that_acts() -> None:
+  config = podrace.configure(env='gymnax:Pendulum-v1', agent='d4pg')
+  agent = resolve(config).agent
+  own, other = (agent.init(jax.random.key(seed)) for seed in (0, 1))
+  warm = agent.warm_start(own, other.params)
+  for a, b, c in zip(
+    *map(jax.tree.leaves, (warm.params, warm.rest.target.actor, other.params)), strict=True
+  ):
+    assert (a == b).all() and (b == c).all()
+  for a, b in zip(
+    *map(jax.tree.leaves, (warm.rest.target.critic, own.rest.target.critic)), strict=True
+  ):
+    assert (a == b).all()
 
 
 def test_a_run_with_a_target_network_goes_on_from_a_warm_start(tmp_path: Path) -> None:

@@ -94,6 +94,11 @@ class D4PG:
     rest = D4PGRest(learned.critic, learned, self.optimiser().init(learned), jnp.int32(0))
     return TrainState(learned.actor, rest)
 
+  def warm_start(self, train: TrainState, params: Any) -> TrainState:
+    """Start from the policy of another run; the critic learns the values of this policy."""
+    target = train.rest.target._replace(actor=params)
+    return TrainState(params, train.rest._replace(target=target))
+
   def initial_state(self, env_id: Array) -> Any:
     """Return the state of acting before the first timestep."""
     return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()

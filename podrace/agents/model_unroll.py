@@ -34,6 +34,7 @@ class ModelGoals(NamedTuple):
   policy_mask: Array  # f32: 1 where the policy is learned
   value_mask: Array  # f32
   reward_mask: Array  # f32 of the action before
+  state_mask: Array  # f32: 1 up to the end of the episode
 
 
 def spread(tree: Any, roots: int, actions: int) -> Any:
@@ -88,7 +89,8 @@ def make_goals(t: TimeStep, targets: Any, roots: int, actions: int) -> ModelGoal
   cut = jnp.cumsum(truncated & ~passed, axis=0) > 0
   cut_before = jnp.concatenate([jnp.zeros_like(cut[:1]), cut[:-1]])
   valid, within = ~last[:1], ~passed & ~last
-  masks = (x.astype(jnp.float32) for x in (valid & within, valid & ~cut, valid & ~cut_before))
+  learned = valid & within, valid & ~cut, valid & ~cut_before, valid & ~passed
+  masks = (x.astype(jnp.float32) for x in learned)
   targets = spread(targets, roots, actions)
   targets = targets._replace(value=jnp.where(within, targets.value, 0.0))
   return ModelGoals(targets, jnp.where(passed, 0.0, spread(t.reward, roots, actions)), *masks)

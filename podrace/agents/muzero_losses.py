@@ -85,7 +85,7 @@ def consistency_loss(
   """Return the distance [N] of imagined hidden states from observed ones [U + 1, N, ...].
 
   A distance is 1 less the cosine of the projections (Ye et al. 2021, arXiv 2111.00210, section
-  4.1). The first hidden states are not compared.
+  4.1). The first hidden states, and those behind the end of an episode, are not compared.
   """
 
   def project(hidden: Any, online: bool) -> Array:
@@ -97,7 +97,7 @@ def consistency_loss(
   imagined, real = project(outputs.hidden, True), project(lax.stop_gradient(observed), False)
   distance = 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
   share = unroll_weights(len(outputs.reward))
-  return jnp.sum((share * goals.reward_mask)[1:] * distance, axis=0)
+  return jnp.sum((share * goals.state_mask)[1:] * distance, axis=0)
 
 
 def is_outside(value: Array, support: Array) -> Array:

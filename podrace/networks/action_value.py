@@ -174,7 +174,7 @@ class ActionValue(RecurrentBody):
     return _PaperValue(self) if self.size == 'paper' else _SmallValue(self)
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     action = jnp.zeros((1, 1, math.prod(self.action_space.shape)))
     if self.core != 'none':
       timesteps = jax.tree.map(lambda x: x[None], self.example())

@@ -184,7 +184,7 @@ class Body:
     return TimeStep(observation, jnp.zeros([1]), jnp.ones([1]), jnp.zeros([1], jnp.int8))
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     timesteps = jax.tree.map(lambda x: x[None], self.example())
     return self.module.init(key, self.initial_state(1), timesteps)['params']
 
@@ -203,7 +203,7 @@ class Body:
     per_row: bool = False,
     previous: Any = None,
   ) -> Any:
-    """Take an action."""
+    """Return the outputs for a timestep [B, ...], and the next state."""
     timesteps, before = jax.tree.map(lambda x: x[None], (timestep, previous))
     outputs, state = self.unroll(params, state, timesteps, key, per_row, before)
     return jax.tree.map(lambda x: x[0], outputs), state

@@ -112,7 +112,7 @@ class Critic(RecurrentBody):
     return distributions.squashed(self.action_space)
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     action = jnp.zeros((1, math.prod(self.action_space.shape)))
     example = self.example()
     if self.core == 'none':

@@ -54,7 +54,7 @@ class Model(Protocol):
     ...
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     ...
 
   def initial_state(self, batch_size: int) -> Any:
@@ -298,7 +298,7 @@ class LearnedModel(Body):
     return jnp.tanh(action)
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     timesteps = jax.tree.map(lambda x: x[None], self.example())
     zeros = jnp.zeros([1, self.distribution.size])
     action = self.distribution.mode(zeros)

@@ -29,7 +29,7 @@ class Network(Protocol):
     ...
 
   def init(self, key: Array) -> Any:
-    """Return the first state of training."""
+    """Return the first parameters."""
     ...
 
   def initial_state(self, batch_size: int) -> Any:
@@ -37,7 +37,7 @@ class Network(Protocol):
     ...
 
   def step(self, params: Any, state: Any, timestep: TimeStep) -> tuple[Any, Any]:
-    """Take an action."""
+    """Return the outputs for a timestep [B, ...], and the next state."""
     ...
 
   def unroll(self, params: Any, state: Any, timesteps: TimeStep) -> tuple[Any, Any]:

@@ -272,6 +272,37 @@ def test_the_reference_differs_without_a_rule(rule: str) -> None:
   assert difference(gradient(''), gradient(rule)) > 2e-4
 
 
+@dataclasses.dataclass(frozen=True)
+class Projected(Matrices):
+  projection: int = 1
+
+  def project(self, params: Any, hidden: Any, online: bool) -> Any:
+    return hidden @ params['p'] if online else hidden[..., :A]
+
+
+def test_imagined_states_are_compared_up_to_the_end_of_an_episode() -> None:
+  """Not with the episode that follows in the window."""
+  network = Projected(BINS).bind(VECTOR, spaces.Discrete(A))
+  agent = Recording(network, consistency=1.0, sequence=2, **SETTINGS)  # type: ignore[arg-type]
+  window = window_of(agent)
+  _, _, metrics, params = learned(agent, window, WEIGHT)
+  params = jax.tree.map(np.asarray, params)
+  total, last = 0.0, np.asarray(window.timesteps.step_type == LAST)
+  seen = np.tanh(np.asarray(window.timesteps.observation) @ np.asarray(params['r']))
+  for b in range(BATCH):
+    for s in range(agent.sequence):
+      hidden = seen[s, b]
+      for k in range(1, agent.unroll + 1):
+        if last[s : s + k, b].any():
+          break
+        code = np.eye(A)[int(window.outputs.action[s + k - 1, b])]
+        hidden = np.tanh(np.concatenate([hidden, code]) @ params['d'])
+        x, y = hidden @ params['p'], seen[s + k, b, :A]
+        total += (1 - x @ y / np.linalg.norm(x) / np.linalg.norm(y)) / agent.unroll
+  mean = total / (agent.sequence * BATCH)
+  assert float(metrics['consistency_loss']) == pytest.approx(mean, rel=1e-3)
+
+
 def test_first_priorities_are_by_the_searches() -> None:
   agent = recording()
   window = window_of(agent)

@@ -13,6 +13,7 @@ import podrace.envs
 from podrace.envs.adapters.sticky import StickyActions
 from podrace.envs.base import batch, restart, transition
 from podrace.errors import UnknownName
+from podrace.settings.resolved import longest_episode
 
 
 class Echo:
@@ -99,3 +100,12 @@ def test_the_games_have_the_published_returns_of_random_play() -> None:
 def test_options_that_are_refused(name: str, message: str) -> None:
   with pytest.raises(UnknownName, match=message):
     podrace.envs.make(name)
+
+
+@pytest.mark.parametrize(
+  ('name', 'steps'),
+  [('Breakout-MinAtar', None), ('Freeway-MinAtar', 2_500), ('Breakout-MinAtar,sticky=0.1', None)],
+)
+def test_games_without_a_limit_have_no_longest_episode(name: str, steps: int | None) -> None:
+  env = podrace.envs.make(f'gymnax:{name},max_steps_in_episode=0')
+  assert longest_episode(env) == steps

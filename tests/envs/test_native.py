@@ -458,6 +458,28 @@ def test_a_trial_that_hangs_ends(tmp_path: Path, monkeypatch: Patch) -> None:
     spec.try_out(1.0)
 
 
+def test_a_trial_that_hangs_ends_with_the_processes_that_it_started(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  monkeypatch.setattr(trial, 'SPEC_SECONDS', 2.0)
+  spec = host.make(write(tmp_path / 'bad.c', 'fork'))
+  assert spec.try_out is not None
+  monkeypatch.setenv('STARTED_BY', str(tmp_path))
+  with pytest.raises(UsageError, match='did not answer'):
+    spec.try_out(1.0)
+  until(lambda: not processes_with(f'STARTED_BY={tmp_path}'))
+
+
+def processes_with(variable: str) -> list[str]:
+  """Processes with a variable of the environment."""
+  found = []
+  for process in Path('/proc').glob('[0-9]*'):
+    with contextlib.suppress(OSError):
+      if variable.encode() in (process / 'environ').read_bytes().split(b'\0'):
+        found.append(process.name)
+  return found
+
+
 @pytest.mark.parametrize(
   ('name', 'words'),
   [

@@ -35,6 +35,7 @@ FAULTS = {
   'names': ('static const podrace_spec spec = {', f'static const char *const names[] = {{"{"a" * 9000}"}};'
             'static const podrace_spec spec = {.num_info = 1, .info = names,'),
   'hang': ('c->steps++;', 'if (++c->steps > 3) for (volatile int i = 0;;) i++;'),
+  'fork': ('c->steps++;', 'if (++c->steps > 3) { extern int fork(void), pause(void); fork(); for (;;) pause(); }'),
   'constructor': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { fclose(fopen("stranger.ran", "w")); }'),
 }  # fmt: skip
 

@@ -115,13 +115,13 @@ class MetaTraining:
     total = self.agents * len(self.kinds)
 
     def group(place: int, kind: Kind) -> Member:
-      number = place * self.agents + jnp.arange(self.agents, dtype=jnp.int32)
+      number = place * self.agents + np.arange(self.agents, dtype=np.int64)
       age = number * kind.lifetime // total  # so that lives end one by one
 
       def begin(of: tuple[Array, Array]) -> Member:
         return kind.begin(life_key, of[0], jnp.int32(0), of[1])
 
-      return lax.map(begin, (number, age))
+      return lax.map(begin, (jnp.int32(number), jnp.int32(age)))
 
     groups = tuple(group(i, kind) for i, kind in enumerate(self.kinds))
     one = self.meta.each.init(rule)

@@ -155,7 +155,9 @@ class Gymnax:
   def longest_episode(self) -> int | None:
     """Steps of the longest episode; None if there is no limit."""
     steps = getattr(self.params, 'max_steps_in_episode', None)
-    return None if steps is None else int(steps)
+    if steps == 0 and self.name == 'Freeway-MinAtar':
+      steps = self.env.default_params.max_steps_in_episode
+    return int(steps) if steps else None
 
   @property
   def draw(self) -> Callable[[Any], np.ndarray] | None:

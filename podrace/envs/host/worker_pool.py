@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import logging
 import mmap
@@ -311,8 +312,9 @@ class WorkerPool:
 
   def close(self) -> None:
     """End all processes and free the shared memory."""
-    for worker in self.workers:
-      if worker.lives:
-        worker.end()
-    self._infos.close(self._arrays)
-    self._file.close()
+    with contextlib.ExitStack() as stack:
+      stack.callback(self._file.close)
+      stack.callback(self._infos.close, self._arrays)
+      for worker in self.workers:
+        if worker.lives:
+          stack.callback(worker.end)

@@ -20,9 +20,11 @@ import numpy as np
 from podrace.envs.host import worker as w
 from podrace.envs.host.action_log import ActionLog
 from podrace.envs.host.answer_timer import START_SECONDS
+from podrace.errors import HostError
 from podrace.system.child import python
 
 TELL_SECONDS = 5.0  # time for a worker to send its exception
+KILL_SECONDS = 30.0  # time for a killed process to end
 
 # Not `-m`, which looks for libraries in the working directory first. The settings are in a file,
 # because a command line has room for the seeds of a few thousand environments only.
@@ -115,6 +117,7 @@ class WorkerProcess:
     self.limit = START_SECONDS
     self.begun = False  # the process has reset its environments
     self.lives = 0
+    self._pipes: tuple[int, ...] = ()  # to be closed
 
   def start(
     self, settings: dict[str, Any], memory: int, now: float, history: History | None = None
@@ -124,7 +127,9 @@ class WorkerProcess:
     `settings` has the seeds of the resets.
     """
     ask_read, self.ask = os.pipe()
+    self._pipes = self.ask, ask_read
     self.answer, answer_write = os.pipe()
+    self._pipes = self.ask, ask_read, self.answer, answer_write
     settings = {
       **settings,
       'memory': memory,
@@ -150,6 +155,7 @@ class WorkerProcess:
         stdout=2,  # standard output is for results
         start_new_session=True,  # a Ctrl-C in the terminal reaches only the run
       )
+    self._pipes = self.ask, self.answer
     os.close(ask_read)
     os.close(answer_write)
     self.lives += 1
@@ -184,13 +190,24 @@ class WorkerProcess:
     return message, shown
 
   def kill(self) -> None:
-    """Kill the process and its process group, and wait for the process."""
+    """Kill the process and its process group, and wait for the process.
+
+    Raises:
+      HostError: if it does not end, as while a file system does not answer.
+    """
     with contextlib.suppress(ProcessLookupError, PermissionError):  # the group is gone
       os.killpg(self.process.pid, signal.SIGKILL)
-    self.process.wait()
+    try:
+      self.process.wait(KILL_SECONDS)
+    except subprocess.TimeoutExpired as e:
+      raise HostError(
+        f'the worker {self.process.pid} did not end {KILL_SECONDS:g} s after SIGKILL: does a file '
+        'system or a device of this machine not answer?'
+      ) from e
 
   def end(self) -> None:
-    """Kill the process and close its pipes."""
+    """Close the pipes and kill the process, as `kill`. The next `start` opens others."""
+    pipes, self._pipes = self._pipes, ()
+    for pipe in pipes:
+      os.close(pipe)
     self.kill()
-    os.close(self.ask)
-    os.close(self.answer)

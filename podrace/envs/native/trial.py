@@ -24,6 +24,7 @@ from podrace.system.child import python
 
 STEPS = 100  # of each part of the check
 SPEC_SECONDS = 60.0
+END_SECONDS = 5.0  # time for the output of killed processes to end
 START = (
   'import json, sys; settings = json.load(sys.stdin); sys.path[:] = settings["path"]; '
   'import podrace.envs.native.trial as trial; trial.main(settings)'
@@ -62,14 +63,22 @@ def run_trial(name: str, path: Path, options: bytes, deadline: float | None = No
   try:
     text, _ = child.communicate(json.dumps(settings).encode(), seconds)
   except subprocess.TimeoutExpired as error:
-    child.kill()
-    text, _ = child.communicate()
-    raise UsageError(f'{name} did not answer for {seconds:g} s{_place(text)}') from error
+    place = _place(_kill(child))
+    raise UsageError(f'{name} did not answer for {seconds:g} s{place}') from error
   except BaseException:
-    child.kill()
-    child.wait()
+    _kill(child)
     raise
   return _result(name, text, child.returncode)
+
+
+def _kill(child: subprocess.Popen[bytes]) -> bytes:
+  """Kill a process and those that it has started, and return its output."""
+  with contextlib.suppress(ProcessLookupError):
+    os.killpg(child.pid, signal.SIGKILL)
+  try:
+    return child.communicate(timeout=END_SECONDS)[0]
+  except subprocess.TimeoutExpired as error:  # a process with a session of its own has the pipe
+    return error.stdout or b''
 
 
 def _place(text: bytes) -> str:
