@@ -194,6 +194,6 @@ def train(
   """
   preset = config if isinstance(config, str) else None
   settings = configure(config) if isinstance(config, str) else config
-  with run_directory(run_dir, name_run(preset, settings.env)) as path:
+  with run_directory(run_dir, name_run(preset, settings.env, settings.log)) as path:
     summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, settings, summary)

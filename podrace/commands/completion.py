@@ -61,13 +61,17 @@ zsh:   podrace completion zsh >> ~/.zshrc      (after compinit)
 fish:  podrace completion fish > ~/.config/fish/completions/podrace.fish
 """,
 )
-TAKE_PRESETS = ('train', 'act', 'reanalyse', 'label', 'bench', 'sweep')
+# Commands with options of train, and the number of arguments before their preset.
+BEFORE_PRESET = dict.fromkeys(('train', 'act', 'reanalyse', 'label', 'sweep', 'launch'), 0)
+BEFORE_PRESET['bench'] = 1
 FIRST = {
+  'bench': ('sebulba',),
+  'record': tuple(PRESETS),
   'init': tuple(init.KINDS),
   'completion': tuple(SHELLS),
   'discover': tuple(DISCOVERIES),
   'reproduce': tuple(suite.names()),
-}  # first arguments of commands that take no preset of train
+}  # first arguments of the remaining commands
 
 
 def run(args: list[str]) -> int:
@@ -91,8 +95,10 @@ def words(typed: list[str], commands: Mapping[str, Any]) -> list[str]:
     candidates = values
   elif before[0] in commands and last.startswith('-'):
     candidates = _options(before, commands)
+  elif BEFORE_PRESET.get(before[0]) == len(before) - 1:
+    candidates = PRESETS
   elif len(before) == 1:
-    candidates = PRESETS if before[0] in TAKE_PRESETS else FIRST.get(before[0], ())
+    candidates = FIRST.get(before[0], ())
   return [x for x in candidates if x.startswith(last)]
 
 
@@ -128,7 +134,8 @@ def _fields(before: list[str]) -> dict[str, tuple[str, ...]]:
   name, *rest = before
   if name == 'discover':
     rows = table().of('discover', 'rule', 'value function')
-  elif name in TAKE_PRESETS:
+  elif name in BEFORE_PRESET:
+    rest = rest[BEFORE_PRESET[name] :]
     agent: str | None = Options(rest, train.COMMAND, lenient=True).text('--agent')
     if agent not in AGENTS:
       agent = PRESETS[rest[0]].agent if rest and rest[0] in PRESETS else None

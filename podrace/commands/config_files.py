@@ -43,7 +43,7 @@ def read_options(path: Path) -> list[str]:
     UsageError: if the file cannot be read.
   """
   try:
-    settings = parse_toml(read_bytes(path, BYTES))
+    settings = parse_toml(read_bytes(path, BYTES, follow=True))
   except FileNotFoundError:
     raise UsageError(f'--config {path} does not exist') from None
   except (UnreadableFile, ValueError) as e:

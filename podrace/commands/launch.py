@@ -155,7 +155,7 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
     )  # fmt: skip
     return ARRANGEMENTS[arrangement](request)
 
-  return name_run(preset, config.env), make
+  return name_run(preset, config.env, config.log), make
 
 
 def _learners(options: Options) -> int:

@@ -49,7 +49,7 @@ printed is JSON.
     '--metric NAME': 'metrics y key value',
     '--out FILE': 'output save file output-file',
     '--x': 'xaxis x-axis',
-    '--normalise': 'normalize',
+    '--normalize': 'normalise',
   },
 )  # fmt: skip
 

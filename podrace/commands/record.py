@@ -10,6 +10,7 @@ from podrace.commands.shared_options import (
   enable_compile_cache,
 )
 from podrace.errors import UsageError
+from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, results_alone, tell
 
@@ -58,7 +59,6 @@ def run(args: list[str]) -> int:
   name = _name(options, bool(ways and env))
   from podrace.run import record
 
-  enable_compile_cache(options)
   recording = record.Recording(
     options.whole('--episodes'),
     options.whole('--seed'),
@@ -67,7 +67,9 @@ def run(args: list[str]) -> int:
     '--greedy' in options,
     options.whole('--max-steps'),
   )
-  result = record.record(name, recording, folder, env, options.text('--checkpoint'), allowed)
+  with log_to_stderr('podrace record'):
+    enable_compile_cache(options)
+    result = record.record(name, recording, folder, env, options.text('--checkpoint'), allowed)
   tell(
     f'recorded {result["episodes"]:,} episodes, {result["steps"]:,} steps, return '
     f'{result["episode_return_mean"]:.2f} ± {result["episode_return_std"]:.2f}, in {folder}'

@@ -152,7 +152,7 @@ def _select(suite: suites.Suite, options: Options) -> list[suites.Program]:
   if '--seeds' in options:
     programs = [p for p in programs if p.first < options.whole('--seeds')]
     if not programs:
-      raise UsageError('--seeds must be at least 1')
+      raise UsageError(f'no program has a seed below --seeds {options.whole("--seeds")}')
   return programs
 
 

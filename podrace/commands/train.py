@@ -105,12 +105,13 @@ def run(args: list[str]) -> int:
   import jax
 
   from podrace.run import loop as runs
+  from podrace.topology import from_first
 
   sinks: tuple[Any, ...] = tuple(s for s in options.text('--sinks').split(',') if s)
   name = name_run(preset, config.env, config.log)
   with contextlib.ExitStack() as stack:
     if run_dir is None and '--coordinator' in options:  # all processes need the same directory
-      run_dir = choose_run_dir(name)
+      run_dir = Path(from_first(str(choose_run_dir(name))))
     run_dir = stack.enter_context(run_directory(run_dir, name))
     stack.enter_context(log_to_stderr('podrace train', quiet))
     shared.enable_compile_cache(options)

@@ -8,7 +8,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from podrace.errors import UnreadableFile, UsageError
 from podrace.settings import user_code
@@ -40,6 +40,7 @@ from podrace.system.files.schema import (
 from podrace.system.locks import NO_LOCKS, is_locked, lock
 
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
+LARGEST_TAIL = 2**25  # bytes in which a whole line is looked for
 RECORD = {
   'env': needed(TEXT),
   'agent': Member('an object', needed=True),
@@ -224,9 +225,10 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
   last: dict[str, Any] = {}
   try:
     with open_regular(path) as file:
-      end = file.seek(0, os.SEEK_END)
-      file.seek(max(0, end - TAIL))
-      *lines, _ = file.read(TAIL).split(b'\n')
+      end, size = file.seek(0, os.SEEK_END), TAIL
+      lines = _lines_at_end(file, end, size)
+      while len(lines) < 2 and size < min(end, LARGEST_TAIL):  # a line has numbers of each seed
+        lines = _lines_at_end(file, end, size := 8 * size)
       written = os.fstat(file.fileno()).st_mtime
   except FileNotFoundError:
     return last, 0.0
@@ -240,6 +242,13 @@ def last_line(path: Path) -> tuple[dict[str, Any], float]:
       if line.get('episode_return') is not None:
         return last | {'episode_return': line['episode_return']}, written
   return last, written
+
+
+def _lines_at_end(file: IO[bytes], end: int, size: int) -> list[bytes]:
+  """Return the lines in the last `size` bytes of a file, of which the first may be cut."""
+  file.seek(max(0, end - size))
+  *lines, _ = file.read(size).split(b'\n')
+  return lines
 
 
 def is_running(path: Path) -> bool | None:

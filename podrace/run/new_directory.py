@@ -12,6 +12,7 @@ from pathlib import Path
 from podrace.errors import Stopped, UsageError
 from podrace.run.directory import saved_steps
 from podrace.run.run_end import END
+from podrace.settings.log_settings import SPACES
 from podrace.system.files import create_folder, make_user_folder
 
 
@@ -63,7 +64,7 @@ def run_directory(run_dir: Path | str | None, name: str) -> contextlib.AbstractC
 
 def _remove_unbegun(path: Path) -> bool:
   """Remove the files of a run that was stopped before its first step; returns whether it was."""
-  unbegun = {'config.json', END, 'lock', 'checkpoints'}
+  unbegun = {'config.json', SPACES, 'name.json', END, 'lock', 'checkpoints'}
   with contextlib.suppress(OSError):
     if {p.name for p in path.iterdir()} <= unbegun and not saved_steps(path):
       shutil.rmtree(path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import time
 from pathlib import Path
 from typing import IO
 
 from podrace.system.files import open_lock
 
 NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
+
+LOOKS, LOOK_SECONDS = 10, 0.05  # attempts to lock: a reader may look at the lock, for a moment
 
 
 def lock(directory: Path) -> IO[str]:
@@ -22,6 +25,10 @@ def lock(directory: Path) -> IO[str]:
   """
   file = open_lock(directory / 'lock')
   try:
+    for _ in range(LOOKS):
+      if try_lock(file):
+        return file
+      time.sleep(LOOK_SECONDS)
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
   except BaseException as e:
     file.close()

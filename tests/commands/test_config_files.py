@@ -60,6 +60,8 @@ def test_options_come_after_the_file(tmp_path: Path) -> None:
     'preset = "cartpole"\nseed = 3\n[agent]\nlearning_rate = 1e-2\n[agent.network]\nhidden = [8, 8]\n'
   )
   config = load(path, '--seed', '4')
+  (tmp_path / 'link.toml').symlink_to(path)
+  assert load(tmp_path / 'link.toml', '--seed', '4') == config
   assert (config.seed, config.env) == (4, PRESETS['cartpole']().env)
   assert (config.agent.learning_rate, config.agent.network.hidden) == (1e-2, (8, 8))
 

@@ -92,7 +92,10 @@ def test_words_that_complete() -> None:
   assert words(['train', 'cartpole', '--agent', '']) == list(AGENTS)
   assert words(['train', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
   assert words(['train', '--agent', 'dqn', '--agent.buffer.cap']) == ['--agent.buffer.capacity']
-  assert words(['sweep', 'cart']) == ['cartpole']
+  assert words(['sweep', 'cart']) == ['cartpole'] == words(['launch', 'cart'])
+  assert words(['bench', '']) == ['sebulba'] and words(['bench', 'sebulba', 'cart']) == ['cartpole']
+  assert words(['bench', 'sebulba', 'cartpole', '--agent.cl'])[0] == '--agent.clip'
+  assert words(['record', 'cart']) == ['cartpole']
   assert words(['sweep', 'cartpole', '--v']) == ['--vary'] and words(['sweep', '--run']) == []
   assert words(['sweep', 'cartpole', '--agent.cl']) == ['--agent.clip', '--agent.clip-value']
   assert words(['init', '']) == ['agent', 'env', 'network', 'cenv'] and words(

@@ -105,6 +105,11 @@ def test_a_broken_last_line_is_left_out(tmp_path: Path) -> None:
   assert runs.inspect_run(path).step == 300
 
 
+def test_a_last_line_of_many_seeds_is_read(tmp_path: Path) -> None:
+  path = make(tmp_path / 'a', line(200, 0.5), line(300, 0.25, extra=[0.25] * 20_000))
+  assert runs.inspect_run(path).step == 300
+
+
 def test_runs_are_found_at_any_depth_and_not_within_runs(tmp_path: Path) -> None:
   for name in ('a', 'deep/er/b', 'a/checkpoints/c'):
     make(tmp_path / name)

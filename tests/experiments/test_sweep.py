@@ -25,6 +25,7 @@ from podrace.agents.ppo import PPO
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings, together
+from podrace.experiments.sweep.proposals import OptunaStudy
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
 from podrace.policy.export import export
 from podrace.run.directory import is_running
@@ -241,6 +242,10 @@ def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> N
     for r in json.loads((tmp_path / 'sweep/results.json').read_text())
   }
   assert last == set(values[-1])
+  results = (tmp_path / 'sweep/results.json').read_text()
+  (tmp_path / 'sweep/results.json').unlink()  # as after a kill just before it was written
+  sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
+  assert (tmp_path / 'sweep/results.json').read_text() == results
   assert 'podrace export' in found['command'] and '--member' in found['command']
 
 
@@ -262,8 +267,9 @@ def test_the_directory_of_a_file_s_environment_is_in_sweeps(
   assert [x.parent for x in folders] == [Path('sweeps')]
 
 
-def test_a_population_takes_over_from_the_best() -> None:
-  population = together.Population({'agent.learning-rate': RangeSpace(0.1, 10.0)}, seed=1)
+def test_a_population_takes_over_from_the_best(tmp_path: Path) -> None:
+  spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
+  population = together.Population(spaces, 1, tmp_path / 'population.json')
   rest = together_rest(np.array([1.0, 2.0, 3.0, 9.0], np.float32))
   train = TrainState({'w': jax.numpy.arange(4.0)}, rest)
   line = {'step': 5, 'episode_return_by_seed': [3.0, None, 1.0, 7.0]}
@@ -333,6 +339,18 @@ def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
   assert rows[0]['state'] == 'finished'
   again, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
   assert again == found
+
+
+def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> None:
+  spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
+  proposals = OptunaStudy(tmp_path, spaces, 2, 0, False)
+  (first, setting), (second, _) = proposals.settings()
+  proposals.finish(first, 137)
+  proposals.finish(second, 1)
+  states = [r['state'] for r in proposals.results()]
+  assert states == ['failed, exit code 137', 'failed, exit code 1']
+  again = list(OptunaStudy(tmp_path, spaces, 2, 0, False).settings())
+  assert again[0] == (first, setting) and [path for path, _ in again] == [first, second]
 
 
 @pytest.mark.parametrize(

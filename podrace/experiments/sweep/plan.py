@@ -23,7 +23,7 @@ from podrace.settings.record import (
   with_unrecorded,
 )
 from podrace.system.files import check_folder, make_user_folder, write_whole
-from podrace.system.files.reading import read_object
+from podrace.system.files.reading import read_json, read_object
 
 Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each trial
 
@@ -161,15 +161,15 @@ def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -
   say(f'{len(tried)} settings in one program')
   config, population = sweep.config, None
   if sweep.method == 'pbt':
-    population = together.Population(sweep.spaces, config.seed)
+    population = together.Population(sweep.spaces, config.seed, sweep.folder / 'population.json')
     config = dataclasses.replace(config, log_every=sweep.every or config.total_steps // 20)
   run_dir = sweep.folder / 'run'
   returns = together.train(config, tried, run_dir, population, quiet=False)
-  if population is not None and population.history:
-    last = population.history[-1]['values']
+  history = population and (population.history or read_json(sweep.folder / 'population.json'))
+  if history:  # of a run that had ended, the file has it
+    last = history[-1]['values']
     names = dict(zip(sweep.spaces, last, strict=True))
     tried = [{n: last[p][i] for n, p in names.items()} for i in range(len(tried))]
-    write_whole(sweep.folder / 'population.json', json.dumps(population.history) + '\n')
   return [
     {
       'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -26,12 +27,15 @@ GRACE = 60.0  # seconds within which a trial must save and end
 class Trial:
   """A running process that trains one setting, or one program of a suite.
 
-  Owner: the sweep, which calls `stop`.
-  Ends when: the run ends, or after `stop`.
+  Owner: the sweep, which calls `terminate` and `finish`.
+  Ends when: the run ends, or after `terminate`.
+
+  Attributes:
+    ends_by: time at which it is killed, once it is to end.
   """
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
-    self.run_dir, self._read = run_dir, 0
+    self.run_dir, self._read, self.ends_by = run_dir, 0, math.inf
     with open_append(make_folder(run_dir) / 'output.txt') as output:
       words = python('-m', 'podrace', *command)
       self._process = ChildProcess(words, stdout=output, stderr=output)
@@ -61,13 +65,9 @@ class Trial:
     """Send SIGTERM, at which it saves and ends."""
     self._process.terminate()
 
-  def stop(self) -> None:
-    """Let it save and end, and kill it after GRACE seconds."""
-    self._process.stop(GRACE)
-
-  def finish(self) -> None:
-    """Wait for its end after `terminate`, and kill it after GRACE seconds."""
-    self._process.finish(GRACE)
+  def finish(self, grace: float = GRACE) -> None:
+    """Wait for its end after `terminate`, and kill it after `grace` seconds."""
+    self._process.finish(grace)
 
 
 def make_arguments(options: list[str], setting: Setting, run_dir: Path | None = None) -> list[str]:
@@ -158,9 +158,11 @@ def _update_trials(
   for trial in list(running):
     code = trial.code
     ends = [line(trial.run_dir, each) for each in trial.new_lines()]
-    if any(ends) and code is None:
-      trial.stop()
-      code = 0
+    if any(ends) and code is None and trial.ends_by == math.inf:
+      trial.terminate()
+      trial.ends_by = time.monotonic() + GRACE
+    if time.monotonic() > trial.ends_by:
+      trial.finish(0.0)
     if code is not None:
       running.remove(trial)
-      ended(trial.run_dir, code)
+      ended(trial.run_dir, code if trial.ends_by == math.inf else 0)

@@ -15,6 +15,8 @@ from podrace.run.run_end import summarize_failure
 from podrace.system.files import open_append, open_lock
 from podrace.system.importing import why_not
 
+EXIT_CODE = 'exit_code'  # attribute of a trial that failed
+
 
 def check_optuna() -> None:
   """Raise UsageError if Optuna cannot be imported."""
@@ -121,6 +123,9 @@ class OptunaStudy:
     from optuna.trial import TrialState
 
     result = processes.make_result(path, self._trials[path].params, code)
+    if code and result['state'] != 'finished':
+      self._trials[path].set_user_attr(EXIT_CODE, code)
+      return  # it stays open, and a sweep that is started again tries it again
     states = {'finished': TrialState.COMPLETE, 'pruned': TrialState.PRUNED}
     state = states.get(result['state'], TrialState.FAIL)
     if result['score'] is None and state is TrialState.COMPLETE:
@@ -134,7 +139,9 @@ class OptunaStudy:
 
     return [
       processes.make_result(
-        self._path(trial.number), dict(trial.params), 0 if trial.state is TrialState.PRUNED else 1
+        self._path(trial.number),
+        dict(trial.params),
+        0 if trial.state is TrialState.PRUNED else trial.user_attrs.get(EXIT_CODE, 1),
       )
       for trial in self._study.get_trials()
     ]
@@ -156,6 +163,8 @@ class OptunaStudy:
           raise ValueError(f'trial {trial.number} has {name:.99}, which the sweep does not vary')
         if not space.has(value):
           raise ValueError(f'trial {trial.number} has {name} {value!r:.99}, expected {space}')
+      if type(code := trial.user_attrs.get(EXIT_CODE, 1)) is not int:
+        raise ValueError(f'trial {trial.number} has the exit code {code!r:.99}')
       scores = trial.intermediate_values
       for score in (*(trial.values or ()), *scores, *scores.values()):
         if not isinstance(score, int | float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,13 @@ from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
 from podrace.experiments.sweep.settings import RangeSpace, Setting, Spaces
+from podrace.fields import replace_paths
 from podrace.run import loop
 from podrace.run.build import build
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
+from podrace.system.files import write_whole
 from podrace.types import TrainState
 
 SHARE = 0.25  # share of a population that is replaced, and that replaces
@@ -102,20 +105,12 @@ def vary(config: Config, settings: list[Setting]) -> Config:
   paths = tuple(map(field_path, settings[0]))
   for setting in settings:  # the agent checks each setting
     try:
-      _replace(config.agent, {field_path(n): float(v) for n, v in setting.items()})
+      replace_paths(config.agent, {field_path(n): float(v) for n, v in setting.items()})
     except (ValueError, TypeError) as e:
       raise UsageError(f'--vary {setting}: {e}') from e
   values = tuple(float(v) for setting in settings for v in setting.values())
   agent = Varied(config.agent, paths, values)
   return dataclasses.replace(config, agent=agent, seeds=config.seeds * len(settings))
-
-
-def _replace(settings: Any, values: dict[str, float]) -> Any:
-  for path, value in values.items():
-    name, _, rest = path.partition('.')
-    inner = _replace(getattr(settings, name), {rest: value}) if rest else value
-    settings = dataclasses.replace(settings, **{name: inner})
-  return settings
 
 
 def train(
@@ -137,9 +132,15 @@ class Population:
   learned values and hyper-parameters of members of the best quarter, and multiply each
   hyper-parameter by 0.8 or 1.25. Environments go on. Random draws depend on the seed and the step,
   so a resumed run is the same.
+
+  Args:
+    spaces: of the hyper-parameters.
+    seed: of the random draws.
+    file: keeps the history.
   """
 
-  def __init__(self, spaces: Spaces, seed: int) -> None:
+  def __init__(self, spaces: Spaces, seed: int, file: Path) -> None:
+    self._file = file
     self._spaces = {field_path(name): space for name, space in spaces.items()}
     self._seed = seed
     self.history: list[dict[str, Any]] = []  # step, from, to and values of each change
@@ -177,5 +178,6 @@ class Population:
       'step': line['step'], 'from': source[worst].tolist(), 'to': worst.tolist(),
       'values': {name: x.tolist() for name, x in values.items()},
     })  # fmt: skip
+    write_whole(self._file, json.dumps(self.history) + '\n')
     new = {name: jax.numpy.asarray(x, jax.numpy.float32) for name, x in values.items()}
     return train._replace(rest=train.rest._replace(values=new))

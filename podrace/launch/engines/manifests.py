@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -164,5 +165,5 @@ def call(*command: str, content: str | None = None, timeout: float | None = None
   try:
     return subprocess.run(command, input=content, encoding='utf-8', timeout=timeout).returncode
   except subprocess.TimeoutExpired:
-    print_text(f'{command[0]} has not ended in {timeout:.0f} s')
+    print_text(f'{command[0]} has not ended in {timeout:.0f} s', file=sys.stderr)
     return 1

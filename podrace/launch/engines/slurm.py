@@ -17,7 +17,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -41,6 +40,7 @@ from podrace.system.child import python
 from podrace.system.files import UTF8, move, remove, write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
+from podrace.system.process import scratch_directory
 
 OPTIONS = (
   Option('--sbatch', 'OPTION', "option of sbatch without its --, as time=8:00:00, for slurm;"
@@ -178,11 +178,11 @@ def prepare(program: Program, directory: Path) -> None:
   """
   write_whole(directory / 'program.json', to_record(program))
   target = directory / 'keys'
-  with tempfile.TemporaryDirectory(prefix='keys-', dir=directory) as draft:
-    make_keys(Path(draft) / 'keys')
+  with scratch_directory('keys-', directory) as draft:
+    make_keys(draft / 'keys')
     remove(target)
     try:
-      move(Path(draft) / 'keys', target)
+      move(draft / 'keys', target)
     except FileExistsError:
       raise UsageError(f'{target} cannot be removed: each job gets new keys') from None
 

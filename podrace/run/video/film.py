@@ -65,6 +65,13 @@ class FilmSettings:
   max_steps: int = 5_000
   fps: int = 0
 
+  def __post_init__(self) -> None:
+    if not 0 <= self.seed <= 2**32 - self.episodes:
+      raise UsageError(
+        f'--seed must be at most {2**32 - self.episodes} for {self.episodes} episodes, not '
+        f'{self.seed}'
+      )
+
 
 class Film:
   """An MP4 and a GIF that are being written."""

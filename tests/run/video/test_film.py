@@ -337,6 +337,7 @@ def test_what_watch_refuses(run: Path, tmp_path: Path, capsys: Capture, monkeypa
     ((str(tmp_path),), 'is not a run directory'),
     ((str(run), '--episodes', '0'), '--episodes must be at least 1'),
     ((str(run), '--live'), '--live needs a display'),
+    ((str(run), '--seed', '4294967296'), '--seed'),
   ):
     code, _, err = called(capsys, 'watch', *args)
     assert code == 2 and message in err
