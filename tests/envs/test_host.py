@@ -655,10 +655,11 @@ def test_a_worker_whose_run_is_gone_ends_without_a_word(capfd: pytest.CaptureFix
   envs = pool('gymnasium:host_envs:Sequence-v0', n=1, threads=1)
   envs.reset()
   (worker,) = envs.workers
-  os.close(worker.answer)
+  null = os.open(os.devnull, os.O_RDONLY)
+  os.dup2(null, worker.answer)
+  os.close(null)
   envs.send(envs.recv().env_id, np.zeros(1, np.int32))
   assert worker.process.wait(30) == 1
-  worker.answer = os.open(os.devnull, os.O_RDONLY)
   envs.close()
   assert not capfd.readouterr().err
 
