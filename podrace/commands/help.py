@@ -84,7 +84,7 @@ def settings_of(preset: str | None, options: Options) -> Settings:
     if custom is not None and wanted not in AGENTS:
       values |= {n: x for n, x in _values_of(custom).items() if n.startswith('--agent.')}
     settings = Settings(wanted, values)
-    if record is None:  # as configure.is_open
+    if record is None:  # as configure.needs_defaults
       settings = _with_defaults(settings, env or values.get('--env'))
   return _with_arguments(settings, options)
 

@@ -69,9 +69,12 @@ def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
   return means
 
 
-def final_return(path: Path) -> dict[str, Any]:
-  """Return the mean return of the episodes that ended in the last tenth of the run."""
-  lines = metrics.read(path)
+def final_return(path: Path, shown: bool = False) -> dict[str, Any]:
+  """Return the mean return of the episodes that ended in the last tenth of the run.
+
+  `shown` is as in `metrics.read`.
+  """
+  lines = metrics.read(path, shown)
   start = 0.9 * lines[-1]['step'] if lines else 0
   lines = [
     line for line in lines if line.get('episode_return') is not None and line.get('episodes')

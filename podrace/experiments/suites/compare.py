@@ -98,7 +98,7 @@ def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> tuple[Scores, St
 
 def _final(run: Path) -> list[float]:
   """Return the training return of the last tenth of each seed, as records have it."""
-  final = final_return(run / 'metrics.jsonl')
+  final = final_return(run / 'metrics.jsonl', shown=True)
   by_seed = final.get('episode_return_by_seed') or [final['episode_return']]
   return [float(x) for x in by_seed if x is not None]
 
