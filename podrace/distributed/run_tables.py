@@ -91,6 +91,7 @@ def replay_table(
   name: str = TABLE,
   part: float = 1.0,
   draws: int = 1,
+  paced: bool = True,
 ) -> Any:
   """Open a table of windows, or create it.
 
@@ -104,6 +105,7 @@ def replay_table(
     name: the name of the table.
     part: the share of all environments whose windows it has.
     draws: the draws of which the limiter counts one.
+    paced: whether the limiter keeps this pace; else windows are drawn once there are enough.
   """
   w, b = layout.windows, layout.windows.buffer
   per_window = b.samples_per_insert * w.period / draws
@@ -113,7 +115,9 @@ def replay_table(
     name,
     sampler=selector(w),
     remover=tables.fifo(),
-    rate_limiter=tables.sample_to_insert_ratio(per_window, least, error),
+    rate_limiter=(
+      tables.sample_to_insert_ratio(per_window, least, error) if paced else tables.min_size(least)
+    ),
     max_size=-(-math.ceil(b.capacity * part) // w.period),
     run=run,
     contents=window_contents(layout, space),
@@ -133,17 +137,11 @@ def source_tables(
   if len(names) == 1:
     return {names[0]: replay_table(client, layout, space, run, names[0])}
   online = replay_table(client, layout, space, run, TABLE, mix.acting, mix.period)
-  w, b = layout.windows, layout.windows.buffer
-  offline = client.table(
-    OFFLINE,
-    sampler=selector(w),
-    remover=tables.fifo(),
-    rate_limiter=tables.min_size(max(1, int(b.min_size * mix.part(OFFLINE)) // w.period)),
-    max_size=-(-math.ceil(b.capacity * mix.part(OFFLINE)) // w.period),
-    run=run,
-    contents=window_contents(layout, space),
-  )
-  return {TABLE: online, OFFLINE: offline}
+  part = mix.part(OFFLINE)
+  return {
+    TABLE: online,
+    OFFLINE: replay_table(client, layout, space, run, OFFLINE, part, paced=False),
+  }
 
 
 def train_table(client: replay.ReplayClient, layout: Layout, space: Any, run: str) -> Any:
@@ -153,47 +151,31 @@ def train_table(client: replay.ReplayClient, layout: Layout, space: Any, run: st
   """
   size = QUEUED * layout.windows.buffer.batch_size
   ids = [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', VERSION)]
-  return client.table(
-    TRAIN,
-    sampler=tables.fifo(),
-    remover=tables.fifo(),
-    rate_limiter=tables.queue(size),
-    max_size=size,
-    max_times_sampled=1,
-    run=run,
-    contents=[
-      *window_contents(layout, space), *ids, item_schema.pack_column(LOGGED, np.bool_, ())
-    ],
-  )  # fmt: skip
+  logged = item_schema.pack_column(LOGGED, np.bool_, ())
+  contents = [*window_contents(layout, space), *ids, logged]
+  return _queue(client, TRAIN, size, tables.queue(size), run, contents)
 
 
 def unrolls_table(
   client: replay.ReplayClient, num_envs: int, example: Trajectory, space: Any, run: str
 ) -> Any:
   """Open the queue of unrolls of single environments, with room for one batch, or create it."""
-  return client.table(
-    UNROLLS,
-    sampler=tables.fifo(),
-    remover=tables.fifo(),
-    rate_limiter=tables.queue(num_envs),
-    max_size=num_envs,
-    max_times_sampled=1,
-    run=run,
-    contents=unroll_contents(example, space),
-  )
+  contents = unroll_contents(example, space)
+  return _queue(client, UNROLLS, num_envs, tables.queue(num_envs), run, contents)
 
 
 def episodes_table(client: replay.ReplayClient, run: str) -> Any:
   """Open the table of finished episodes, from which the oldest are dropped, or create it."""
+  bounds = LOWEST_TOTALS, HIGHEST_TOTALS
+  contents = [item_schema.pack_column('totals', np.float64, (4,), 1, bounds)]
+  return _queue(client, EPISODES, 10_000, tables.min_size(1), run, contents)
+
+
+def _queue(
+  client: replay.ReplayClient, name: str, size: int, limiter: Any, run: str, contents: list[Any]
+) -> Any:
+  """Open a table whose items are drawn once and in order, or create it."""
   return client.table(
-    EPISODES,
-    sampler=tables.fifo(),
-    remover=tables.fifo(),
-    rate_limiter=tables.min_size(1),
-    max_size=10_000,
-    max_times_sampled=1,
-    run=run,
-    contents=[
-      item_schema.pack_column('totals', np.float64, (4,), 1, (LOWEST_TOTALS, HIGHEST_TOTALS))
-    ],
-  )
+    name, sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=limiter, max_size=size,
+    max_times_sampled=1, run=run, contents=contents,
+  )  # fmt: skip

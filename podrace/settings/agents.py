@@ -36,8 +36,7 @@ def agent_class(name: str) -> Any:
   if module.endswith('.py'):
     module = module.removesuffix('.py').replace('/', '.')
     raise UsageError(
-      f'no agent {name!r}: your own is named MODULE:CLASS; write '
-      f'{module}:{attribute or "CLASS"}'
+      f'no agent {name!r}: your own is named MODULE:CLASS; write {module}:{attribute or "CLASS"}'
     )
   if attribute:
     return importing.import_attribute(f'no agent {name!r}', module, attribute)

@@ -1,8 +1,7 @@
-"""The log of a configuration: its data set, environment, and agent."""
+"""The log of a configuration: its checks, its spaces and its environment."""
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,25 +72,7 @@ def check(config: Config) -> None:
     )
 
 
-def read(config: Config) -> Any:
-  """Return the data set of a configuration as a `podrace.envs.logs.recorded.Log`.
-
-  Raises:
-    UsageError: if it cannot be read.
-  """
-  from podrace.envs.logs.minari_files import read_log
-
-  return read_log(config.log)
-
-
-def spaces(config: Config) -> LogSpaces:
-  """Return the spaces of the data set of a configuration; raises as `read`."""
-  from podrace.envs.logs.minari_files import read_spaces
-
-  return LogSpaces(config.log, *read_spaces(config.log))
-
-
-def recorded_spaces(config: Config, run_dir: Path) -> LogSpaces | None:
+def recorded_spaces(log: str, run_dir: Path) -> LogSpaces | None:
   """Return the spaces that a run directory has of a log; None if it has none.
 
   Raises:
@@ -102,14 +83,9 @@ def recorded_spaces(config: Config, run_dir: Path) -> LogSpaces | None:
   path = run_dir / SPACES
   record = read_object(path, {})
   try:
-    return None if record is None else LogSpaces(config.log, *spaces_in(record))
+    return None if record is None else LogSpaces(log, *spaces_in(record))
   except UsageError as e:
     raise UsageError(f'{path}: {e}') from e
-
-
-def without(config: Config) -> Config:
-  """Return a configuration without its log."""
-  return dataclasses.replace(config, log='', log_share=Config.log_share)
 
 
 def environment(config: Config, log: Any, env: Any) -> Any:
@@ -135,10 +111,3 @@ def environment(config: Config, log: Any, env: Any) -> Any:
     return host_spec(log, share, env)
   assert not isinstance(env, HostSpec), 'only Sebulba has environments on the host'
   return LogEnvironment(log, share, env)
-
-
-def wrap(agent: Any, config: Config) -> Any:
-  """Return a bound agent that takes the actions of the log."""
-  from podrace.agents.logged import Logged
-
-  return Logged(agent, parse_share(config.log_share))

@@ -9,6 +9,7 @@ from typing import Any
 
 from podrace import envs
 from podrace.envs.host import base as host
+from podrace.envs.logs.share import parse_share
 from podrace.hooks import memory
 from podrace.settings import log_settings
 from podrace.settings.agents import bind_run
@@ -48,7 +49,9 @@ class Resolved:
   @functools.cached_property
   def log(self) -> Any:
     """The data set of `config.log`, read into memory; None if there is none."""
-    return log_settings.read(self.config) if self.config.log else None
+    from podrace.envs.logs.minari_files import read_log
+
+    return read_log(self.config.log) if self.config.log else None
 
   @functools.cached_property
   def acting(self) -> Resolved:
@@ -57,7 +60,8 @@ class Resolved:
       return self
     if not self.config.env:
       return WithoutEnvironment(self.config, self.run_dir)
-    return Resolved(log_settings.without(self.config), self.run_dir)
+    config = dataclasses.replace(self.config, log='', log_share=Config.log_share)
+    return Resolved(config, self.run_dir)
 
   def make_env(self, name: str) -> Any:
     """Make an environment as the run's architecture needs it."""
@@ -73,7 +77,9 @@ class Resolved:
     """
     if self.log is None:
       return bind_run(self.config, self.env)
-    return log_settings.wrap(self.acting.agent, self.config)
+    from podrace.agents.logged import Logged
+
+    return Logged(self.acting.agent, parse_share(self.config.log_share))
 
   @functools.cached_property
   def replay(self) -> Replay:
@@ -108,8 +114,11 @@ class WithoutEnvironment(Resolved):
   @functools.cached_property
   def env(self) -> Any:
     """The spaces of the log, of which a run directory has a copy."""
-    recorded = log_settings.recorded_spaces(self.config, self.run_dir) if self.run_dir else None
-    return recorded or log_settings.spaces(self.config)
+    from podrace.envs.logs.minari_files import read_spaces
+
+    log = self.config.log
+    recorded = log_settings.recorded_spaces(log, self.run_dir) if self.run_dir else None
+    return recorded or log_settings.LogSpaces(log, *read_spaces(log))
 
   @functools.cached_property
   def log(self) -> Any:

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from podrace.errors import UnreadableFile
+from podrace.errors import CheckpointError, UnreadableFile
 from podrace.system import files
 from podrace.system.files import sync
 from podrace.system.files.reading import open_regular, parse_json, read_bytes, read_npz
@@ -47,10 +47,6 @@ AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # encodings of a chunk
 UNPACKED_BYTES = (
   2**31
 )  # largest chunk in memory; a writer ends a chunk at 2**18 bytes, or at one row
-
-
-class CheckpointError(Exception):
-  """Error of a checkpoint that can't be written or read. The message names it and the reason."""
 
 
 class Snapshot(NamedTuple):

@@ -136,18 +136,8 @@ class Writer:
       Closed: If the table is closed, or a table dropped earlier items of this writer when it was
         closed. The item is not made.
     """
-    if not table.takes_from(self._store):
-      raise ValueError(f'table {table.name!r} is on another store than the writer')
-    if key is not None and (key := operator.index(key)) < 1:
-      raise ValueError(f'{key=} must be above 0')
     priority = table.check_priority(priority)
-    self._check_open()
-    signature, parts = self._history.parts(trajectory, num_steps)
-    deadline = deadline_of(timeout)
-    self._wait(max(0, self._max_in_flight - 1), deadline)
-    item = Item(key or NEW, priority, signature, parts)
-    self._submit(table, item, deadline)
-    return item.key
+    return self._make(table, key, priority, trajectory, num_steps, timeout)
 
   def amend_item(
     self, table: Table, key: int, trajectory: Any, *, timeout: float | None = None
@@ -169,19 +159,28 @@ class Writer:
       Cancelled: As `create_item`.
       Closed: As `create_item`.
     """
+    self._make(table, key, 0.0, trajectory, None, timeout, amends=True)
+
+  def _make(
+    self,
+    table: Table,
+    key: int | None,
+    priority: float,
+    trajectory: Any,
+    num_steps: int | None,
+    timeout: float | None,
+    amends: bool = False,
+  ) -> int:
+    """Submit an item to its table, and return its key. Wait for it if max_in_flight is 0."""
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
-    if (key := operator.index(key)) < 1:
+    if key is not None and (key := operator.index(key)) < 1:
       raise ValueError(f'{key=} must be above 0')
     self._check_open()
-    signature, parts = self._history.parts(trajectory, None)
+    signature, parts = self._history.parts(trajectory, num_steps)
     deadline = deadline_of(timeout)
     self._wait(max(0, self._max_in_flight - 1), deadline)
-    item = Item(key, 0.0, signature, parts, amends=True)
-    self._submit(table, item, deadline)
-
-  def _submit(self, table: Table, item: Item, deadline: float) -> None:
-    """Submit an item to its table. Wait for it if max_in_flight is 0."""
+    item = Item(key or NEW, priority, signature, parts, amends=amends)
     cancels = self._in_flight.cancels  # read before the item can wait and be cancelled
     pending = table.submit(item, self._in_flight)
     if pending is not None and self._max_in_flight == 0:
@@ -191,6 +190,7 @@ class Writer:
         # If the item was inserted in the meantime, a timeout or cancellation is ignored.
         if pending.table.withdraw(pending) or not isinstance(e, RateLimited | Cancelled):
           raise
+    return item.key
 
   def read(self, trajectory: Any) -> Any:
     """Read slices of the history, nested as they are, as [L, ...] arrays as in samples."""

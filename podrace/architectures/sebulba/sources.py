@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from podrace import tables
 from podrace.architectures.protocol import Part, SavedReplay, WriteExtra
 from podrace.architectures.sebulba.acting import ActingProgram
 from podrace.architectures.sebulba.actors import Actors
@@ -299,7 +298,7 @@ class HostReplaySource:
           write_json(part / PART, record)
           sync(folder.parent.parent)  # the first process also made the parent
         return {**record, 'processes': jax.process_count(), **write_actors()}
-      except (tables.CheckpointError, OSError) as e:
+      except (CheckpointError, OSError) as e:
         raise CheckpointError(f'replay could not be saved to {folder}: {e}') from e
 
     return write_extra
@@ -319,7 +318,4 @@ class HostReplaySource:
     part = part_of(folder)
     if part != folder and (record := read_json(part / PART)) is None:
       raise CheckpointError(f'{part / PART} is not there')
-    try:
-      self.replay.restore(part, record)
-    except tables.CheckpointError as e:
-      raise CheckpointError(str(e)) from e
+    self.replay.restore(part, record)

@@ -179,7 +179,3 @@ class RemoteTable:
         elif type(x) is int and details[k] is not None:
           total[k] += details[k]
     return TableInfo(**total)
-
-  def why_no_sample(self) -> str:
-    """Return why a sampler waits, as each server answers within a second."""
-    return self._shards.why_no_sample()
