@@ -5,6 +5,7 @@ A session ends with its connection. In the next session the handler sends its st
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -203,10 +204,8 @@ class Link:
 
   def _at_end(self) -> None:
     self._hang_up()
-    try:
+    with contextlib.closing(self._loop):
       self.handler.lost('it has ended')
-    finally:
-      self._loop.close()
 
   def _turn(self) -> None:
     """Wait for messages, and handle them."""
