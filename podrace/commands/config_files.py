@@ -81,12 +81,12 @@ def write(path: Path, config: Config) -> None:
   """
   if path.exists():
     raise UsageError(f'--save-config {path} exists already: name a new file')
-  record = to_json(config)
+  record = to_json(config, whole=True)
   if path.suffix == '.json':
     write_json(path, record)
     return
   del record['version']
-  usual = to_json(Config(agent=default_agent(record['agent']['name'])))
+  usual = to_json(Config(agent=default_agent(record['agent']['name'])), whole=True)
   plain = _plain(record, usual, {'--agent.name', *(name for name, _ in options_of(config))}, path)
   write_whole(path, HEAD + '\n'.join(_table('', plain)) + '\n')
 
@@ -130,4 +130,5 @@ def _text(value: Any) -> str:
     return f'[{", ".join(map(_text, value))}]'
   if isinstance(value, float):
     return repr(value)  # also inf and nan
-  return json.dumps('None' if value is None else value)
+  text = json.dumps('None' if value is None else value, ensure_ascii=False)
+  return text.replace('\x7f', '\\u007f')

@@ -8,7 +8,7 @@ import io
 import itertools
 import os
 import typing
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -182,8 +182,9 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   types |= {n: type(values[n]) for n in names if types[n] is Any}
   fields = [(n, types[n], dataclasses.field(default=values[n])) for n in names]
   typed = dataclasses.make_dataclass('Options', fields, frozen=True)
-  booleans = {name for name, value in mistakes.options_of(config) if isinstance(value, bool)}
-  plain = [_whole(a) for a in switch_booleans(args, booleans)]
+  options = dict(mistakes.options_of(config))
+  booleans, texts = ({n for n, x in options.items() if isinstance(x, kind)} for kind in (bool, str))
+  plain = list(_whole_numbers(switch_booleans(args, booleans), texts))
   mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
@@ -221,10 +222,13 @@ def switch_booleans(args: list[str], names: set[str]) -> list[str]:
   return switched
 
 
-def _whole(arg: str) -> str:
-  """Return 1e7 and 1_000_000 as digits, also after `--option=`."""
-  name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
-  return name + equals + whole_number(text)
+def _whole_numbers(args: Iterable[str], texts: Set[str]) -> Iterator[str]:
+  """Yield the arguments, 1e7 and 1_000_000 as digits, except in the values of options `texts`."""
+  option = ''
+  for arg in args:
+    name, equals, text = arg.partition('=') if arg.startswith('--') else ('', '', arg)
+    option = name.replace('_', '-') or option
+    yield name + equals + (text if option in texts else whole_number(text))
 
 
 def with_architecture(base: Config, options: Options) -> Config:

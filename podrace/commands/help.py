@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.commands import configure
 from podrace.commands.option_table import Row, rows_of, show, table
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.fields import negate
 from podrace.settings import defaults, user_code
 from podrace.settings.agents import agent_name, default_agent, unknown_agent
@@ -21,6 +20,7 @@ from podrace.settings.discovery_presets import PRESETS as DISCOVERIES
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import option, to_json, words
 from podrace.settings.validation import needs_sebulba
+from podrace.system.files.reading import read_json
 from podrace.system.options import Option, Options, row
 
 MOST_USED = ('--run-dir', '--total-steps', '--seed', '--num-envs', '--env')  # of discover
@@ -139,9 +139,9 @@ def _with_arguments(settings: Settings, options: Options) -> Settings:
 def _recorded(path: Path) -> Settings:
   """Return the settings of a recorded run."""
   try:
-    record = json.loads(path.read_text(encoding='utf-8'))
+    record = read_json(path)
     return Settings(record['agent']['name'], dict(_flat(record)))
-  except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
+  except (UnreadableFile, KeyError, TypeError, AttributeError, RecursionError) as e:
     raise UsageError(f'{path} is not the record of a run: {e!r}') from e
 
 
@@ -155,7 +155,7 @@ def _flat(record: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, st
 
 
 def _values_of(agent: Any) -> Values:
-  return dict(_flat(to_json(Config(agent=agent))))
+  return dict(_flat(to_json(Config(agent=agent), whole=True)))
 
 
 def _printable(value: Any) -> str:

@@ -313,12 +313,16 @@ def _check_random(space: Any) -> None:
 
 
 def random_actions(space: Any, observation: Any, n: int, rng: np.random.Generator) -> np.ndarray:
-  """Return actions [n, ...] drawn alike from a space, of a Discrete one within the action mask."""
+  """Return actions [n, ...] drawn alike from a space, of choices within the action mask."""
   low, high = action_bounds(space)
   shape = (n, *space.shape)
   if np.issubdtype(space.dtype, np.floating):
     return rng.uniform(low, high, shape).astype(space.dtype)
-  if isinstance(observation, dict) and MASK in observation and not space.shape:
-    scores = rng.random((n, high - low + 1)) * (np.asarray(observation[MASK]) != 0).reshape(n, -1)
-    return (low + scores.argmax(1)).astype(space.dtype)
-  return rng.integers(low, np.asarray(high) + 1, shape).astype(space.dtype)
+  low, high = (np.asarray(x, np.int64) for x in (low, high))
+  is_choice = hasattr(space, 'start')  # Discrete or MultiDiscrete
+  if is_choice and isinstance(observation, dict) and MASK in observation:
+    ends = np.cumsum(high - low + 1)
+    scores = rng.random((n, ends[-1])) * (np.asarray(observation[MASK]) != 0).reshape(n, -1)
+    choices = [part.argmax(1) for part in np.split(scores, ends[:-1], axis=1)]
+    return (low + np.stack(choices, 1).reshape(shape)).astype(space.dtype)
+  return rng.integers(low, high, shape, endpoint=True).astype(space.dtype)

@@ -66,6 +66,25 @@ def test_options_come_after_the_file(tmp_path: Path) -> None:
   assert (config.agent.learning_rate, config.agent.network.hidden) == (1e-2, (8, 8))
 
 
+def test_settings_that_a_record_leaves_out_are_in_a_file(tmp_path: Path) -> None:
+  config = PRESETS['r2d2-memory']()
+  network = dataclasses.replace(config.agent.network, scaling='plain', shortcut=False)
+  config = dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network))
+  for name in ('a.toml', 'a.json'):
+    config_files.write(tmp_path / name, config)
+    assert load(tmp_path / name) == config
+
+
+def test_texts_stay_as_they_are(tmp_path: Path) -> None:
+  path = tmp_path / '2024_01_05 \U0001f600\x7f.toml'
+  words = ['--log', '2024_01_05', '--init-from=1e5', '--total-steps', '1e5']
+  config = configure.parse(PRESETS['catch'](), words)
+  assert (config.log, config.init_from, config.total_steps) == ('2024_01_05', '1e5', 100_000)
+  config = dataclasses.replace(PRESETS['catch'](), init_from=str(path))
+  config_files.write(path, config)
+  assert load(path) == config
+
+
 def test_the_settings_of_another_run(tmp_path: Path) -> None:
   config = podrace.configure('catch', total_steps=2048, agent={'learning_rate': 0.007})
   podrace.train(config, tmp_path / 'run', quiet=True)

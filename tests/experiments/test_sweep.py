@@ -226,6 +226,7 @@ def test_a_sweep_in_one_program(tmp_path: Path, capsys: Capture, several_seeds: 
 def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> None:
   args = [
     'catch', '--vary', 'agent.learning-rate=log:1e-5..1e-1', '--method', 'pbt', '--trials', '4',
+    '--vary', 'agent.entropy-cost=0.1,0.2',
   ]  # fmt: skip
   found, _ = sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
   history = json.loads((tmp_path / 'sweep/population.json').read_text())
@@ -237,11 +238,11 @@ def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> N
     assert np.isclose(after[to], allowed, rtol=1e-3).any()
     others = np.arange(4) != to
     np.testing.assert_allclose(after[others], before[others])
-  last = {
-    r['settings']['agent.learning-rate']
-    for r in json.loads((tmp_path / 'sweep/results.json').read_text())
-  }
-  assert last == set(values[-1])
+  costs = np.array([h['values']['entropy_cost'] for h in history], np.float32)
+  assert (np.float32(0.1) <= costs).all() and (costs <= np.float32(0.2)).all()
+  rows = json.loads((tmp_path / 'sweep/results.json').read_text())
+  for name, last in (('learning-rate', values[-1]), ('entropy-cost', costs[-1])):
+    assert {np.float32(r['settings'][f'agent.{name}']) for r in rows} == {*np.float32(last)}
   results = (tmp_path / 'sweep/results.json').read_text()
   (tmp_path / 'sweep/results.json').unlink()  # as after a kill just before it was written
   sweep(tmp_path, capsys, *args, *OPTIONS, '--every', '1280', '--devices', '1')
@@ -339,6 +340,19 @@ def test_optuna_proposes_and_goes_on(tmp_path: Path, capsys: Capture) -> None:
   assert rows[0]['state'] == 'finished'
   again, _ = sweep(tmp_path, capsys, *args, '--prune', '--jobs', '2', *OPTIONS, '--devices', '1')
   assert again == found
+
+
+def test_a_sweep_that_goes_on_proposes_other_settings(tmp_path: Path) -> None:
+  spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
+  seen = []
+  for count in (3, 6):
+    proposals = OptunaStudy(tmp_path, spaces, count, 0, False)
+    for path, setting in proposals.settings():
+      seen.append(setting['agent.learning-rate'])
+      path.mkdir()
+      (path / 'summary.json').write_text('{"step": 1, "episode_return": 1.0, "steps_per_s": 1.0}')
+      proposals.finish(path, 0)
+  assert len(set(seen)) == 6
 
 
 def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> None:

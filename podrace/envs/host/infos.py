@@ -7,6 +7,7 @@ since the line before.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
@@ -44,9 +45,9 @@ def numbers(info: Mapping[Any, Any], prefix: str = '') -> Iterator[tuple[str, fl
     elif isinstance(x, bool | int | float | np.bool_ | np.number) and not isinstance(
       x, np.complexfloating
     ):
-      value = float(x)
-      if math.isfinite(value):
-        yield f'{prefix}{name}', value
+      with contextlib.suppress(OverflowError):  # of a whole number beyond 1e308
+        if math.isfinite(value := float(x)):
+          yield f'{prefix}{name}', value
 
 
 class InfoAdder:

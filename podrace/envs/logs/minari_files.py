@@ -28,6 +28,7 @@ METADATA, MAIN = 'metadata.json', 'main_data.hdf5'
 METADATA_BYTES = 2**26
 JPEG_HEADER = 2**16  # most bytes of a JPEG besides its image
 EPISODES = 2**24
+FAULTS = OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError  # of h5py
 CHUNK = 2**26  # bytes that a chunk of a small array may have
 NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name -> kinds of dtypes
 
@@ -76,7 +77,7 @@ def read_log(name: str) -> Log:
     with _open(data / MAIN) as file:
       try:
         rows = _Reader(file, observation_space, action_space, metadata.get('total_episodes')).read()
-      except (OSError, RuntimeError, KeyError, ValueError, TypeError, OverflowError) as e:
+      except (*FAULTS, MemoryError) as e:
         if isinstance(e, UsageError):
           raise
         raise UsageError(f'{MAIN} is damaged: {type(e).__name__}: {e}') from e
@@ -164,8 +165,8 @@ class _Reader:
 
   def read(self) -> LogRows:
     """Return all timesteps."""
-    steps = np.array([self._count_steps(e) for e in range(self._episodes)], np.int64)
-    total = int((steps + 1).sum())
+    lengths = [self._count_steps(e) for e in range(self._episodes)]
+    total = sum(lengths) + len(lengths)
     row = sum(_row_bytes(leaf) for _, leaf in self._leaves()) + 9
     if total * row > (limit := memory_limit()) or total >= 2**31:
       raise UsageError(
@@ -173,6 +174,7 @@ class _Reader:
         f'{limit / 2**30:.2f} GiB, half of the memory, are kept: split it, as by '
         'minari.split_dataset'
       )
+    steps = np.array(lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(steps + 1)[:-1]]).astype(np.int32)
     arrays = [np.zeros((total, *leaf.shape), leaf.dtype) for _, leaf in self._leaves()]
     rows = LogRows(
@@ -286,6 +288,10 @@ def _check_array(dataset: Any, shape: tuple[int, ...], kinds: str) -> None:
       f'{dataset.name} is {dataset.dtype}{list(dataset.shape or ())}, expected '
       f'{" or ".join({"b": "bool", "i": "int", "u": "uint", "f": "float"}[k] for k in kinds)}'
       f'{list(shape)}'
+    )
+  if dataset.nbytes > (limit := memory_limit()):  # of wider numbers than the space has
+    raise UsageError(
+      f'{dataset.name} is {dataset.dtype} of {dataset.nbytes:,} bytes, expected at most {limit:,}'
     )
 
 

@@ -37,7 +37,8 @@ def compile_library(source: Path, name: str) -> Path:
     UsageError: if there is no compiler, or it fails; the message is the compiler's.
   """
   text = _run(name, ('-E', '-P', f'-I{HERE}', str(source)))
-  key = hashlib.sha256(repr((_version(name), FLAGS)).encode() + text).hexdigest()
+  options = _version(name), compiler(), FLAGS, LINKED
+  key = hashlib.sha256(repr(options).encode() + text).hexdigest()
   library = _cache_directory() / f'{source.stem}-{key[:32]}.so'
   if not library.exists():
     with tempfile.TemporaryDirectory(dir=library.parent) as draft:

@@ -214,6 +214,7 @@ class NativePool:
     present = np.flatnonzero(counts[: len(names)])
     if len(present):
       text = json.dumps([names[i] for i in present]).encode()
+      rows[NAMES][row] = 0  # a process before this one may have had more names
       rows[NAMES][row, : len(text)] = np.frombuffer(text, np.uint8)
       rows[SUMS][row, : len(present)] = self._sums.sum(0)[present]
       rows[COUNTS][row, : len(present)] = counts[present]
@@ -280,10 +281,15 @@ class NativePool:
       target[...] = x
     if not ((into['sizes'] >= 0) & (into['sizes'] <= self._spec.state_bytes)).all():
       raise HostError(f'{self._name}: saved sizes are not 0 to {self._spec.state_bytes} bytes')
+    if is_fresh := self._last is None:  # the interface has a reset come first
+      self.reset()
+      self.recv()
     self._save(before)
     failed = self._pool.podrace_batch_load(self._batch, *_addresses(into))
     if failed >= 0:
+      before['episodes'] -= np.uint64(is_fresh)
       self._pool.podrace_batch_load(self._batch, *_addresses(before))
+      self._last = None if is_fresh else self._last
       raise HostError(f'{self._name}: podrace_load of environment {failed} refused its saved state')
     fields: Any = frame.reward, frame.discount, frame.step_type
     t: Any = TimeStep(tree(self._space, iter(frame.observation)), *fields)

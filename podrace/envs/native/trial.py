@@ -245,7 +245,9 @@ def random_action(spec: NativeSpec, arrays: Mapping[str, np.ndarray], rng: Any) 
   if a.dtype == 'bool':
     return rng.integers(0, 2, a.shape).astype(np.uint8)
   box = a.space()
-  low, high = (np.clip(x.astype(np.float64), -10, 10) for x in (box.low, box.high))
+  lowest, highest = box.low.astype(np.float64), box.high.astype(np.float64)
+  low = np.maximum(lowest, np.where(highest < -10, highest - 20, -10))  # near 0, if they can be
+  high = np.minimum(highest, np.where(lowest > 10, lowest + 20, 10))
   return np.asarray(rng.uniform(low, high)).astype(a.dtype)
 
 

@@ -44,7 +44,7 @@ def compare(
     UsageError: if no task is shared.
   """
   yours, steps = _your_scores(suite, groups)
-  tasks = [t for t in suite.tasks if yours and all(t in x for x in yours.values())]
+  tasks = [t for t in suite.tasks if yours and all(len(x.get(t, ())) for x in yours.values())]
   if not tasks:
     envs = ', '.join(sorted({g.env for g in groups}))
     known = ', '.join(t.env for t in suite.tasks.values())

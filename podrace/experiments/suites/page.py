@@ -255,6 +255,8 @@ def _efficiency(
       _on_grid(suite, t, pairs[t, agent], grid, 1.0 if equal else totals[t, agent]) for t in tasks
     ]
     known = np.isfinite(np.concatenate(each)).all(axis=0)
+    if not known.any():  # an episode ended after the last position only
+      continue
     grid, each = grid[known], [x[:, known] for x in each]
     low, high = statistics.interval(statistics.iqm, each, resamples=statistics.CURVE_RESAMPLES)
     count = np.full(len(grid), sum(map(len, each)))

@@ -168,8 +168,7 @@ def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -
   history = population and (population.history or read_json(sweep.folder / 'population.json'))
   if history:  # of a run that had ended, the file has it
     last = history[-1]['values']
-    names = dict(zip(sweep.spaces, last, strict=True))
-    tried = [{n: last[p][i] for n, p in names.items()} for i in range(len(tried))]
+    tried = [{n: last[together.field_path(n)][i] for n in sweep.spaces} for i in range(len(tried))]
   return [
     {
       'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir),

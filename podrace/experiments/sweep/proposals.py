@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
+import numpy as np
+
 from podrace.errors import UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
@@ -81,11 +83,13 @@ class OptunaStudy:
         storage=self._storage,
         study_name='sweep',
         direction='maximize',
-        sampler=optuna.samplers.TPESampler(seed=seed),
         pruner=pruners.SuccessiveHalvingPruner() if prune else pruners.NopPruner(),
         load_if_exists=True,
       )
       self._check_trials()
+      # A sampler that began again with `seed` would propose the settings of the first trials.
+      stream = np.random.SeedSequence([seed, len(self._study.get_trials(deepcopy=False))])
+      self._study.sampler = optuna.samplers.TPESampler(seed=int(stream.generate_state(1)[0]))
     except Exception as e:  # Optuna fails in many ways at lines that are not its own
       raise UsageError(
         f'{journal} is not the log of this sweep: {summarize_failure(e)}; remove it to begin anew'

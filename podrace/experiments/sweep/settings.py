@@ -29,6 +29,12 @@ class ChoiceSpace:
   def __str__(self) -> str:
     return f'one of {", ".join(self.values)}'
 
+  @property
+  def bounds(self) -> tuple[float, float]:
+    """The least and the largest choice, of numbers."""
+    numbers = [float(x) for x in self.values]
+    return min(numbers), max(numbers)
+
 
 @dataclasses.dataclass(frozen=True)
 class RangeSpace:
@@ -56,6 +62,11 @@ class RangeSpace:
     value = min(max(value, self.low), self.high)
     return round(value) if self.whole else value
 
+  @property
+  def bounds(self) -> tuple[float, float]:
+    """The lowest and the highest value."""
+    return self.low, self.high
+
 
 Space = ChoiceSpace | RangeSpace
 Spaces = dict[str, Space]
@@ -80,7 +91,9 @@ def parse(texts: Sequence[str]) -> Spaces:
     if name in ('seed', 'seeds', 'run-dir', 'total-steps'):
       raise UsageError(f'--vary {name}: a sweep compares settings with the same one; give --{name}')
     spaces[name] = (
-      _parse_range(text, values) if '..' in values else ChoiceSpace(tuple(values.split(',')))
+      _parse_range(text, values)
+      if '..' in values and ',' not in values and '/' not in values
+      else ChoiceSpace(tuple(values.split(',')))
     )
   return spaces
 

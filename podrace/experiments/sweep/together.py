@@ -13,7 +13,7 @@ import numpy as np
 from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
-from podrace.experiments.sweep.settings import RangeSpace, Setting, Spaces
+from podrace.experiments.sweep.settings import Setting, Spaces
 from podrace.fields import replace_paths
 from podrace.run import loop
 from podrace.run.build import build
@@ -171,9 +171,7 @@ class Population:
     values = {name: np.array(x) for name, x in train.rest.values.items()}
     for name, space in self._spaces.items():
       changed = values[name][worst] * rng.choice(FACTORS, count)
-      if isinstance(space, RangeSpace):
-        changed = np.clip(changed, space.low, space.high)
-      values[name][worst] = changed
+      values[name][worst] = np.clip(changed, *space.bounds)
     self.history.append({
       'step': line['step'], 'from': source[worst].tolist(), 'to': worst.tolist(),
       'values': {name: x.tolist() for name, x in values.items()},

@@ -80,7 +80,8 @@ def main(report: int) -> int:
     lock = stack.enter_context(wait_for_lock(Path(request.lock)))
     if lock is None:
       return 1
-    make_folder((private / request.announces).parent)
+    if request.announces:
+      make_folder((private / request.announces).parent)
     write_files(private, request.files)
     try:
       child = start(request, private, lock)
