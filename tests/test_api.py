@@ -163,6 +163,8 @@ def test_a_callback_reports_metrics_and_ends_the_run(tmp_path: Path) -> None:
   longer = dataclasses.replace(config, total_steps=7_040)
   with pytest.raises(UsageError, match='override'):
     podrace.train(longer, tmp_path / 'run', quiet=True)
+  result = podrace.train(longer, tmp_path / 'run', [Counting(end_at=8)], quiet=True)
+  assert result.summary['ended'] == 'enough' and result.summary['step'] == 8 * 640
 
 
 def test_a_callback_goes_on_where_it_was(tmp_path: Path) -> None:

@@ -91,12 +91,15 @@ class BC:
       total += 0.0 * jnp.mean(jnp.square(outputs.value))
       own = policy.to_action(policy.mode(outputs.policy))
       error = jnp.abs(own - policy.to_action(taken)).reshape(*mask.shape, -1)
+      distance = jnp.mean(_distance(error, own), -1)
+      is_number = jnp.issubdtype(own.dtype, jnp.floating)  # whose surprise may be negative
       metrics = dict(
         loss=total,
         entropy=batch.mean(policy.entropy(outputs.policy, key)),
-        action_error=batch.mean(jnp.mean(_distance(error, own), -1)),
+        action_error=batch.mean(distance),
       )
-      return total, (metrics, batch.priority(mask * (jnp.abs(surprise) + 1e-6)))
+      priority = distance if is_number else surprise
+      return total, (metrics, batch.priority(mask * (priority + 1e-6)))
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), train.params, train.rest, keep=True

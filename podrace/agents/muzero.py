@@ -44,6 +44,7 @@ from podrace.agents.model_unroll import (
 from podrace.agents.search import MuZeroParams, Plan, plan, predict
 from podrace.agents.value_moments import value_moments
 from podrace.envs.states import rules
+from podrace.errors import UsageError
 from podrace.fields import check_fields
 from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import LearnedModel, is_recurrent, merge_time, split_time
@@ -311,6 +312,11 @@ class MuZero:
       kept = kept._replace(value=split_time(value, self.positions))
     batch = window.env_id.shape[0]
     count = round(self.reanalyse * batch)
+    if self.reanalyse and not count:
+      raise UsageError(
+        f'reanalyse {self.reanalyse} of the {batch} windows of a device is none: give at least '
+        f'{1 / batch:.2g}, or 0'
+      )
     if not count:
       return kept
     pick_key, search_key = jax.random.split(key)

@@ -74,8 +74,8 @@ class Varied:
     return [self.values[i : i + n] for i in range(0, len(self.values), n)]
 
   def _init(self, key: Array, row: Array) -> TrainState:
-    train: TrainState = self.agent.init(key)
     values = {name: row[i] for i, name in enumerate(self.fields)}
+    train: TrainState = with_values(self.agent, values).init(key)
     return TrainState(train.params, VariedRest(values, train.rest))
 
   def warm_start(self, train: TrainState, params: Any) -> TrainState:
@@ -116,6 +116,8 @@ def _value(settings: Any, path: str) -> Any:
 def with_values(settings: Any, values: dict[str, Any]) -> Any:
   """Return a dataclass with new values in its fields, unchecked, since they may be tracers."""
   changed = copy.copy(settings)
+  for name in {*vars(changed)} - {f.name for f in dataclasses.fields(changed)}:
+    object.__delattr__(changed, name)  # of a cached_property
   for path, value in values.items():
     name, _, rest = path.partition('.')
     inner = with_values(getattr(changed, name), {rest: value}) if rest else value

@@ -150,9 +150,11 @@ def _select(suite: suites.Suite, options: Options) -> list[suites.Program]:
       p for p in programs if any(fnmatch.fnmatch(f'{p.task}/{p.agent}', x) for x in patterns)
     ]
   if '--seeds' in options:
-    programs = [p for p in programs if p.first < options.whole('--seeds')]
+    if (seeds := options.whole('--seeds')) < 1:
+      raise UsageError('--seeds must be at least 1')
+    programs = [p for p in programs if p.first < seeds]
     if not programs:
-      raise UsageError(f'no program has a seed below --seeds {options.whole("--seeds")}')
+      raise UsageError(f'no program has a seed below --seeds {seeds}')
   return programs
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, map_leaves, number_encoding, seen
+from podrace.envs.spaces import MASK, leaves, map_leaves, number_encoding, seen
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
@@ -87,8 +87,11 @@ def export(
       'this policy acts on the previous reward, which the user of an exported policy does not give '
       'it: train without previous_reward'
     )
-  if can_be_greedy(agent):
-    agent = greedily(agent)
+  if not can_be_greedy(agent):
+    raise UsageError(
+      f'{agent_name(agent)} has no field greedy: export writes its best actions, without chance'
+    )
+  agent = greedily(agent)
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   remove = functools.partial(remove_files, draft_path(folder))
   with undone_by_signals(remove):
@@ -319,7 +322,7 @@ def _has_plain_core(network: Any) -> bool:
 def _leaf_paths(space: Any) -> list[tuple[str, Any]]:
   """Return the top-level name and space of each leaf, in JAX's order."""
   if not isinstance(space, spaces.Dict):
-    return [('', space)]
+    return [('', leaf) for _, leaf in leaves(space)]
   leaf_paths = []
   for key in sorted(space):
     leaf_paths += [

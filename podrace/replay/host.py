@@ -270,12 +270,13 @@ class HostReplay:
 
     return write
 
-  def restore(self, path: Path, record: dict[str, Any]) -> None:
+  def restore(self, path: Path, record: dict[str, Any], streams: bool = True) -> None:
     """Restore a snapshot that `save` wrote.
 
     Args:
       path: the directory of the snapshot.
       record: the result of the function that wrote the snapshot.
+      streams: whether the environments resume where they were.
 
     Raises:
       tables.CheckpointError: the directory is missing or damaged, or its settings differ. Replay
@@ -288,12 +289,13 @@ class HostReplay:
     made = make_tables(self._layout, self._seed, self.labels)
     tables.restore(made.store, path / 'tables')
     try:
-      with open_regular(path / 'streams.npz') as file:
-        made.streams.restore(read_npz(file))
+      if streams:
+        with open_regular(path / 'streams.npz') as file:
+          made.streams.restore(read_npz(file))
     except (ValueError, TypeError) as e:
       raise tables.CheckpointError(f'{path} is damaged: {e}') from e
     made.streams.highest = record['highest']
     self._begun = record['begun']
     self._use(made)
     if self.labels:
-      self.labels.learned = Learned(**record['labels'])
+      self.labels.go_on(Learned(**record['labels']))

@@ -102,6 +102,11 @@ class HostLabels:
     }
     self.train.writer.write(data | {k: np.asarray(x) for k, x in fresh.items()} | ids)
 
+  def go_on(self, learned: Learned) -> None:
+    """Count on from restored sums, with the table in `train`."""
+    self.learned = learned
+    self._read = time.monotonic(), self.train.table.contents.counts.inserts
+
   def draw(self, update: int) -> tuple[np.ndarray, Columns]:
     """Return the keys and the columns of the next batch, for an update."""
     samples = self.train.table.sample(self.size)

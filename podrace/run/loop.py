@@ -28,7 +28,7 @@ from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.run_end import note_end
 from podrace.run.save_and_resume import Saves
 from podrace.run.saved_params import best_step
-from podrace.run.setting_changes import note_changes
+from podrace.run.setting_changes import last_change, note_changes
 from podrace.run.summary import final_return
 from podrace.run.updates import UpdateLoop, count_updates
 from podrace.run.warm_start import WarmStart
@@ -285,7 +285,10 @@ class Run:
     state = self._restore()
     if self.leader:
       changed = changes_of(self.config, self.run_dir)
+      (self.run_dir / 'summary.json').unlink(missing_ok=True)  # of a run that goes on
       note_changes(self.run_dir, max(self.saves.saved, 0), changed)
+      if self.saves.saved == last_change(self.run_dir):
+        self.callbacks.ended = ''  # that was the end of another run
       for change in changed:
         self.say(f'changed: {change}')
       if EVALUATION & {change.path for change in changed} and best_step(self.run_dir) is not None:

@@ -58,7 +58,8 @@ class JsonLines:
 
   def on_disk(self) -> tuple[int, int]:
     """Return the number of lines that survive a power cut, and the step of the last of them."""
-    return self._synced, self._steps[self._synced - 1] if self._synced else 0
+    synced = self._synced  # another thread may write
+    return synced, self._steps[synced - 1] if synced else 0
 
   def up_to(self, step: int) -> int:
     """Return the number of lines up to `step`."""

@@ -32,6 +32,12 @@ def note_changes(run_dir: Path, step: int, made: list[Change]) -> None:
   write_json(run_dir / FILE, {'changes': entries})
 
 
+def last_change(run_dir: Path) -> int:
+  """Return the step of the newest change of settings, -1 if there was none."""
+  changes = read_changes(run_dir)
+  return int(changes[-1]['step']) if changes else -1
+
+
 def read_changes(run_dir: Path) -> list[dict[str, Any]]:
   """Return all changes of a run's settings, the oldest first.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from podrace import hooks
 from podrace.architectures.protocol import Architecture
-from podrace.errors import RunError, Stopped, UsageError
+from podrace.errors import RunError, Stopped
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.save_and_resume import Saves
@@ -164,7 +164,7 @@ class UpdateLoop:
       self.saves.checkpoints.wait()  # so that it is there
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
     if bad and np.all(finite) and (reason := hooks.refusal(self.config.agent)):
-      raise UsageError(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
+      raise RunError(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
     learn = label(hooks.innermost(self.config.agent), 'learn')
     raise RunError(
       f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n'

@@ -108,6 +108,11 @@ def check_basics(config: Basics) -> None:
           f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
         )
       raise UsageError(f'{subject} must be less than 2^31, not {getattr(config, name)}')
+  if (steps := config.total_updates * config.unroll_length) >= 2**31:
+    raise UsageError(
+      f'--total-steps {config.total_steps} are {steps} in each of --num-envs {config.num_envs}, '
+      'expected less than 2^31: more environments have fewer steps each'
+    )
 
 
 def _check_common(config: Config) -> None:

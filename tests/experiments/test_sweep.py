@@ -151,8 +151,7 @@ def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -
 
 def _params(run_dir: Path, config: Any) -> Any:
   from podrace.run.saved_params import restore_params
-  from podrace.settings.resolved import resolve
-
+  
   return restore_params(resolve(config), run_dir)[1]
 
 
@@ -170,7 +169,10 @@ def test_the_record_of_settings_makes_them_again() -> None:
     ('cartpole', ['agent.clip-value'], 'the agent needs agent.clip-value when it is compiled'),
     ('cartpole', ['num-envs'], 'num-envs is no number with a fraction of the agent'),
     ('cartpole', ['agent.epochs'], 'agent.epochs is no number with a fraction'),
-    ('d4pg-pendulum', ['agent.noise'], 'acting reads agent.noise'),
+    ('d4pg-pendulum', ['agent.noise'], 'acting or replay reads agent.noise'),
+    ('dqn-cartpole', ['agent.buffer.samples-per-insert'], 'replay reads'),
+    ('dqn-cartpole', ['agent.buffer.priority-exponent'], 'replay reads'),
+    ('sac-pendulum', ['agent.initial-temperature'], 'the agent needs agent.initial-temperature'),
     ('d4pg-pendulum', ['agent.critic-learning-rate'], ''),
     ('dqn-cartpole', ['agent.discount'], ''),
   ],

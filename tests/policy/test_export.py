@@ -70,6 +70,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
   'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
   'ppo, masked': (PPO(), MASKED, THREE),
+  'ppo, a tuple': (PPO(), spaces.Tuple((spaces.Discrete(5), VECTOR, spaces.Discrete(2))), THREE),
   'ppo, normalized, with a state': (
     PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
   ),

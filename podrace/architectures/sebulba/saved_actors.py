@@ -143,7 +143,7 @@ class SavedActors:
         for path in dict.fromkeys((folder.parent, folder, part)):
           make_folder(path)
         if states:
-          record |= _write(part / FILE, states)
+          record |= _write(part / FILE, states, self._acting.spec.jax is None)
         if part != folder:
           write_json(part / RECORD, record)
       except OSError as e:
@@ -190,10 +190,11 @@ def part_of(folder: Path) -> Path:
 # --- the file ------------------------------------------------------------------------------------
 
 
-def _write(path: Path, states: Sequence[ActorState]) -> dict[str, Any]:
+def _write(path: Path, states: Sequence[ActorState], by_pool: bool) -> dict[str, Any]:
   """Write states, and return entries of the record for `_read`. A file too large is left out."""
   file = io.BytesIO()
-  save_arrays(file, {f'{i}/{k}': x for i, s in enumerate(states) for k, x in _arrays(s).items()})
+  each = [_arrays(s, by_pool) for s in states]
+  save_arrays(file, {f'{i}/{k}': x for i, arrays in enumerate(each) for k, x in arrays.items()})
   data = file.getvalue()
   if len(data) > BYTES:
     log.warning(
@@ -206,9 +207,10 @@ def _write(path: Path, states: Sequence[ActorState]) -> dict[str, Any]:
   return {'sha256': hashlib.sha256(data).hexdigest(), 'bytes': len(data)}
 
 
-def _arrays(state: ActorState) -> dict[str, np.ndarray]:
+def _arrays(state: ActorState, by_pool: bool) -> dict[str, np.ndarray]:
+  """Return the arrays of a state. `by_pool`: the pool restores it and returns the observation."""
   s, t = state, state.timestep
-  if isinstance(s.environment, dict):  # the pool returns the observation
+  if by_pool:
     arrays = {f'environment/{k}': x for k, x in s.environment.items()}
   else:
     arrays = _numbered('environment', s.environment) | _numbered('observation', t.observation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -258,9 +259,11 @@ class HostReplaySource:
 
   def _draw(self, update: int, count: int, ends: tuple[Snapshot, ...]) -> Iterator[Batch]:
     labels = self._labels
-    if not count:
-      yield Batch(None, snapshots=ends)
     draws = labels.samples(update, count) if labels else self.replay.samples(count)
+    if not count:
+      collections.deque(draws, 0)  # no samples: requests of labels for the next update
+      yield Batch(None, snapshots=ends)
+      return
     for i, draw in enumerate(draws):
       yield Batch(draw.data, draw.key, i, i == count - 1, ends)
 
@@ -318,4 +321,5 @@ class HostReplaySource:
     part = part_of(folder)
     if part != folder and (record := read_json(part / PART)) is None:
       raise CheckpointError(f'{part / PART} is not there')
-    self.replay.restore(part, record)
+    # Environments that begin anew do not continue the streams of the ones before.
+    self.replay.restore(part, record, streams=bool(self.snapshots or (actors and actors.states)))

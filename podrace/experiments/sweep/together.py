@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from podrace import hooks
 from podrace.agents.population import Varied, with_values
 from podrace.envs.base import batch
 from podrace.errors import UsageError
@@ -35,10 +36,12 @@ def why_not(config: Config, settings: list[Setting]) -> str:
     path = field_path(name)
     if not name.startswith('agent.') or not isinstance(_get_value(config.agent, path), float):
       return f'{name} is no number with a fraction of the agent'
+    if path.startswith('buffer.'):
+      return f'replay reads {name}'
   try:
     _act_without(config, [field_path(name) for name in settings[0]])
-  except _FieldRead:
-    return f'acting reads {" or ".join(settings[0])}'
+  except (_FieldRead, TypeError):
+    return f'acting or replay reads {" or ".join(settings[0])}'
   try:
     build(vary(config, settings[:2]))
   except (jax.errors.ConcretizationTypeError, TypeError, UsageError) as e:
@@ -65,10 +68,12 @@ class _Guard:
 
 
 def _act_without(config: Config, paths: list[str]) -> None:
-  """Trace the agent's acting without access to fields, because members share all but parameters.
+  """Trace the agent's acting, and make its replay, without access to fields.
+
+  Members share all but parameters.
 
   Raises:
-    _FieldRead: if it reads one.
+    _FieldRead, TypeError: if they read one.
   """
   resolved = resolve(config)
   agent, env = resolved.agent, resolved.env
@@ -80,6 +85,7 @@ def _act_without(config: Config, paths: list[str]) -> None:
 
   with jax.debug_key_reuse(False):
     jax.eval_shape(act, jax.random.key(0))
+  hooks.memory(unread, env, config.num_envs, config.unroll_length)
 
 
 def field_path(name: str) -> str:

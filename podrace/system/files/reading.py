@@ -176,7 +176,7 @@ def size_of(root: str) -> int:
 
 # --- arrays --------------------------------------------------------------------------------------
 
-MEMBERS = 100_000  # arrays of an .npz
+MEMBERS = 2**21  # arrays of an .npz: a replay has some of each environment
 HEADER = 10_000  # bytes of an array's header
 
 
