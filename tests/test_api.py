@@ -179,6 +179,27 @@ def test_a_callback_goes_on_where_it_was(tmp_path: Path) -> None:
   assert [line.get('my_lines') for line in result.metrics] == [1, 2, 3, 4, None, *range(6, 11)]
 
 
+def test_a_change_of_a_line_is_kept_if_a_sink_fails_there(tmp_path: Path) -> None:
+  class Shrink:
+    def __call__(self, line: Any) -> None: ...
+    def transform(self, train: Any, line: Any) -> Any:
+      return train._replace(params=jax.tree.map(lambda x: 0.9 * x, train.params))
+
+  class Failing:
+    def write(self, line: Any) -> None:
+      if line['step'] == 1_920:
+        raise OSError('of my own')
+
+    def close(self) -> None: ...
+
+  config = podrace.configure('catch', **SMALL)
+  whole = podrace.train(config, tmp_path / 'whole', [Shrink()], quiet=True)
+  with pytest.raises(RunError, match='of my own'):
+    podrace.train(config, tmp_path / 'run', [Shrink()], sinks=(Failing(),), quiet=True)
+  result = podrace.train(config, tmp_path / 'run', [Shrink()], quiet=True)
+  assert result.summary['params_sha256'] == whole.summary['params_sha256']
+
+
 def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
   class Zero:
     def __call__(self, line: Any) -> None: ...

@@ -134,7 +134,10 @@ def _before(network: Any, action: Any) -> dict[str, Any]:
 
 def after(memory: Any, core: Any, action: Any) -> Any:
   """Return the memory after an action; () without a core."""
-  return ActingMemory(core, action) if isinstance(memory, ActingMemory) else memory
+  if not isinstance(memory, ActingMemory):
+    return memory
+  same = jax.tree.map(lambda x, before: x.astype(before.dtype), action, memory.action)
+  return ActingMemory(core, same)
 
 
 class Sequences(NamedTuple):

@@ -153,7 +153,7 @@ class Log:
     step: int,
     summary: dict[str, Any],
     state: Any,
-    saving: contextlib.AbstractContextManager[None],
+    saving: Callable[[Any], contextlib.AbstractContextManager[None]],
   ) -> Any:
     """Write a line of metrics; returns the state, as callbacks change it.
 
@@ -161,8 +161,8 @@ class Log:
       step: of the line.
       summary: of `Architecture.read_log`.
       state: of the run.
-      saving: the context in which sinks, callbacks and the agent's advice are called. If they fail,
-        it saves `state`.
+      saving: makes the context in which sinks, callbacks and the agent's advice are called. If they
+        fail, it saves the state that it is called with.
     """
     line: metrics.Line = {
       'step': step,
@@ -179,16 +179,18 @@ class Log:
     except Exception as e:  # raised below: a checkpoint of this update needs the line
       failure = e
     self.lines.write(line)
-    with saving:
+    with saving(state):
       if failure is not None:
         raise failure
+      state = self._transformed(state, line)
+    with saving(state):
       if messages := self.diagnostics.add(line):
         self.diagnostics.write(self.run_dir)
         for message in messages:
           self.warn(message)
       for sink in self.sinks:
         sink.write(line)
-      return self._transformed(state, line)
+    return state
 
   def _transformed(self, state: Any, line: metrics.Line) -> Any:
     for transform in self.callbacks.transforms:

@@ -70,6 +70,11 @@ class Evaluations:
       mean = done[step] if step <= resumed_at else None
       self._best.offer(step, mean, self._path(step))
     self.updates_between = resolved.config.updates(resolved.config.eval_every)
+    # A failure just before an evaluation was queued leaves its parameters to the checkpoint.
+    updates = resumed_at // resolved.config.steps_per_update
+    is_due = updates > 0 and updates % self.updates_between == 0
+    is_missing = is_due and resumed_at not in {*done, *self._steps()}
+    self._missing = resumed_at if is_missing else None
     self._warned = self._stopped = False
     self._made = 0  # evaluations; the first one compiles
     self._begun = max(self._steps(), default=max(done, default=-1))
@@ -86,6 +91,8 @@ class Evaluations:
     self._take_structure(params)
     for step in self._left:
       self._waiting.put((step, self._seconds()))
+    if self._missing is not None:
+      self.begin(self._missing, params)
 
   def _take_structure(self, params: Any) -> None:
     self._shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -133,7 +134,11 @@ class UpdateLoop:
       return state
     with self.saves.failing(update, state):
       summary, state = self.program.read_log(state)
-    return self.log.write(step, summary, state, self.saves.failing(update, state))
+    state = self.log.write(step, summary, state, functools.partial(self.saves.failing, update))
+    if self.log.callbacks.transforms:
+      self.health = self.program.health(state)
+      self._check_health(update)
+    return state
 
   def _is_save_due(self, seconds: float) -> bool:
     """Return whether a checkpoint is due `seconds` after the last one, or after the beginning."""

@@ -31,6 +31,7 @@ from podrace.policy.export import export
 from podrace.run.directory import is_running
 from podrace.run.evaluate import evaluate
 from podrace.settings.record import from_json, to_json
+from podrace.settings.resolved import resolve
 from podrace.types import TrainState
 
 SMALL: dict[str, Any] = dict(
@@ -151,7 +152,7 @@ def test_each_setting_is_what_it_is_alone(tmp_path: Path, several_seeds: None) -
 
 def _params(run_dir: Path, config: Any) -> Any:
   from podrace.run.saved_params import restore_params
-  
+
   return restore_params(resolve(config), run_dir)[1]
 
 
