@@ -308,6 +308,25 @@ def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_pat
   jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
+def test_environments_that_begin_anew_continue_no_window(tmp_path: Path) -> None:
+  with contextlib.closing(Both(World(4), 2)) as one:
+    one.add()
+    begun = len(one.hosted.table)
+    one.add(times=2)
+    told = one.hosted.save(tmp_path / '3', streams=True)()
+  new = {}
+  for streams in (True, False):
+    with contextlib.closing(Both(World(4), 2)) as other:
+      other.unrolls = 3
+      other.hosted.wait()
+      other.hosted.restore(tmp_path / '3', told, streams=streams)
+      before = len(other.hosted.table)
+      other.add()
+      other.hosted.wait()
+      new[streams] = len(other.hosted.table) - before
+  assert new[True] > new[False] == begun
+
+
 def test_a_saved_replay_outlives_a_power_cut(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,6 +171,11 @@ CASES = {
         '--agent.network.v-min', '-0.2', '--agent.network.head-hidden', '16', '--agent.cem.samples', '8', *GRASP,
         '--log-share', '1/2', '--agent.buffer.online-share', '0.25', '--agent.buffer.samples-per-insert', '3.7']
   ),
+  'three-tables-and-updates-without-samples': (
+    1, ['--architecture', 'sebulba', '--replay', 'host', '--lag', '1', '--agent', 'qtopt', '--agent.labels', 'stage',
+        '--agent.network.v-min', '-0.2', '--agent.network.head-hidden', '16', '--agent.cem.samples', '8', *GRASP,
+        '--log-share', '1/2', '--agent.buffer.samples-per-insert', '0.23']
+  ),
   'pooled-resets': (
     1, [*PPO, *TINY, '--env', 'gymnax:CartPole-v1,fresh_fraction=0.25']
   ),
@@ -306,6 +311,7 @@ SLOW = {
   'lifetimes',
   'log',
   'three-tables-and-log',
+  'three-tables-and-updates-without-samples',
   'lpg-gru',
   'lpg-sebulba',
   'meta-training',
