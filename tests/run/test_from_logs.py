@@ -235,7 +235,18 @@ def test_without_its_data_set_a_run_is_evaluated_exported_and_recorded(
     ['eval', str(run), *env, '--episodes', '2'],
     ['export', str(run), str(tmp_path / 'policy')],
     ['record', str(run), *env, '--episodes', '2', '--to', str(tmp_path / 'recorded')],
-    ['train', *BC, *env, '--init-from', str(run), *SIZES, '--total-steps', '320', '--run-dir', str(tmp_path / 'tuned')],
+    [
+      'train',
+      *BC,
+      *env,
+      '--init-from',
+      str(run),
+      *SIZES,
+      '--total-steps',
+      '320',
+      '--run-dir',
+      str(tmp_path / 'tuned'),
+    ],
   ]
   before = called(capsys, *commands[0], '--json')
   shutil.rmtree(folder)

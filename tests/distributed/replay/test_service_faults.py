@@ -479,9 +479,10 @@ def test_what_is_asked_while_a_service_is_away_leaves_nothing() -> None:
 def test_each_session_asks_for_a_table_once() -> None:
   """Also if the sessions before it ended without an answer."""
   end = bare.Accepting(replay_messages.OF_CLIENTS)
-  with contextlib.closing(end), contextlib.closing(
-    service.ReplayClient([end.address], None, False)
-  ) as client:
+  with (
+    contextlib.closing(end),
+    contextlib.closing(service.ReplayClient([end.address], None, False)) as client,
+  ):
     (connection,) = client.connections
     connection.tables['it'] = {}
     details = dict(number=0, largest=2**20, waiting=b'', missing=b'', sizes={})
