@@ -85,7 +85,7 @@ def consistency_loss(
   """Return the distance [N] of imagined hidden states from observed ones [U + 1, N, ...].
 
   A distance is 1 less the cosine of the projections (Ye et al. 2021, arXiv 2111.00210, section
-  4.1). The first hidden states, and those behind the end of an episode, are not compared.
+  4.1). The first hidden states are not compared, nor the ones behind the end of an episode.
   """
 
   def project(hidden: Any, online: bool) -> Array:

@@ -287,8 +287,8 @@ class Run:
       changed = changes_of(self.config, self.run_dir)
       (self.run_dir / 'summary.json').unlink(missing_ok=True)  # of a run that goes on
       note_changes(self.run_dir, max(self.saves.saved, 0), changed)
-      if self.saves.saved == last_change(self.run_dir):
-        self.callbacks.ended = ''  # that was the end of another run
+      if self.callbacks.ended and self.saves.saved == last_change(self.run_dir):
+        self.callbacks.ended = ''  # the run goes on from there
       for change in changed:
         self.say(f'changed: {change}')
       if EVALUATION & {change.path for change in changed} and best_step(self.run_dir) is not None:

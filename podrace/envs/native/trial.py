@@ -72,7 +72,7 @@ def run_trial(name: str, path: Path, options: bytes, deadline: float | None = No
 
 
 def _kill(child: subprocess.Popen[bytes]) -> bytes:
-  """Kill a process and those that it has started, and return its output."""
+  """Kill a process and its process group, and return its output."""
   with contextlib.suppress(ProcessLookupError):
     os.killpg(child.pid, signal.SIGKILL)
   try:
