@@ -92,7 +92,7 @@ class BC:
       own = policy.to_action(policy.mode(outputs.policy))
       error = jnp.abs(own - policy.to_action(taken)).reshape(*mask.shape, -1)
       distance = jnp.mean(_distance(error, own), -1)
-      is_number = jnp.issubdtype(own.dtype, jnp.floating)  # a density may be above 1, and its surprise negative
+      is_number = jnp.issubdtype(own.dtype, jnp.floating)  # a surprise may be negative
       metrics = dict(
         loss=total,
         entropy=batch.mean(policy.entropy(outputs.policy, key)),
