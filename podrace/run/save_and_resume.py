@@ -150,8 +150,9 @@ class Saves:
         if self._replay:
           self._replay.restore(self.checkpoints.extra(step), meta.get('extra'))
       except CheckpointError as e:
-        if jax.process_count() > 1:
-          raise
+        if jax.process_count() > 1:  # they may not have the same damage
+          folder = self._run_dir / 'checkpoints' / str(step)
+          raise CheckpointError(f'{e}; to go on from the one before, move {folder} away') from e
         self._warn(f'damaged: {e}')
         damaged.append(step)
         continue
