@@ -311,13 +311,7 @@ class MuZero:
       value = predict(self.network, target, merge_time(hidden))[1]
       kept = kept._replace(value=split_time(value, self.positions))
     batch = window.env_id.shape[0]
-    count = round(self.reanalyse * batch)
-    if self.reanalyse and not count:
-      raise UsageError(
-        f'reanalyse {self.reanalyse} of the {batch} windows of a device is none: give at least '
-        f'{1 / batch:.2g}, or 0'
-      )
-    if not count:
+    if not (count := count_renewed(self.reanalyse, batch)):
       return kept
     pick_key, search_key = jax.random.split(key)
     rows = jax.random.permutation(pick_key, batch)[:count]  # a batch may be sorted by stream
@@ -329,6 +323,21 @@ class MuZero:
     """Return the optimiser."""
     step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))
+
+
+def count_renewed(share: float, batch: int) -> int:
+  """Return the number of windows of a batch whose plans are renewed.
+
+  Raises:
+    UsageError: if there is a share, and it is of no window.
+  """
+  count = round(share * batch)
+  if share and not count:
+    raise UsageError(
+      f'reanalyse {share} of the {batch} windows of a device is none: give at least '
+      f'{1 / batch:.2g}, or 0'
+    )
+  return count
 
 
 def check_settings(agent: MuZero) -> None:

@@ -29,6 +29,7 @@ from podrace import cli, distributions, returns, topology
 from podrace.agents import search as searching
 from podrace.agents.muzero import MuZero, MuZeroExtras
 from podrace.agents.search import MuZeroParams, Plan
+from podrace.errors import UsageError
 from podrace.hooks import greedily
 from podrace.networks import LearnedModel, Prediction
 from podrace.networks.planning import decode, encode, features, scale_hidden
@@ -661,6 +662,8 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
   np.testing.assert_allclose(plans.weights.sum(-1), 1, rtol=1e-5)
   _, _, metrics, _ = learned(agent, window, WEIGHT)
   assert float(metrics['reanalysed']) == pytest.approx(0.6)
+  with pytest.raises(UsageError, match='reanalyse'):
+    recording(reanalyse=0.1).renew_plans(network, jnp.int32(10), window, jax.random.key(2))
 
 
 def test_values_of_the_target_network() -> None:

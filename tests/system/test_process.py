@@ -72,7 +72,8 @@ def test_only_commands_configure_logging() -> None:
         found.add(str(file.relative_to(source)))
       if isinstance(node, ast.Name) and node.id == 'log_to_stderr':
         found.add(str(file.relative_to(source)))
-  commands = {f'commands/{x}.py' for x in ('train', 'act', 'stages', 'envs', 'replay', 'discover')}
+  names = ('train', 'act', 'stages', 'envs', 'replay', 'discover', 'record')
+  commands = {f'commands/{x}.py' for x in names}
   assert found == {'system/logs.py', *commands}
 
 

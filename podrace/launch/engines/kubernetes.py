@@ -87,10 +87,8 @@ def launch(make: Make, options: Options) -> int:
     text = manifests.text(secret(keys, cluster), manifest)
   # `apply` would change the keys of a running program, and keep a copy of them in an annotation.
   code = manifests.call(kubectl, 'create', '--filename', '-', content=text, timeout=SECONDS)
-  if code:
-    return 1
   print_text(next_lines(cluster, program))
-  return 0
+  return 1 if code else 0
 
 
 def next_lines(cluster: Cluster, program: Program) -> str:

@@ -125,14 +125,12 @@ def launch(make: Make, options: Options) -> int:
     file = scratch / 'task.yaml'
     write_whole(file, manifests.text(task(program, cloud, str(keys))))
     code = manifests.call(sky, 'launch', '--cluster', name, '--detach-run', str(file))
-  if code:
-    return 1
   print_text(f"""
 sky logs {name}
 sky status {name}
 rsync -a {name}:{directory} .    # the run directory is on the first machine
 sky down {name}""")
-  return 0
+  return 1 if code else 0
 
 
 def parse_resources(texts: list[str]) -> Iterator[tuple[str, Any]]:
