@@ -326,7 +326,7 @@ class MuZero:
 
 
 def count_renewed(share: float, batch: int) -> int:
-  """Return the number of windows of a batch whose plans are renewed.
+  """Return the number of windows of a batch that get new plans.
 
   Raises:
     UsageError: if there is a share, and it is of no window.

@@ -261,7 +261,7 @@ class Acting:
   def _take(self, params: Any) -> None:
     """Act with the newest parameters, once there are actors."""
     with self._lock:
-      version = 0 if self._actors is None else max(self._versions) + 1
+      version = 0 if self._actors is None else next(reversed(self._versions)) + 1
       self._versions[version] = self.newest.version
       self._versions.pop(version - VERSIONS, None)
       if self._actors is None:

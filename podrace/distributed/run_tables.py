@@ -174,7 +174,7 @@ def episodes_table(client: replay.ReplayClient, run: str) -> Any:
 def _queue(
   client: replay.ReplayClient, name: str, size: int, limiter: Any, run: str, contents: list[Any]
 ) -> Any:
-  """Open a table whose items are drawn once and in order, or create it."""
+  """Open a table that gives each item once and in order, or create it."""
   return client.table(
     name, sampler=tables.fifo(), remover=tables.fifo(), rate_limiter=limiter, max_size=size,
     max_times_sampled=1, run=run, contents=contents,

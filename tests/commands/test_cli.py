@@ -627,6 +627,7 @@ BAD = [
   (['train', '--agent', 'dqn', '--agent.network.core', 'transformer', '--agent.network.attention.layers', '100000000'],
    '--agent.network.attention.layers'),
   (['train', '--total-steps', '1e15'], 'in updates of 1024 steps must be less than 2^31, not 976562500000'),
+  (['train', '--total-steps', '1e11', '--num-envs', '1', '--unroll-length', '100000'], 'in each of --num-envs 1, expected less than 2^31'),
   (['train', '--num-envs', '3e9'], '--num-envs must be less than 2^31'),
   (['train', '--env', 'podrace:memory,lenght=3'], 'nearest: length'),
   (['train', '--env', 'podrace:memory,length=x'], 'length'),
