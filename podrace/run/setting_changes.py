@@ -23,12 +23,15 @@ def needs_override(change: Change) -> bool:
 
 
 def note_changes(run_dir: Path, step: int, made: list[Change]) -> None:
-  """Record that a run went on at `step` with other settings."""
+  """Record that a run went on at `step` with other settings, once also if it starts again there."""
   if not made:
     return
   date = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
   settings = {change.path: [change.old, change.new] for change in made}
-  entries = [*read_changes(run_dir), {'step': step, 'date': date, 'settings': settings}]
+  entries = read_changes(run_dir)
+  if entries and (entries[-1]['step'], entries[-1]['settings']) == (step, settings):
+    return  # that start ended before it recorded the settings
+  entries.append({'step': step, 'date': date, 'settings': settings})
   write_json(run_dir / FILE, {'changes': entries})
 
 

@@ -51,7 +51,7 @@ def of_env(name: str) -> list[str]:
   """Return the modules that the names of environments import; blanks separate the names.
 
   `python:` calls any function of a module, so it also counts for podrace's own and for installed
-  modules. The module of an environment in C is its whole name, `c:PATH`. A text among the options
+  modules. The module of an environment in C is its whole name, `c:PATH`. A text within the options
   may name another environment or class, as in `opponent=`.
   """
   modules: list[str] = []
@@ -63,8 +63,19 @@ def of_env(name: str) -> list[str]:
     known = LIBRARIES.get(library) or HOST_LIBRARIES.get(library)
     if known is not None and known.module_of is not None:
       modules.append(known.module_of(env))
-    modules += [m for x in options.values() if isinstance(x, str) for m in of_text(x)]
+    modules += [m for text in _texts_within(options) for m in of_text(text)]
   return [m for m in dict.fromkeys(modules) if m]
+
+
+def _texts_within(value: Any) -> Iterator[str]:
+  """Yield the texts of an option's value; a tuple, list or dict has texts within."""
+  if isinstance(value, str):
+    yield value
+  elif isinstance(value, dict):
+    yield from _texts_within([*value, *value.values()])
+  elif isinstance(value, list | tuple):
+    for x in value:
+      yield from _texts_within(x)
 
 
 def of_text(text: str) -> list[str]:

@@ -14,7 +14,7 @@ from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.networks import ActorCritic
 from podrace.run import loop
-from podrace.run.setting_changes import needs_override, read_changes
+from podrace.run.setting_changes import needs_override, note_changes, read_changes
 from podrace.settings.config import Config
 from podrace.settings.record import Change
 
@@ -52,6 +52,12 @@ def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) ->
     (640, {'total_steps': [640, 1280], 'keep': [3, 2]}),
     (1280, {'total_steps': [1280, 1920]}),
   ]
+
+
+def test_a_start_that_ended_early_and_its_repetition_are_one_change(tmp_path: Path) -> None:
+  for changes in ([('keep', 3, 2)], [('keep', 3, 2)], [('keep', 2, 3)], [('keep', 3, 2)]):
+    note_changes(tmp_path, 640, [Change(*change) for change in changes])
+  assert [e['settings']['keep'] for e in read_changes(tmp_path)] == [[3, 2], [2, 3], [3, 2]]
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,13 @@ def test_functions_of_installed_modules_are_refused_as_well() -> None:
     assert not user_code.refused_modules(to_json(preset()), [])
 
 
+@pytest.mark.parametrize(
+  'value', ['mine:f', "('mine:f', 1)", "['gymnasium:mine:Env-v0']", "{'f': (0, 'mine:f')}"]
+)
+def test_texts_within_options_name_modules(value: str) -> None:
+  assert user_code.of_env(f'gymnasium:CartPole-v1,wrappers={value}') == ['mine']
+
+
 def test_a_module_allows_what_is_within_it() -> None:
   found = record(as_env('python:mine.envs.make'))
   assert user_code.named_modules(found) == {'mine.envs': 'env python:mine.envs.make'}
