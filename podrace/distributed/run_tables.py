@@ -95,7 +95,8 @@ def replay_table(
 ) -> Any:
   """Open a table of windows, or create it.
 
-  Its limiter keeps `samples_per_insert` to within the windows of a few updates.
+  Its limiter keeps `samples_per_insert` to within the windows of a few updates. Each shard has its
+  share of the capacity and of the first windows.
 
   Args:
     client: the client of the service.
@@ -109,6 +110,7 @@ def replay_table(
   """
   w, b = layout.windows, layout.windows.buffer
   per_window = b.samples_per_insert * w.period / draws
+  part /= len(client.connections)
   least = max(1, int(b.min_size * part) // w.period)
   error = 4.0 * b.batch_size + 4 * max(1.0, per_window) * w.num_envs * w.unroll_length / w.period
   return client.table(

@@ -8,6 +8,7 @@ variables, or the first process chooses one and announces it in a file
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
+from jaxlib import _jax
 
 from podrace.distributed.net import address as addresses
 from podrace.errors import RunError
@@ -191,6 +193,8 @@ def join_processes(place: Place) -> None:
   # A name may appear only with its machine, such as that of a pod.
   retry(lambda: socket.getaddrinfo(host, int(port)), f'--coordinator {coordinator}', PATIENCE)
   jax.config.update('jax_cpu_collectives_implementation', 'gloo')
+  if addresses.is_local(f'tcp://{coordinator}'):
+    bind_collectives(host.strip('[]'))
   jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM from the run
   with moves:
     jax.distributed.initialize(
@@ -204,6 +208,15 @@ def join_processes(place: Place) -> None:
       heartbeat_timeout_seconds=SILENCE_SECONDS,
       shutdown_timeout_seconds=SILENCE_SECONDS,
     )
+
+
+def bind_collectives(host: str) -> None:
+  """Let the collectives of CPUs (Gloo) listen at this address, instead of the machine's public one.
+
+  JAX has no public setting for it: it calls this function of jaxlib without a host name.
+  """
+  make = _jax.make_gloo_tcp_collectives
+  _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
 
 
 def has_joined() -> bool:

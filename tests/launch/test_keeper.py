@@ -17,7 +17,7 @@ from children import alive, environment, until
 from test_local import SAVES, STUBBORN, WAITS
 
 from podrace.launch.engines.ray_actor import Event, Runner
-from podrace.launch.supervisor import remote_child
+from podrace.launch.supervisor import guard
 from podrace.launch.supervisor.remote_child import ReplicaRequest
 
 PID = 'import os; print("pid", os.getpid(), flush=True)\n'
@@ -180,13 +180,13 @@ def test_one_waits_for_the_end_of_the_one_before(kept: Any, tmp_path: Path) -> N
 
 
 def test_a_replica_that_waits_too_long_starts_later(monkeypatch: Any, tmp_path: Path) -> None:
-  monkeypatch.setattr(remote_child, 'GRACE', 0.0)
+  monkeypatch.setattr(guard, 'GRACE', 0.0)
   with (
-    remote_child.wait_for_lock(tmp_path / 'lock') as one,
-    remote_child.wait_for_lock(tmp_path / 'lock') as two,
+    guard.wait_for_lock(tmp_path / 'lock') as one,
+    guard.wait_for_lock(tmp_path / 'lock') as two,
   ):
     assert one and two is None
-  with remote_child.wait_for_lock(tmp_path / 'not' / 'there') as none:
+  with guard.wait_for_lock(tmp_path / 'not' / 'there') as none:
     assert none == ()
 
 

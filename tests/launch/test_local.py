@@ -179,6 +179,25 @@ def test_nothing_outlives_a_launcher_that_is_killed(tmp_path: Path, monkeypatch:
     until(lambda: not list(temporary.iterdir()))  # of the sockets
 
 
+def test_a_program_waits_for_processes_of_a_killed_launcher(tmp_path: Path) -> None:
+  """As they still save, and so have their directories locked."""
+  go, saved = pipe(tmp_path), tmp_path / 'saved'
+  saves = (
+    'import os, signal, sys\n'
+    f'def save(*_): open({str(go)!r}).read(); open({str(saved)!r}, "w"); sys.exit(143)\n'
+    'signal.signal(signal.SIGTERM, save); print("up"); signal.pause()'
+  )
+  with Launched(tmp_path, node('main', saves, main=True)) as first:
+    first.says('up')
+    first.kill()
+    reads = f'import os; print("saved:", os.path.exists({str(saved)!r}))'
+    with Launched(tmp_path, node('main', reads, main=True)) as second:
+      second.says('waits for the end of the one before')
+      go.write_text('')
+      assert second.wait() == 0
+      assert 'saved: True' in second.output
+
+
 def test_a_watchdog_that_is_killed_is_replaced(tmp_path: Path) -> None:
   with Launched(tmp_path, node('main', WAITS, main=True)) as launched:
     launched.says('up')
@@ -309,6 +328,16 @@ def test_a_long_directory_for_sockets_is_refused(tmp_path: Path, monkeypatch: An
   with pytest.raises(UsageError, match='TMPDIR'):
     Supervisor(program, tmp_path / 'program', lambda name, line: None).run()
   assert not list(long.iterdir())
+
+
+@pytest.mark.parametrize('name', ['a,b', 'a b'])
+def test_a_directory_for_sockets_that_ends_addresses_is_refused(
+  name: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+  (tmp_path / name).mkdir()
+  monkeypatch.setattr('tempfile.tempdir', str(tmp_path / name))
+  with pytest.raises(UsageError, match='TMPDIR'):
+    Supervisor(Program((Node('main', ('true',), main=True),)), tmp_path, lambda *_: None).run()
 
 
 @pytest.mark.parametrize(('words', 'code'), [(('{coordinator}', '{announce}'), 2), ((), 1)])

@@ -38,7 +38,7 @@ from podrace.errors import RunError, UsageError
 from podrace.launch import Supervisor
 from podrace.launch.engines import slurm
 from podrace.launch.program import Node, Program
-from podrace.launch.supervisor import remote_child
+from podrace.launch.supervisor import guard
 from podrace.launch.supervisor.addresses import Announcements
 from podrace.run import loop, sinks
 from podrace.run.checkpoint import Checkpoints
@@ -413,13 +413,13 @@ def test_the_lock_of_a_replica_on_another_machine(
   plant_all(plant, tmp_path / 'logs', outside, 'main.lock')
   with (
     pytest.raises(UsageError, match=r'main\.lock'),
-    remote_child.wait_for_lock(tmp_path / 'logs' / 'main.lock'),
+    guard.wait_for_lock(tmp_path / 'logs' / 'main.lock'),
   ):
     pass
   (tmp_path / 'linked').symlink_to(outside)
   with (
     pytest.raises(UsageError, match='linked'),
-    remote_child.wait_for_lock(tmp_path / 'linked' / 'main.lock'),
+    guard.wait_for_lock(tmp_path / 'linked' / 'main.lock'),
   ):
     pass
   check_untouched(outside)

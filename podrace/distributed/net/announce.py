@@ -6,8 +6,9 @@ import dataclasses
 import json
 from pathlib import Path
 
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.system.files import write_whole
+from podrace.system.files.reading import RECORD_BYTES, parse_json, read_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,8 +46,8 @@ class Announcement:
 def read(path: Path) -> dict[str, str]:
   """Return the addresses in an announcement, by name; {} if there is no valid file."""
   try:
-    names = json.loads(path.read_bytes())
-  except (OSError, ValueError):
+    names = parse_json(read_bytes(path, RECORD_BYTES, follow=True))
+  except (OSError, ValueError, UnreadableFile):
     return {}
   valid = isinstance(names, dict) and all(isinstance(x, str) for x in names.values())
   return names if valid else {}

@@ -67,8 +67,10 @@ def _new_directory(directory: Path) -> None:
 
 def allow(directory: Path, fingerprint: str, name: str) -> None:
   """Add a certificate to the list."""
-  with files.open_append(directory / ALLOWED) as file:
-    file.write(f'{fingerprint}  # {name}\n')
+  path = directory / ALLOWED
+  with files.open_append(path) as file:
+    ended = path.read_bytes()[-1:] in (b'', b'\n')  # an editor may leave out the last one
+    file.write(('' if ended else '\n') + f'{fingerprint}  # {name}\n')
 
 
 def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:

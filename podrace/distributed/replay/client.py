@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
+import random
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ class ReplayClient:
     except BaseException:
       self.close()
       raise
-    self._writers = itertools.count(os.getpid())
+    self._writers = itertools.count(random.getrandbits(16))  # in pods all processes have one pid
 
   def table(
     self,

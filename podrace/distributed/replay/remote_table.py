@@ -109,10 +109,11 @@ class RemoteTable:
     """Make an iterator over batches of n items that keeps `prefetch` requests on their way.
 
     Batches that were drawn and not taken before it is closed count as sampled, unless `peek`.
+    `timeout` is how many seconds `next` waits for a batch.
     """
     if prefetch < 1:
       raise ValueError(f'{prefetch=} must be at least 1')
-    return Sampler(lambda: self._draw(n, at_least, timeout, peek), prefetch)
+    return Sampler(lambda: self._draw(n, at_least, None, peek), prefetch, timeout)
 
   def _draw(self, n: int, at_least: int | None, timeout: float | None, peek: bool) -> ShardedSample:
     least = n if at_least is None else at_least

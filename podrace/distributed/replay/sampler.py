@@ -18,9 +18,12 @@ from podrace.distributed.replay.item_schema import ItemSchema
 from podrace.distributed.replay.sample_reader import read_samples
 from podrace.distributed.replay.shards import Shards
 from podrace.errors import RunError
-from podrace.tables.blocking import REPORT_AFTER, Closed, RateLimited, Wait
+from podrace.tables.blocking import REPORT_AFTER, Closed, RateLimited, Wait, deadline_of
 from podrace.tables.items import Samples
 
+HELD_AFTER = (
+  1.0  # seconds after which the part of a server is drawn elsewhere, if others have items
+)
 GRACE = 5.0  # seconds after its deadline in which a service must answer that the time is over
 
 
@@ -35,6 +38,7 @@ class ShardRequest:
   n: int
   at_least: int
   share: float  # of all items that are at this server
+  begun: float = dataclasses.field(default_factory=time.monotonic)
 
   @property
   def count(self) -> int:
@@ -64,6 +68,7 @@ class ShardedSample:
     self._shards, self._schema = shards, schema
     self._at_least, self._deadline, self._peek = at_least, deadline, peek
     self._changed = shards.connections[0].changed
+    self._grace = GRACE
     self._begun = time.monotonic()
     self._timeout = ''  # the message of a server that did not answer in time
     self._parts = self._request(n, at_least)
@@ -83,12 +88,17 @@ class ShardedSample:
     for part in self._parts:
       part.call.connection.forget(part.call)
 
-  def wait(self) -> None:
+  def wait(self, timeout: float | None = None) -> None:
     """Wait until all parts have been answered or the time is over.
+
+    Args:
+      timeout: seconds from now. Default: until the deadline, which the servers know.
 
     Raises:
       Closed: the client is closed.
     """
+    if timeout is not None:
+      self._deadline, self._grace = deadline_of(timeout), 0.0
     try:
       self._wait()
     except BaseException:
@@ -151,12 +161,17 @@ class ShardedSample:
           seconds = wait.seconds(now, REPORT_AFTER)
           if wait.report_is_due(now):
             break
-          self._changed.wait(min(limit - now, seconds))
+          self._changed.wait(min(limit - now, seconds, self._until_held(now)))
         else:
           return
       self._shards.report(
         f'{self._message(time.monotonic(), "has waited for")} {self._shards.why_no_sample()}'
       )
+
+  def _until_held(self, now: float) -> float:
+    """Return the seconds until a part that still waits may be drawn elsewhere."""
+    waits = [p.begun + HELD_AFTER - now for p in self._parts if not p.call.done]
+    return min((x for x in waits if x > 0), default=math.inf)
 
   def _message(self, now: float, waited: str) -> str:
     where = f'sample from table {self._shards.name!r} {waited} {now - self._begun:.3g} s:'
@@ -169,13 +184,14 @@ class ShardedSample:
   def _limit(self) -> float:
     """Return the time to give up at. A live server answers at the deadline by itself."""
     away = any(not p.call.done and p.call.connection.away for p in self._parts)
-    return self._deadline + (0 if away else GRACE)
+    return self._deadline + (0 if away else self._grace)
 
   def _update_parts(self) -> bool:
     """Move requests between servers; return whether all of them have been answered.
 
-    A request to a server that is away, or that is empty while another has items, goes to the rest.
-    Requests are cancelled once enough items have come.
+    A request to a server that is away, that is empty while another has items, or that has waited
+    long while another has answered, goes to the rest. Requests are cancelled once enough items
+    have come.
     """
     for part in list(self._parts):
       connection = part.call.connection
@@ -190,7 +206,9 @@ class ShardedSample:
         connection.forget(part.call)
         self._parts.remove(part)
         self._request_elsewhere(part.n, part.at_least)
-      elif not part.call.cancelled and (self._is_enough() or self._is_elsewhere(connection, live)):
+      elif not part.call.cancelled and (
+        self._is_enough() or self._is_elsewhere(connection, live) or self._is_held(part)
+      ):
         connection.cancel(part.call)
     return all(part.call.done for part in self._parts)
 
@@ -202,16 +220,33 @@ class ShardedSample:
     sizes = {c: self._shards.size_at(c) for c in live}
     return not sizes.get(connection, 0) and any(sizes.values())
 
+  def _is_held(self, part: ShardRequest) -> bool:
+    """Return whether a server has held back its part while another one has drawn items."""
+    connection = part.call.connection
+    others = any(p.count and p.call.connection is not connection for p in self._parts)
+    if time.monotonic() < part.begun + HELD_AFTER or not others:
+      return False
+    self._shards.hold(connection)
+    return True
+
   def _request_elsewhere(self, n: int, at_least: int) -> None:
     if not self._is_enough():
       self._parts += self._request(n, min(max(at_least, 1), n))
 
 
 class Sampler:
-  """An iterator over samples that are requested ahead of time. For one thread at a time."""
+  """An iterator over samples that are requested ahead of time. For one thread at a time.
 
-  def __init__(self, draw: Callable[[], ShardedSample], prefetch: int) -> None:
-    self._draw, self._prefetch = draw, prefetch
+  Args:
+    draw: requests a sample, without a deadline.
+    prefetch: the number of requests on their way.
+    timeout: seconds that `__next__` waits; None: no limit.
+  """
+
+  def __init__(
+    self, draw: Callable[[], ShardedSample], prefetch: int, timeout: float | None = None
+  ) -> None:
+    self._draw, self._prefetch, self._timeout = draw, prefetch, timeout
     self._pending: deque[ShardedSample] = deque()
     self._closed = False
 
@@ -224,7 +259,7 @@ class Sampler:
     while len(self._pending) < self._prefetch:
       self._pending.append(self._draw())
     sample = self._pending.popleft()
-    sample.wait()
+    sample.wait(self._timeout)
     self._pending.append(self._draw())  # on its way while this one is unpacked
     return sample.read()
 

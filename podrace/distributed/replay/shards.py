@@ -16,6 +16,7 @@ from podrace.distributed.replay.connection import ReplayConnection, ServiceCall
 from podrace.tables.blocking import RateLimited
 
 REMEMBERED = 2**18  # sampled keys of which the shard is remembered
+HELD_SECONDS = 10.0  # in which a server that holds samples back is not asked again
 
 log = logging.getLogger('podrace.distributed.replay')
 
@@ -36,6 +37,7 @@ class Shards:
     # Two generations: once the newer one has REMEMBERED keys, the older one is dropped.
     self._homes: dict[int, ReplayConnection] = {}
     self._older: dict[int, ReplayConnection] = {}
+    self._held: dict[ReplayConnection, float] = {}  # until when a server is not asked
 
   def size_at(self, connection: ReplayConnection) -> int:
     """Return the latest known number of items at a server, without waiting."""
@@ -51,12 +53,18 @@ class Shards:
     Returns:
       (connection, items, share of all items) of each server that gets any.
     """
+    now = time.monotonic()
     live = self.live()
+    live = [c for c in live if self._held.get(c, 0.0) < now] or live
     sizes = np.array([self.size_at(c) for c in live], np.float64)
     share = sizes / sizes.sum() if sizes.sum() else np.full(len(live), 1 / len(live))
     counts = self._rng.multinomial(n, share) if len(live) > 1 else np.array([n])
     parts = zip(live, counts.tolist(), share.tolist(), strict=True)
     return [part for part in parts if part[1]]
+
+  def hold(self, connection: ReplayConnection) -> None:
+    """Leave out a server for a while: its rate limiter holds samples back, or it is frozen."""
+    self._held[connection] = time.monotonic() + HELD_SECONDS
 
   def remember(self, keys: np.ndarray, home: ReplayConnection) -> None:
     """Record the server of keys, and forget keys that were sampled long ago."""

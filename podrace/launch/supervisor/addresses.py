@@ -68,6 +68,7 @@ class Addresses:
         f'{self._sockets} is too long for the path of a Unix socket; set TMPDIR to a shorter one, '
         'such as /tmp'
       )
+    check_in_addresses(self._sockets, 'set TMPDIR to another directory, such as /tmp')
     make_folder(self._announced_in, 0o700)
     return self
 
@@ -114,6 +115,14 @@ class Addresses:
     return self._announced_in / f'{node.name}-{number}'
 
 
+def check_in_addresses(directory: Path, hint: str) -> None:
+  """Refuse a directory whose path would end an address early."""
+  if any(c.isspace() or c == ',' for c in str(directory)):
+    raise UsageError(
+      f'{directory}: its path is part of addresses, so it has no spaces and commas; {hint}'
+    )
+
+
 class Announcements:
   """Files in which processes on several machines announce their addresses.
 
@@ -139,12 +148,7 @@ class Announcements:
     directory: Path,
     listen: str = 'tcp://0.0.0.0:0',
   ) -> None:
-    if any(c.isspace() or c == ',' for c in str(announced)):
-      raise UsageError(
-        f'{announced.parent}: on several machines its path is in addresses, so it has no spaces '
-        'and commas; '
-        'give another one'
-      )
+    check_in_addresses(announced.parent, 'give another directory')
     for node in program.nodes:
       if node.listens and Reference('announce') not in references(node):
         raise UsageError(

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
+from podrace.launch.supervisor.watchdog import GRACE
 from podrace.system.child import ChildProcess, python
+from podrace.system.files import make_folder, open_lock
+from podrace.system.locks import try_lock
+from podrace.system.output import print_text
 
 WATCHDOG = str(Path(__file__).with_name('watchdog.py'))
+TICK = 0.1  # seconds between looks at a lock of another process
 
 
 class Guard:
@@ -18,10 +26,11 @@ class Guard:
 
   Args:
     directory: is removed at the end.
+    locks: descriptors that the watchdog inherits, so that their locks last until all groups ended.
   """
 
-  def __init__(self, directory: Path) -> None:
-    self._directory = directory
+  def __init__(self, directory: Path, locks: tuple[int, ...] = ()) -> None:
+    self._directory, self._locks = directory, locks
     self._groups: set[int] = set()
 
   def __enter__(self) -> Guard:
@@ -49,4 +58,29 @@ class Guard:
 
   def _start(self) -> None:
     words = python('-IS', WATCHDOG, str(self._directory), *map(str, self._groups))
-    self._watchdog = ChildProcess(words, stdin=subprocess.PIPE)
+    self._watchdog = ChildProcess(words, stdin=subprocess.PIPE, pass_fds=self._locks)
+
+
+@contextlib.contextmanager
+def wait_for_lock(path: Path) -> Iterator[tuple[int, ...] | None]:
+  """Lock a file; yields its descriptors, None if another process keeps it for too long.
+
+  Processes may still be saving after their supervisor was killed or its machine was cut off. They,
+  or their watchdog, inherit the file and so keep the lock until they have ended.
+  """
+  if not path.parent.is_dir():
+    yield ()
+    return
+  with open_lock(make_folder(path.parent) / path.name) as file:
+    end = time.monotonic() + 2 * GRACE
+    reported = False
+    while not try_lock(file):
+      if time.monotonic() > end:
+        print_text(f'podrace launch: the one before has not ended in {2 * GRACE:.0f} s', flush=True)
+        yield None
+        return
+      if not reported:
+        print_text('podrace launch: waits for the end of the one before', flush=True)
+        reported = True
+      time.sleep(TICK)
+    yield (file.fileno(),)

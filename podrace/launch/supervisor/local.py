@@ -22,12 +22,13 @@ from pathlib import Path
 from podrace.errors import UsageError
 from podrace.launch.program import Program, is_one_of_several, is_ready
 from podrace.launch.supervisor.addresses import Addresses, Places
-from podrace.launch.supervisor.guard import Guard
+from podrace.launch.supervisor.guard import Guard, wait_for_lock
 from podrace.launch.supervisor.replica import LAST_CHUNKS, LocalStarter, Replica, Starter
 from podrace.launch.supervisor.wakeup import wake_on_signals
 from podrace.launch.supervisor.watchdog import GRACE
 from podrace.system import files, locks
 
+PROCESSES = 'processes.lock'  # in logs/: locked until all processes of a launcher have ended
 TICK = 0.2  # seconds between reads of announcements, files that another process writes
 PATIENCE = 30.0  # seconds after which a message names a process that waits for an announcement
 BAD_USAGE = 2  # an exit code that a restart does not change
@@ -88,9 +89,14 @@ class Supervisor:
       raise UsageError('a program runs in the main thread, which gets its signals')
     with contextlib.ExitStack() as stack:
       self._logs = stack.enter_context(lock_logs(self._directory / 'logs'))
+      earlier = stack.enter_context(wait_for_lock(self._logs / PROCESSES))
+      if earlier is None:
+        raise UsageError(
+          f'{self._directory}: processes of a killed launcher still run there; end them first'
+        )
       private = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix='podrace-')))
       self._addresses = self._places(private)
-      self._guard = stack.enter_context(Guard(private))
+      self._guard = stack.enter_context(Guard(private, earlier))
       stack.callback(self._close)
       for replica in self._replicas:
         with contextlib.suppress(OSError):  # such as a full disk; the first write reports it

@@ -24,16 +24,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from podrace.distributed.net import announce
-from podrace.launch.supervisor.guard import Guard
+from podrace.launch.supervisor.guard import Guard, wait_for_lock
 from podrace.launch.supervisor.replica import expand_podrace
 from podrace.launch.supervisor.watchdog import GRACE
 from podrace.system.child import ChildProcess
-from podrace.system.files import make_folder, open_lock, write_whole
-from podrace.system.locks import try_lock
+from podrace.system.files import make_folder, write_whole
 from podrace.system.output import print_text
 from podrace.system.threads import Worker
 
@@ -94,31 +93,6 @@ def main(report: int) -> int:
     child.signal(signal.SIGKILL)  # processes that it has left behind
     guard.remove(child.pid)
   return code
-
-
-@contextlib.contextmanager
-def wait_for_lock(path: Path) -> Iterator[tuple[int, ...] | None]:
-  """Lock a file; yields its descriptors, None if another process keeps it for too long.
-
-  A replica may still be saving after its supervisor was killed or its machine was cut off. It
-  inherits the file and so keeps the lock until it has ended.
-  """
-  if not path.parent.is_dir():
-    yield ()
-    return
-  with open_lock(make_folder(path.parent) / path.name) as file:
-    end = time.monotonic() + 2 * GRACE
-    reported = False
-    while not try_lock(file):
-      if time.monotonic() > end:
-        print_text(f'podrace launch: the one before has not ended in {2 * GRACE:.0f} s', flush=True)
-        yield None
-        return
-      if not reported:
-        print_text('podrace launch: waits for the end of the one before', flush=True)
-        reported = True
-      time.sleep(TICK)
-    yield (file.fileno(),)
 
 
 def start(request: ReplicaRequest, private: Path, lock: tuple[int, ...]) -> ChildProcess:

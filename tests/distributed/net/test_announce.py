@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -52,9 +53,14 @@ def test_what_cannot_be_announced_is_refused(tmp_path: Path) -> None:
     parameters.Publisher('tcp://127.0.0.1:0', announce=there)
 
 
-@pytest.mark.parametrize('text', ['', '[]', '{"a": 1}', '{"a": "b"', '\xff'])
+@pytest.mark.parametrize('text', ['', '[]', '{"a": 1}', '{"a": "b"', '\xff', '[' * 200_000])
 def test_a_file_that_is_no_announcement_has_no_addresses(tmp_path: Path, text: str) -> None:
   (tmp_path / 'at.json').write_text(text, encoding='latin-1')
+  assert announce.read(tmp_path / 'at.json') == {}
+
+
+def test_a_pipe_is_no_announcement(tmp_path: Path) -> None:
+  os.mkfifo(tmp_path / 'at.json')
   assert announce.read(tmp_path / 'at.json') == {}
 
 

@@ -72,6 +72,13 @@ def test_keys_are_private_and_never_overwritten(directory: Path, tmp_path: Path)
     keys.server_context(directory)
 
 
+def test_a_client_is_added_after_a_line_without_its_end(directory: Path, tmp_path: Path) -> None:
+  allowed = directory / keys.ALLOWED
+  allowed.write_text(allowed.read_text().partition('  #')[0])  # as an editor may save it
+  keys.new_client(directory, tmp_path / 'other')
+  assert [len(line.split()[0]) for line in allowed.read_text().splitlines()] == [64, 64]
+
+
 def joined(link: Link) -> bool:
   until(lambda: link.check() or link.session is not None, 20)
   return True

@@ -16,9 +16,14 @@ from services import ANY, Replay, all_of, read_all
 from test_service_tables import SIMPLE, fill
 
 from podrace import tables
+from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import replay as service
-from podrace.distributed.replay import replay_messages
+from podrace.distributed import run_tables
+from podrace.distributed.replay import replay_messages, sampler
 from podrace.distributed.replay.server import ReplayServer
+from podrace.replay.layout import Layout
+from podrace.settings.presets import PRESETS
+from podrace.settings.resolved import resolve
 
 
 @contextlib.contextmanager
@@ -112,6 +117,50 @@ def test_a_sample_leaves_an_empty_shard() -> None:
     assert len(found) == 1 and len(found[0].key) == 64
     assert not any(s.tables['it'].info().waiting_samplers for s in servers)
     assert not any(s.counts['malformed'] for s in servers)
+
+
+def test_a_sample_leaves_a_shard_whose_limiter_holds_it_back(monkeypatch: Any) -> None:
+  """The only writer of that shard has ended; the other one goes on."""
+  monkeypatch.setattr(sampler, 'HELD_AFTER', 0.1)
+  limiter = tables.sample_to_insert_ratio(2.0, min_size=1, error=32.0)
+  with shards() as (servers, client):
+    table = client.table('it', **{**SIMPLE, 'rate_limiter': limiter})
+    writers = client.writers(history=1)
+
+    def insert(n: int, shard: int) -> None:
+      for _ in range(n):
+        writers[shard].append({'x': np.int64(shard)})
+        writers[shard].create_item(table, 1.0, num_steps=1)
+      writers[shard].flush(timeout=30)
+
+    for shard in (0, 1):
+      insert(8, shard)
+    until(lambda: all(c.sizes.get('it') == 8 for c in client.connections))
+    going_on = threading.Thread(target=insert, args=(62, 0))
+    going_on.start()
+    try:
+      for _ in range(20):
+        assert len(table.sample(8, timeout=30).key) == 8
+    finally:
+      going_on.join(40)
+    assert servers[1].tables['it'].info().samples <= 46  # of 160: all that its limiter allows
+
+
+def test_capacity_and_first_windows_are_of_all_shards_together() -> None:
+  config = PRESETS['r2d2-remote-memory']()
+  resolved = resolve(config)
+  example = example_trajectory(resolved.agent, resolved.env, config.num_envs, config.unroll_length)
+  windows = resolved.replay.windows
+  for n in (1, 2):
+    with shards(n) as (servers, client):
+      table = run_tables.replay_table(
+        client, Layout(windows, example), resolved.env.action_space, 'run'
+      )
+      each = [s.tables[table.name] for s in servers]
+      steps = windows.period * table.info().max_size
+      assert 0 <= steps - windows.buffer.capacity < n * windows.period
+      first = windows.period * sum(x.rate_limiter.min_size for x in each)
+      assert 0 <= windows.buffer.min_size - first < n * windows.period
 
 
 def write(client: service.ReplayClient, table: Any, who: int, steps: int) -> None:
