@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import RunError, UnreadableFile, UsageError
+from podrace.errors import RunError, UnfitSetting, UnreadableFile, UsageError
 from podrace.system.files import write_whole
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import TEXT
@@ -27,7 +27,7 @@ def note_end(
 ) -> Iterator[None]:
   """Record how a life of a run ended, if an exception leaves the context.
 
-  A refusal (UsageError) changes nothing.
+  A refusal before training (UsageError) changes nothing.
 
   Args:
     path: the run directory.
@@ -51,6 +51,9 @@ def note_end(
     yield
   except stopped as e:
     note(STOPPED, str(e))
+    raise
+  except UnfitSetting as e:
+    note(FAILED, summarize_failure(e))
     raise
   except UsageError:
     if before:

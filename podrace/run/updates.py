@@ -11,7 +11,7 @@ import numpy as np
 
 from podrace import hooks
 from podrace.architectures.protocol import Architecture
-from podrace.errors import RunError, Stopped
+from podrace.errors import RunError, Stopped, UnfitSetting
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.save_and_resume import Saves
@@ -154,7 +154,7 @@ class UpdateLoop:
     return int(all_[0, 0]), int(all_[:, 1].max()), bool(all_[0, 2]), bool(all_[0, 3])
 
   def _check_health(self, update: int) -> None:
-    """Raise RunError if the loss or a parameter is not finite."""
+    """Raise RunError or UnfitSetting if the loss or a parameter is not finite."""
     broken, finite = self.health
     bad = [int(b) for b in np.atleast_1d(broken) if b >= 0]
     if not bad and np.all(finite):
@@ -169,7 +169,7 @@ class UpdateLoop:
       self.saves.checkpoints.wait()  # so that it is there
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
     if bad and np.all(finite) and (reason := hooks.refusal(self.config.agent)):
-      raise RunError(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
+      raise UnfitSetting(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
     learn = label(hooks.innermost(self.config.agent), 'learn')
     raise RunError(
       f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -242,6 +243,7 @@ def test_a_run_with_returns_outside_of_the_range_ends_with_2(
   sizes = ['--total-steps', '2_048', '--agent.buffer.batch-size', '8', '--agent.cem.samples', '8']
   code, _, err = called(capsys, 'train', *args, *sizes, '--run-dir', str(tmp_path / 'run'))
   assert code == 2 and '--agent.network.v-min' in err, err
+  assert json.loads((tmp_path / 'run' / 'end.json').read_text())['state'] == 'failed'
 
 
 def test_labels_of_a_stage_at_no_lag_are_those_of_the_learner() -> None:
