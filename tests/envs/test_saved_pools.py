@@ -241,10 +241,12 @@ def test_seeds_differ_between_environments_and_seedings() -> None:
 # --- determinism ------------------------------------------------------------------------------------
 
 
-def test_an_environment_with_random_numbers_of_its_own_is_told_of(
-  caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize('name', ['Sequence', 'Tiring', 'Normalized'])
+def test_an_environment_that_a_seed_does_not_repeat_is_reported(
+  name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-  spec = base.make('gymnasium:host_envs:Sequence-v0')  # observes the number of its instance
+  """It observes the number of its instance, or something outlives the reset."""
+  spec = base.make(f'gymnasium:host_envs:{name}-v0')
   with caplog.at_level(logging.WARNING):
     assert spec.try_out is not None
     spec.try_out(60.0)

@@ -198,6 +198,23 @@ class Masked(gymnasium.Env):
     return self._observe(), 1.0, self._time == 10, False, {}
 
 
+class Tiring(Same):
+  """Its reward falls with every step of its life, whatever the seed of a reset."""
+
+  _life = 0
+
+  def step(self, action: int) -> Any:
+    self._life += 1
+    observation, _, *rest = super().step(action)
+    return observation, 1 / self._life, *rest
+
+
+def normalized() -> gymnasium.Env:
+  return gymnasium.wrappers.NormalizeReward(gymnasium.make('Pendulum-v1'))
+
+
+gymnasium.register('Tiring-v0', entry_point='host_envs:Tiring')
+gymnasium.register('Normalized-v0', entry_point='host_envs:normalized')
 gymnasium.register('Switches-v0', entry_point='host_envs:Switches', max_episode_steps=4)
 gymnasium.register('Masked-v0', entry_point='host_envs:Masked')
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')

@@ -2,15 +2,16 @@
 
 A worker that dies, or takes longer than the deadline, is ended and replaced. Its environments
 begin again under new run ids. An exception in an environment ends the run and is shown to the
-user. Before a run, one environment is reset and stepped once, unless it is Gymnasium's own.
+user. Before a run, two environments are tried out, unless they are Gymnasium's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,12 +66,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     metrics=infos.means,
   )
   owner = trial.owner(probe)
-  if trial.is_gymnasiums(owner):
+  if trial.is_gymnasiums(owner) and not trial.has_wrappers(probe):
     return spec
   methods = {m: label_of(owner, m) for m in ('reset', 'step')}
 
   def try_out(deadline: float) -> None:
-    args = PoolArgs(2, 2, np.zeros(2, np.uint32), 1, deadline)
+    args = PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 1, deadline)
     pool = WorkerPool(label, fields, observation_space, args, trial=True)
     repeats.holds = _try_out(spec, pool, methods)
 
@@ -101,10 +102,10 @@ class Repeats:
 
 
 def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bool:
-  """Reset and step a pool of two environments with the same seed.
+  """Reset and step a pool of two environments.
 
   Returns:
-    Whether they are alike for TRIAL_STEPS steps, or in TRIAL_SECONDS.
+    Whether they do the same with the same seed after they have played with different ones.
 
   Raises:
     UsageError: if that fails.
@@ -116,10 +117,10 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
     arrival = pool.recv()
     check(_of_first(spec, arrival))
     name = 'step'
-    _send_to_both(spec, pool, arrival)
+    _send(spec, pool, arrival)
     arrival = pool.recv()
     check(_of_first(spec, arrival))
-    return _stays_alike(spec, pool, arrival)
+    return _repeats(spec, pool, arrival)
   except EnvironmentFailed as error:
     raise UsageError(str(error)) from error
   except HostError as error:
@@ -130,36 +131,60 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
 
 def _of_first(spec: HostSpec, arrival: Arrival) -> Arrival:
   """Return the arrival of the first environment alone."""
-  t = arrival.timestep
-  observation = map_leaves(lambda _, x: x[:1], spec.observation_space, t.observation)
-  timestep: Any = TimeStep(observation, t.reward[:1], t.discount[:1], t.step_type[:1])
+  return _of(spec, arrival, 0)
+
+
+def _of(spec: HostSpec, arrival: Arrival, i: int) -> Arrival:
+  """Return the arrival of environment i alone."""
+  t, one = arrival.timestep, slice(i, i + 1)
+  observation = map_leaves(lambda _, x: x[one], spec.observation_space, t.observation)
+  timestep: Any = TimeStep(observation, t.reward[one], t.discount[one], t.step_type[one])
   ids, _, score, ended, run_id = arrival
-  return Arrival(ids[:1], timestep, score[:1], ended[:1], run_id[:1])
+  return Arrival(ids[one], timestep, score[one], ended[one], run_id[one])
 
 
-def _send_to_both(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> None:
-  """Send the action that is allowed in the first environment."""
-  observation = _of_first(spec, arrival).timestep.observation
-  action = allowed_action(spec.action_space, observation)
-  pool.send(arrival.env_id, np.repeat(action, 2, axis=0))
+def _send(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> None:
+  """Send an action to both environments that is allowed there."""
+  actions = [
+    allowed_action(spec.action_space, _of(spec, arrival, i).timestep.observation) for i in range(2)
+  ]
+  pool.send(arrival.env_id, np.concatenate(actions))
 
 
-def _stays_alike(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> bool:
-  """Step both environments on. A failure is left to the run to report."""
-  end = time.monotonic() + TRIAL_SECONDS
-  for _ in range(TRIAL_STEPS):
-    t = arrival.timestep
-    arrays = [*values(spec.observation_space, t.observation), t.reward, t.step_type]
-    if any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, arrays)):
-      return False
-    if time.monotonic() > end:
-      break
-    try:
-      _send_to_both(spec, pool, arrival)
+def _repeats(spec: HostSpec, pool: WorkerPool, arrival: Arrival) -> bool:
+  """Return whether the environments do the same for TRIAL_STEPS steps after a reset with one seed.
+
+  They play TRIAL_STEPS steps before it, and the second one begins another episode, so that counters
+  and statistics that outlive the reset differ. Both parts end after TRIAL_SECONDS. A failure is
+  left to the run to report.
+  """
+  try:
+    for _ in _until(TRIAL_STEPS):
+      _send(spec, pool, arrival)
       arrival = pool.recv()
-    except HostError:
-      break
+    for seeds in (-1, 3), (2, 2):
+      pool.reset_in_trial(seeds)
+      _send(spec, pool, arrival)
+      arrival = pool.recv()
+    pool.reset_in_trial((-1, -1))
+    for i in _until(TRIAL_STEPS):
+      t = arrival.timestep
+      arrays = [*values(spec.observation_space, t.observation), t.reward]
+      if i:  # an episode may have ended just before the reset
+        arrays.append(t.step_type)
+      if any(not np.array_equal(x[0], x[1]) for x in map(np.asarray, arrays)):
+        return False
+      _send(spec, pool, arrival)
+      arrival = pool.recv()
+  except HostError:
+    pass
   return True
+
+
+def _until(steps: int) -> Iterator[int]:
+  """Count steps until TRIAL_SECONDS have passed."""
+  end = time.monotonic() + TRIAL_SECONDS
+  return itertools.takewhile(lambda _: time.monotonic() < end, range(steps))
 
 
 def allowed_action(space: Any, observation: Any) -> np.ndarray:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
+from gymnasium import wrappers
 
 from podrace.errors import RunError, UsageError
 from podrace.system.blame import describe, failed, label, of_the_user, refuse
@@ -24,6 +25,13 @@ RETURNS = {
 def is_gymnasiums(env: Any) -> bool:
   """Return whether an environment is part of Gymnasium."""
   return type(env).__module__.partition('.')[0] == 'gymnasium'
+
+
+def has_wrappers(env: Any) -> bool:
+  """Return whether an environment has wrappers besides those that Gymnasium adds by itself."""
+  while isinstance(env, wrappers.OrderEnforcing | wrappers.PassiveEnvChecker | wrappers.TimeLimit):
+    env = env.env
+  return isinstance(env, gymnasium.Wrapper)
 
 
 def owner(env: Any) -> Any:

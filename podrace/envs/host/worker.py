@@ -118,7 +118,7 @@ class WorkerEnvironments:
     start: int,
     trial: bool = False,
   ) -> None:
-    self._start = start
+    self._start, self._trial = start, trial
     _, env_id, options = env_names.parse(name)
     envs = [make_gymnasium(env_id, **options) for _ in seeds]
     self._owners = [owner(e) for e in envs]
@@ -146,6 +146,8 @@ class WorkerEnvironments:
     rewards: list[Any] = []
     terminations: list[Any] = []
     truncations: list[Any] = []
+    if self._trial:  # it also resets environments in the middle of an episode
+      over = self._over = (over | (self._later >= 0)).tolist()
     for i, action in enumerate(actions_for(self._action_space, self._into[ACTION])):
       try:
         if over[i]:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -214,6 +214,10 @@ class WorkerPool:
     due = log.is_due(env_id, SEED_STEPS)
     self._arrays[w.SEED][env_id] = -1
     self._arrays[w.SEED][env_id[due]] = log.seeded(env_id[due])
+
+  def reset_in_trial(self, seeds: Sequence[int]) -> None:
+    """Let the following steps of a trial reset environments with seeds [N]; -1 steps one."""
+    self._arrays[w.SEED][:] = seeds
 
   def recv(self) -> Arrival:
     """Wait for `batch_size` environments, or for all requested ones if there are fewer."""

@@ -171,8 +171,8 @@ class _Reader:
     if total * row > (limit := memory_limit()) or total >= 2**31:
       raise UsageError(
         f'its {total:,} timesteps of {row:,} bytes take {total * row / 2**30:.2f} GiB, and at most '
-        f'{limit / 2**30:.2f} GiB, half of the memory, are kept: split it, as by '
-        'minari.split_dataset'
+        f'{limit / 2**30:.2f} GiB, half of the memory, are kept: use a '
+        'data set with fewer episodes'
       )
     steps = np.array(lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(steps + 1)[:-1]]).astype(np.int32)
