@@ -21,9 +21,7 @@ from podrace.errors import RunError
 from podrace.tables.blocking import REPORT_AFTER, Closed, RateLimited, Wait, deadline_of
 from podrace.tables.items import Samples
 
-HELD_AFTER = (
-  1.0  # seconds after which the part of a server is drawn elsewhere, if others have items
-)
+HELD_AFTER = 1.0  # seconds after which a part is drawn at another server that has items
 GRACE = 5.0  # seconds after its deadline in which a service must answer that the time is over
 
 

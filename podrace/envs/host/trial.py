@@ -28,7 +28,7 @@ def is_gymnasiums(env: Any) -> bool:
 
 
 def has_wrappers(env: Any) -> bool:
-  """Return whether an environment has wrappers besides those that Gymnasium adds by itself."""
+  """Return whether an environment has wrappers that Gymnasium does not add by itself."""
   while isinstance(env, wrappers.OrderEnforcing | wrappers.PassiveEnvChecker | wrappers.TimeLimit):
     env = env.env
   return isinstance(env, gymnasium.Wrapper)

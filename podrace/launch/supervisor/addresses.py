@@ -116,7 +116,7 @@ class Addresses:
 
 
 def check_in_addresses(directory: Path, hint: str) -> None:
-  """Refuse a directory whose path would end an address early."""
+  """Refuse a directory with a space or a comma in its path, which would end an address early."""
   if any(c.isspace() or c == ',' for c in str(directory)):
     raise UsageError(
       f'{directory}: its path is part of addresses, so it has no spaces and commas; {hint}'
