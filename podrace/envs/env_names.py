@@ -34,7 +34,10 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   for pair in pairs:
     option, equals, text = (x.strip() for x in pair.partition('='))
     if not (option and equals and text):
-      raise UnknownName(f'an option is key=value, not {pair!r}, in environment {name!r}')
+      raise UnknownName(
+        f'an option is key=value, not {pair!r}, in environment {name!r}; a comma begins an option, '
+        'so a path cannot contain one'
+      )
     if option in options:
       raise UnknownName(f'option {option!r} comes twice in environment {name!r}')
     try:

@@ -19,6 +19,7 @@ from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
 
 CHANNELS = 64  # of each convolution of the paper's network
+LEAST_SIDE = 217  # of an image: its strides leave 7 of it, and three convolutions without padding 1
 
 
 class _SmallValue(nn.Module):
@@ -83,6 +84,12 @@ class _PaperValue(nn.Module):
     others = [flat(x) for x in leaves if x.ndim != 4]
     if len(images) != 1:
       raise ValueError(f'the size paper needs one image, not {self.settings.observation_space}')
+    height, width = images[0].shape[1:3]
+    if min(height, width) < LEAST_SIDE:
+      raise ValueError(
+        f'the size paper needs an image of at least {LEAST_SIDE} pixels a side, not '
+        f'{height}x{width}: take --agent.network.size small'
+      )
     x = self.conv(unit(images[0]), 6, 'SAME', 'conv', stride=2)
     x = nn.max_pool(x, (3, 3), strides=(3, 3), padding='SAME')
     for i in range(6):

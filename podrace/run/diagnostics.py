@@ -156,6 +156,12 @@ CHECKS = (
     lambda h: h.progress >= 0.5 and h.count >= 3 and h.highest.get('gradient_steps') == 0,
   ),
   Check(
+    'loss-zero',
+    'the loss is exactly 0 in 5 lines, so nothing is learned: with --agent.recurrence.start '
+    'episode, raise --agent.buffer.capacity until replay holds whole episodes of each environment',
+    lambda h: h.gradient_steps >= FEW_STEPS and h.stays('loss', 5, 0.0, 0.0),
+  ),
+  Check(
     'entropy-collapsed',
     'the policy has become deterministic, and the return does not improve: lower the learning '
     'rate, or raise --agent.entropy-cost, if the agent has it',

@@ -85,7 +85,7 @@ def recorded_spaces(log: str, run_dir: Path) -> LogSpaces | None:
   try:
     return None if record is None else LogSpaces(log, *spaces_in(record))
   except UsageError as e:
-    raise UsageError(f'{path}: {e}') from e
+    raise UsageError(f'{path}: {e}; restore it, or train on the data set anew') from e
 
 
 def environment(config: Config, log: Any, env: Any) -> Any:

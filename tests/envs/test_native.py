@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -233,6 +235,25 @@ def test_numbers_for_the_log(tagged: str) -> None:
     assert spec.metrics() == {}
 
 
+def test_numbers_for_the_log_go_on_when_a_worker_is_replaced(tagged: str) -> None:
+  spec = host.make(f'{tagged},isolate=true')
+  assert spec.metrics is not None
+  lengths = []
+  with contextlib.closing(
+    spec.make(PoolArgs(2, 2, np.arange(2, dtype=np.uint32), 2, 60.0))
+  ) as envs:
+    envs.reset()
+    for t in range(300):
+      if t == 200:
+        os.kill(envs.pids[0], signal.SIGKILL)
+      arrival = envs.recv()
+      lengths += arrival.timestep.observation['tag'][arrival.ended, 3].tolist()
+      envs.send(arrival.env_id, np.zeros((2, 2), np.int32))
+    envs.recv()
+  assert arrival.run_id[0] == 1
+  np.testing.assert_allclose(spec.metrics()['info_length'], np.mean(lengths), rtol=0.05)
+
+
 def test_spaces(tagged: str) -> None:
   spec = host.make(tagged)
   assert spec.action_space == gymnasium.spaces.MultiDiscrete([5, 7], dtype=np.int32)
@@ -406,6 +427,8 @@ def test_states_of_other_environments_are_refused(tagged: str) -> None:
     ('obs_bytes', ('12', '16')), ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')),
     ('shape', ('obs[0]', '(0,)')), ('choices', ('act', '(0,)')), ('no_save', ('podrace_save',)),
     ('bounds', ('obs[0]', 'uint8', '-1')), ('names', ('info', '9004')),
+    ('wide', ('obs[0]', 'float32', '-1e+300')), ('load_exit_0', ('podrace_spec_of', 'exit')),
+    ('load_crash', ('podrace_spec_of', 'SIGSEGV')), ('spec_exit_0', ('podrace_spec_of', 'exit')),
   ],
 )  # fmt: skip
 def test_a_library_that_does_not_fit_is_refused(
@@ -438,6 +461,40 @@ def test_a_trial_finds(fault: str, words: tuple[str, ...], tmp_path: Path) -> No
     spec.try_out(60.0)
   assert all(word in str(error.value) for word in words), error.value
   assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_library_that_hangs_when_it_is_loaded_is_refused(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  monkeypatch.setattr(trial, 'SPEC_SECONDS', 2.0)
+  with pytest.raises(UsageError, match='podrace_spec_of'):
+    host.make(write(tmp_path / 'bad.c', 'load_hang'))
+
+
+CHOICES = (
+  ('int32_t tag[5]; float', 'int32_t tag[2]; float'), ('.ndim = 1, .shape = {5}},\n    {.name = "copy"', '.ndim = 1, .shape = {2}, .choices = choices},\n    {.name = "copy"'),
+  ('int32_t tag[5] = {(int32_t)(t->seed & 0x7FFFFFFF), t->step, action, t->length, t->flags}', 'int32_t tag[2] = {0, t->step}'),
+)  # fmt: skip
+FLAGS = (('.dtype = PODRACE_I8, .ndim = 1', '.dtype = PODRACE_BOOL, .ndim = 1'),)
+
+
+@pytest.mark.parametrize(
+  ('changes', 'words'),
+  [(CHOICES, ('wrote 7 to tag', '0 to 6')), (FLAGS, ('wrote 2 to more', '0 to 1'))],
+)
+def test_a_trial_finds_choices_that_are_outside_of_their_space(
+  changes: tuple[tuple[str, str], ...], words: tuple[str, ...], tmp_path: Path
+) -> None:
+  text = TAGGED
+  for part, instead in changes:
+    assert text.count(part) == 1
+    text = text.replace(part, instead)
+  (tmp_path / 'choices.c').write_text(text, encoding='utf-8')
+  spec = host.make('c:choices.c')
+  assert spec.try_out is not None
+  with pytest.raises(UsageError) as error:
+    spec.try_out(60.0)
+  assert all(word in str(error.value) for word in ('podrace_step', *words)), error.value
 
 
 def test_a_trial_accepts_what_is_right(tmp_path: Path, tagged: str) -> None:
@@ -487,7 +544,8 @@ def processes_with(variable: str) -> list[str]:
     ('c:cartpole,gravity=3', ('no option gravity', 'max_steps')),
     ('c:cartpole,max_steps=0', ('max_steps', '1')), ("c:cartpole,max_steps='x'", ('max_steps',)),
     ('c:cartpole,max_steps=1e999', ('JSON',)), ('c:cartpole,isolate=3', ('isolate',)),
-    ('c:broken.so', ('no library',)),
+    ('c:broken.so', ('no library',)), ('c:~nosuch/x.c', ('nosuch',)), (f'c:{"x" * 300}.c', ('long',)),
+    ('c:a,b.c', ('comma',)),
   ],
 )  # fmt: skip
 def test_names_and_options_that_are_refused(
@@ -532,6 +590,33 @@ def test_it_is_compiled_once_and_again_when_a_header_changes(
   assert build.compile_library(file, 'c:mine.c').parent != first.parent
 
 
+def test_a_damaged_library_in_the_cache_is_compiled_again(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
+  monkeypatch.setattr(build, '_cache_directory', build._cache_directory.__wrapped__)
+  file = tmp_path / 'mine.c'
+  write(file)
+  library = build.compile_library(file, 'c:mine.c')
+  whole = library.read_bytes()
+  for damage in (whole[:1000], b'', whole[:-1] + b'x'):
+    library.write_bytes(damage)
+    assert build.compile_library(file, 'c:mine.c').read_bytes() == whole
+  assert len(list(library.parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize('name', ['-dash.c', f'{"é" * 120}.c'])
+def test_a_file_with_an_unusual_name_is_compiled(name: str, tmp_path: Path) -> None:
+  write(tmp_path / name)
+  assert stream(f'c:{name}', 3) == stream('c:cartpole', 3)
+
+
+def test_an_open_quote_in_cc(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+  monkeypatch.setenv('CC', "gcc '")
+  code, _, err = called(capsys, 'train', '--env', 'c:cartpole', '--run-dir', str(tmp_path / 'run'))
+  assert code == 2 and 'CC' in err and len(err.splitlines()) == 1
+
+
 def test_a_library_of_ones_own(tmp_path: Path) -> None:
   source = tmp_path / 'mine.c'
   write(source)
@@ -572,6 +657,18 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
     text=True,
     check=False,
   )
+
+
+@pytest.mark.parametrize(
+  ('fault', 'word'), [('late_exit_0', 'exit'), ('late_create', 'no licence is left')]
+)
+def test_a_late_fault_ends_the_run_with_exit_code_1(fault: str, word: str, tmp_path: Path) -> None:
+  name = write(tmp_path / 'bad.c', fault)
+  done = command(
+    'train', '--env', name, *RUN, '--env-threads', '1', '--total-steps', '100_000_000',
+    '--run-dir', str(tmp_path / 'run'),
+  )  # fmt: skip
+  assert done.returncode == 1 and word in done.stderr and 'Traceback' not in done.stderr, done
 
 
 @pytest.mark.slow

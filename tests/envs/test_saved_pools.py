@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import gymnasium
+import jax
 import numpy as np
 import pytest
 
@@ -74,7 +75,7 @@ def assert_restored(name: str, before: int, after: int) -> dict[str, np.ndarray]
   while 'CartPole' in name and before and not one.arrival.timestep.last.any():
     one.play(1)  # a FIRST is due
   assert isinstance(one.pool, SavedPool) and one.pool.saves
-  state, last = one.pool.state(), one.arrival.timestep.observation
+  state, last = one.pool.state(), jax.tree.map(np.array, one.arrival.timestep)
   copies = {k: x.copy() for k, x in state.items()}
   random = one.random.bit_generator.state
   expected = one.play(after)
@@ -85,8 +86,8 @@ def assert_restored(name: str, before: int, after: int) -> dict[str, np.ndarray]
   other.random.bit_generator.state = random
   try:
     other.arrival = other.pool.restore(state)
-    if not isinstance(last, dict):
-      np.testing.assert_array_equal(other.arrival.timestep.observation, last)
+    came = other.arrival.timestep
+    jax.tree.map(np.testing.assert_array_equal, came[:2], last[:2])  # observation and reward
     for step, (came, wanted) in enumerate(zip(other.play(after), expected, strict=True)):
       for x, y in zip(came, wanted, strict=True):
         np.testing.assert_array_equal(x, y, f'at step {step}')

@@ -38,6 +38,7 @@ HEALTHY: dict[str, Curve] = dict(
   clip_fraction=0.1,
   explained_variance=lambda x: x - 0.3,
   saturation=0.3,
+  loss=0.3,
   value=lambda x: x,
   temperature=0.2,
 )
@@ -55,6 +56,7 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
   'return-below-start': (dict(episode_return=lambda x: 22 - 5 * x, explained_variance=0.5), DQN()),
   'returns-not-finite': (dict(episode_return=None), PPO()),
   'no-gradient-steps': (dict(gradient_steps=0), PPO()),
+  'loss-zero': (dict(loss=0.0), DQN()),
   'entropy-collapsed': (FLAT | dict(entropy=lambda x: 1.1 if x < 0.1 else 0.0), PPO()),
   'entropy-constant': (FLAT | dict(entropy=math.log(3)), PPO()),
   'updates-too-large': (dict(approx_kl=467.0), PPO()),

@@ -89,9 +89,12 @@ def restore_pool(name: str, pool: Any, state: ActorState, steps: int) -> TimeSte
     pool.restore(state.environment, steps)
     return t
   try:
-    observation = pool.restore(state.environment).timestep.observation
+    restored = pool.restore(state.environment).timestep
+    observation = restored.observation
     if not np.array_equal(digest(observation), state.digest):
       raise HostError('the same seeds and actions led to other observations')
+    if not np.array_equal(restored.reward, t.reward):
+      raise HostError('the same seeds and actions led to other rewards')
   except (HostError, UsageError) as e:
     log.warning('%s: the environments of %d begin anew: %s', name, pool.num_envs, e)  # type: ignore[attr-defined]
     return None

@@ -88,7 +88,9 @@ class EnvironmentClient(LinkHandler):
     now = time.monotonic()
     for group in self.groups:
       if group.worker is not None and group.worker.failed:
-        raise GroupFailed(f'{self._spec.name} failed:\n{group.worker.message(errors.HostError)}')
+        raise GroupFailed(
+          f'{self._spec.name} failed:\n{group.worker.message(errors.HostError, errors.RunError)}'
+        )
       since = group.busy_since
       if since is not None and not group.watches_itself and now - since > self._options.deadline:
         raise GroupFailed(f'{self._spec.name}: no answer for {now - since:.0f} s')

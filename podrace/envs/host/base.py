@@ -57,9 +57,9 @@ class SavedPool(Protocol):
     ...
 
   def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
-    """Restore a state, in place of `reset`; returns the observations that wait for actions.
+    """Restore a state, in place of `reset`; returns the timesteps that wait for actions.
 
-    Only the observations of the arrival count. Afterwards `reset` still begins anew.
+    Only the observations and rewards of the arrival count. Afterwards `reset` still begins anew.
 
     Raises:
       HostError: if it is no state of this pool. The pool is as before.

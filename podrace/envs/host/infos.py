@@ -125,7 +125,7 @@ class Infos:
 
 
 def _add(totals: InfoTotals, rows: Rows) -> None:
-  for row in np.flatnonzero(rows[COUNTS][:, 0]):  # a row in use has a count for its first name
+  for row in np.flatnonzero(rows[COUNTS].any(1)):
     for i, name in enumerate(_names(rows[NAMES][row])):
       total, count = totals.get(name, (0.0, 0.0))
       totals[name] = total + float(rows[SUMS][row, i]), count + float(rows[COUNTS][row, i])

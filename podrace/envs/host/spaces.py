@@ -14,13 +14,13 @@ WRAPPER = 'a wrapper such as gymnasium.wrappers.TransformAction can'
 
 
 def wide_bounds(space: Any) -> tuple[Any, Any] | None:
-  """Return bounds beyond which a value is clearly outside of a Box; None if the Box has no bounds.
+  """Return bounds beyond which a value is clearly outside of a space; None if there are none.
 
-  Beyond the Box's own bounds there is a margin for rounding: a hundredth of the range, or of one
-  bound a thousandth.
+  Beyond the bounds of a Box of floats there is a margin for rounding: a hundredth of the range, or
+  of one bound a thousandth.
   """
-  if not hasattr(space, 'low'):
-    return None
+  if not hasattr(space, 'low'):  # choices
+    return bounds(space)
   low, high = space.low.astype(np.float64), space.high.astype(np.float64)
   if space.dtype.kind in 'iu':
     limits = np.iinfo(space.dtype)

@@ -195,17 +195,19 @@ class WorkerEnvironments:
       actions = history['actions'][start:count, self._start + i]
       over: Any = self._over[i]
       observation: Any = None
+      reward: Any = 0.0
       terminated = truncated = False
       for action in actions_for(self._action_space, actions):
         if over:
           observation, _ = self._resets[i](seed=None)
-          terminated = truncated = False
+          reward, terminated, truncated = 0.0, False, False
         else:
-          observation, _, terminated, truncated, _ = self._steps[i](action)
+          observation, reward, terminated, truncated, _ = self._steps[i](action)
         over = terminated or truncated
         beat()
       if start < count:
         self._write(i, observation)
+        self._into[REWARD][i] = reward
         self._into[TERMINATED][i], self._into[TRUNCATED][i] = terminated, truncated
         self._over[i] = bool(over)
 

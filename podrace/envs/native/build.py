@@ -21,13 +21,15 @@ FLAGS = ('-O3', '-shared', '-fPIC', '-ffp-contract=off', '-pthread')
 LINKED = ('-lm',)
 SECONDS = 300.0  # for the compiler
 LINES = 12  # of the compiler's message
+STEM = 60  # letters of a file's name in the name of its library, which has at most 255 bytes
 
 
 def compile_library(source: Path, name: str) -> Path:
   """Return the shared library of a C file, compiled unless the cache has it.
 
   The key of the cache is a hash of the file after preprocessing, so it covers the headers, and of
-  the compiler's version and options.
+  the compiler's version and options. A library's name ends with a hash of its bytes, so that a
+  damaged one is compiled again.
 
   Args:
     source: the C file.
@@ -36,21 +38,38 @@ def compile_library(source: Path, name: str) -> Path:
   Raises:
     UsageError: if there is no compiler, or it fails; the message is the compiler's.
   """
-  text = _run(name, ('-E', '-P', f'-I{HERE}', str(source)))
+  path = str(source.absolute())  # a relative one may begin with a dash
+  text = _run(name, ('-E', '-P', f'-I{HERE}', path))
   options = _version(name), compiler(), FLAGS, LINKED
-  key = hashlib.sha256(repr(options).encode() + text).hexdigest()
-  library = _cache_directory() / f'{source.stem}-{key[:32]}.so'
-  if not library.exists():
-    with tempfile.TemporaryDirectory(dir=library.parent) as draft:
-      path = Path(draft) / library.name
-      _run(name, (*FLAGS, f'-I{HERE}', str(source), '-o', str(path), *LINKED))
-      path.rename(library)  # another process may have made it meanwhile: it is the same
+  key = hashlib.sha256(repr(options).encode() + text).hexdigest()[:32]
+  folder, stem = _cache_directory(), f'{source.stem[:STEM]}-{key}-'
+  for library in folder.iterdir():
+    if library.name.startswith(stem) and library.name == _library_name(stem, library):
+      return library
+  with tempfile.TemporaryDirectory(dir=folder) as draft:
+    compiled = Path(draft) / 'library.so'
+    _run(name, (*FLAGS, f'-I{HERE}', path, '-o', str(compiled), *LINKED))
+    library = folder / _library_name(stem, compiled)
+    compiled.rename(library)  # in place of a damaged one
   return library
 
 
+def _library_name(stem: str, library: Path) -> str:
+  """Return the name of a library in the cache: `stem`, and a hash of its bytes."""
+  with library.open('rb') as file:
+    return f'{stem}{hashlib.file_digest(file, "sha256").hexdigest()[:32]}.so'
+
+
 def compiler() -> list[str]:
-  """Return the compiler's command line: CC, or `cc`."""
-  return shlex.split(os.environ.get('CC', '')) or ['cc']
+  """Return the compiler's command line: CC, or `cc`.
+
+  Raises:
+    UsageError: if CC has an open quote.
+  """
+  try:
+    return shlex.split(os.environ.get('CC', '')) or ['cc']
+  except ValueError as error:
+    raise UsageError(f'CC is {os.environ["CC"]!r}, expected a command: {error}') from error
 
 
 def _version(name: str) -> bytes:

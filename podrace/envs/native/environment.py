@@ -48,8 +48,10 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   library = f'c:{name}'
   make_pool: Callable[[PoolArgs], HostEnvironment]
   infos: Infos | NativeInfos
+  if isolate or name not in NATIVE_EXAMPLES:  # which may crash or exit
+    spec = run_trial(library, path, text)
   if isolate:
-    spec, infos = run_trial(library, path, text), Infos()
+    infos = Infos()
     make_pool = functools.partial(_isolated_pool, label, spec, infos)
   else:
     opened, infos = EnvironmentLibrary(compiled(path, library), library), NativeInfos()
@@ -76,13 +78,17 @@ def locate(name: str) -> Path:
   """Return the file of a name: a path, or an example that comes with podrace."""
   if name in NATIVE_EXAMPLES:
     return HERE / 'examples' / f'{name}.c'
-  path = Path(name).expanduser()
+  try:
+    path = Path(name).expanduser()
+    is_file = path.is_file()
+  except (OSError, RuntimeError) as error:  # a name too long; ~NAME of no user
+    raise UnknownName(f'c:{name}: {error}') from error
   if path.suffix not in SUFFIXES:
     raise UnknownName(
       f'c:{name} is no path of a .c or .so file{nearest(name, NATIVE_EXAMPLES)}; podrace itself '
       f'has {", ".join(f"c:{x}" for x in NATIVE_EXAMPLES)}'
     )
-  if not path.is_file():
+  if not is_file:
     raise UnknownName(f'c:{name}: there is no file {path.absolute()}')
   return path
 

@@ -40,6 +40,7 @@ class WorkerEnvironments:
     self._into = {k: x[start : start + n] for k, x in into.items()}
     args = PoolArgs(n, n, np.array(seeds, np.uint32), 1, 0.0)
     self._pool = NativePool(opened, opened.spec(text), text, None, args, first=start)
+    self._pool.read_infos(into, start)
     self._ids = np.arange(n, dtype=np.int32)
     self._space, self._begun = opened.spec(text).observation_space(), False
 

@@ -262,9 +262,11 @@ def _read_array(a: ArrayStruct, where: str) -> ArraySpec:
     raise ValueError(f'{where} has shape {shape}, expected sides from 1, {LARGEST} bytes at most')
   if not a.low <= a.high:
     raise ValueError(f'{where} is bounded by {a.low:g} and {a.high:g}')
-  if np.dtype(dtype).kind in 'iu':
-    limits = np.iinfo(dtype)
-    if not limits.min <= a.low <= a.high <= limits.max:
+  kind = np.dtype(dtype).kind
+  if kind in 'iuf':
+    limits: Any = np.finfo(dtype) if kind == 'f' else np.iinfo(dtype)
+    infinite = (-math.inf, math.inf) if kind == 'f' else ()
+    if not all(limits.min <= x <= limits.max or x in infinite for x in (a.low, a.high)):
       raise ValueError(
         f'{where} is bounded by {a.low:g} and {a.high:g}, expected bounds that {dtype} can hold'
       )

@@ -16,6 +16,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include <pthread.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "podrace_env.h"
 
@@ -83,6 +84,7 @@ static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
 static batch *pending;            /* batches with chunks that no thread has taken */
 static int budget, workers, idle; /* threads: all that may step, started, waiting for work */
 static int running;               /* threads that are stepping, owners of batches included */
+static _Thread_local int inside;  /* this thread is in a function of an environment */
 
 /* Mixes 64 bits (splitmix64, Steele et al. 2014). */
 static uint64_t mix(uint64_t x) {
@@ -172,7 +174,9 @@ static void take_chunk(batch *b) {
   running++;
   pthread_mutex_unlock(&lock);
   double start = now_ns();
+  inside = 1;
   step_rows(b, &j->rows, from, to);
+  inside = 0;
   double each = (now_ns() - start) / (double)(to - from);
   pthread_mutex_lock(&lock);
   running--;
@@ -233,7 +237,19 @@ static void in_child(void) { /* after a fork no other thread exists */
   budget = 1;
 }
 
-static void at_fork(void) { pthread_atfork(NULL, NULL, in_child); }
+/* An environment that calls exit would end the run as if it were complete. */
+static void at_exit(void) {
+  static const char text[] = "podrace: an environment in C called exit, which it must not\n";
+  if (!inside) return;
+  ssize_t written = write(STDERR_FILENO, text, sizeof text - 1);
+  (void)written;
+  _exit(1);
+}
+
+static void at_first(void) {
+  pthread_atfork(NULL, NULL, in_child);
+  atexit(at_exit);
+}
 
 PODRACE_EXPORT void podrace_batch_close(batch *b) {
   if (b == NULL) return;
@@ -248,8 +264,10 @@ PODRACE_EXPORT void podrace_batch_close(batch *b) {
     b->first = j->next;
     free(j);
   }
+  inside = 1;
   for (int64_t i = 0; b->slots && i < b->num_envs; i++)
     if (b->slots[i].env) b->f.close(b->slots[i].env);
+  inside = 0;
   pthread_cond_destroy(&b->done);
   free(b->memory);
   free(b);
@@ -263,7 +281,7 @@ PODRACE_EXPORT batch *podrace_batch_open(const functions *f, const char *options
                                          int64_t state_bytes, int32_t num_info, double *sums,
                                          double *counts, char *error, size_t size) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, at_fork);
+  pthread_once(&once, at_first);
   batch *b = calloc(1, sizeof *b);
   if (b == NULL) return snprintf(error, size, "there is no memory left"), NULL;
   b->f = *f;
@@ -282,7 +300,10 @@ PODRACE_EXPORT batch *podrace_batch_open(const functions *f, const char *options
   for (int64_t i = 0; i < num_envs; i++) {
     b->slots[i].seed = mix(seeds[i] ^ mix((uint64_t)(first + i)));
     b->slots[i].over = 1;
-    if ((b->slots[i].env = f->create(options, error, size)) == NULL) {
+    inside = 1;
+    b->slots[i].env = f->create(options, error, size);
+    inside = 0;
+    if (b->slots[i].env == NULL) {
       podrace_batch_close(b);
       return NULL;
     }
@@ -339,7 +360,9 @@ PODRACE_EXPORT int64_t podrace_batch_save(batch *b, uint8_t *states, int64_t *si
                                           uint64_t *episodes, uint64_t *seeds, uint8_t *over) {
   for (int64_t i = 0; i < b->num_envs; i++) {
     slot *s = &b->slots[i];
+    inside = 1;
     sizes[i] = b->f.save(s->env, states + i * b->state_bytes);
+    inside = 0;
     if (sizes[i] < 0 || sizes[i] > b->state_bytes) return i;
     episodes[i] = s->episode, seeds[i] = s->seed, over[i] = s->over;
   }
@@ -352,14 +375,19 @@ PODRACE_EXPORT int64_t podrace_batch_load(batch *b, const uint8_t *states, const
                                           const uint8_t *over) {
   for (int64_t i = 0; i < b->num_envs; i++) {
     slot *s = &b->slots[i];
-    if (b->f.load(s->env, states + i * b->state_bytes, sizes[i])) return i;
+    inside = 1;
+    int refused = b->f.load(s->env, states + i * b->state_bytes, sizes[i]);
+    inside = 0;
+    if (refused) return i;
     s->episode = episodes[i], s->seed = seeds[i], s->over = over[i];
   }
   return -1;
 }
 
 PODRACE_EXPORT void podrace_batch_render(batch *b, int64_t i, uint8_t *rgb) {
+  inside = 1;
   b->f.render(b->slots[i].env, rgb);
+  inside = 0;
 }
 
 /* Returns the threads that the pool has started. */

@@ -28,7 +28,7 @@ from podrace.envs.native.library import (
   text_of,
 )
 from podrace.envs.spaces import leaves, tree, values
-from podrace.errors import HostError
+from podrace.errors import HostError, RunError
 from podrace.types import LAST, Arrival, TimeStep
 
 
@@ -97,7 +97,7 @@ class NativePool:
 
   Owner: an actor thread.
   Ends when: `close` is called.
-  Raises: HostError if an environment cannot be made, saved or restored.
+  Raises: RunError if an environment cannot be made; HostError if it cannot be saved or restored.
 
   Args:
     library: the environment's functions.
@@ -148,7 +148,7 @@ class NativePool:
       self._sums.ctypes.data, self._counts.ctypes.data, error, TEXT,
     )  # fmt: skip
     if not batch:
-      raise HostError(f'{self._name}: {text_of(error)}')
+      raise RunError(f'{self._name}: {text_of(error)}')
     return batch
 
   def reset(self) -> None:
@@ -210,14 +210,15 @@ class NativePool:
 
   def write_infos(self, rows: Mapping[str, np.ndarray], row: int) -> None:
     """Write the sums of the numbers for the log to a row."""
-    names, counts = self._spec.info, self._counts.sum(0)
-    present = np.flatnonzero(counts[: len(names)])
-    if len(present):
-      text = json.dumps([names[i] for i in present]).encode()
-      rows[NAMES][row] = 0  # a process before this one may have had more names
+    if n := len(self._spec.info):
+      text = json.dumps(self._spec.info).encode()
       rows[NAMES][row, : len(text)] = np.frombuffer(text, np.uint8)
-      rows[SUMS][row, : len(present)] = self._sums.sum(0)[present]
-      rows[COUNTS][row, : len(present)] = counts[present]
+      rows[SUMS][row, :n], rows[COUNTS][row, :n] = self._sums.sum(0), self._counts.sum(0)
+
+  def read_infos(self, rows: Mapping[str, np.ndarray], row: int) -> None:
+    """Go on from the sums of a row, of an earlier process with these environments."""
+    n = len(self._spec.info)
+    self._sums[0, :n], self._counts[0, :n] = rows[SUMS][row, :n], rows[COUNTS][row, :n]
 
   @property
   def renders(self) -> bool:

@@ -18,7 +18,8 @@ import numpy as np
 
 from podrace.envs.native.build import compile_library
 from podrace.envs.native.library import TEXT, EnvironmentLibrary, NativeSpec, text_of
-from podrace.envs.spaces import MASK
+from podrace.envs.spaces import MASK, bounds
+from podrace.envs.timestep_rules import is_outside
 from podrace.errors import UsageError
 from podrace.system.child import python
 
@@ -151,6 +152,9 @@ class OneEnvironment:
     )
     self._do = {k: t(getattr(addresses, k)) for k, t in types.items() if getattr(addresses, k)}
     self._observation = np.zeros(spec.obs_bytes, np.uint8)
+    self._choices: list[tuple[str, Any]] = [
+      (a.name, bounds(a.space())) for a in spec.observation if a.choices or a.dtype == 'bool'
+    ]
     self._result = np.zeros(1, RESULT)
     self._info = np.zeros(max(len(spec.info), 1), np.float32)
     error = ctypes.create_string_buffer(TEXT)
@@ -180,6 +184,7 @@ class OneEnvironment:
     self._observation[:], self._result[:], self.over = fill, np.zeros((), RESULT), False
     self._say('reset')
     self._do['reset'](self._env, seed, self._observation.ctypes.data)
+    self._check_choices('reset')
 
   def step(self, action: np.ndarray, fill: int) -> None:
     """Take an action."""
@@ -189,7 +194,22 @@ class OneEnvironment:
       self._env, action.ctypes.data, self._observation.ctypes.data, self._result.ctypes.data,
       self._info.ctypes.data,
     )  # fmt: skip
+    self._check_choices('step')
     self.over = bool(self._result['terminated'][0] or self._result['truncated'][0])
+
+  def _check_choices(self, function: str) -> None:
+    arrays = self.arrays() if self._choices else {}
+    for name, (low, high) in self._choices:
+      outside = is_outside(arrays[name], low, high)
+      if outside.any():
+        came, least, most = (
+          np.broadcast_to(x, outside.shape)[outside][0] for x in (arrays[name], low, high)
+        )
+        part = f'{name} of the observation' if name else 'the observation'
+        raise UsageError(
+          f'{self._name}: podrace_{function} wrote {came} to {part}, expected {least} to {most}, as '
+          'podrace_spec_of declares'
+        )
 
   def save(self) -> np.ndarray:
     """Return the state.

@@ -18,6 +18,7 @@ from podrace.architectures.hashes import params_sha256
 from podrace.architectures.sebulba import ActingProgram, SebulbaDriver, saved_actors
 from podrace.architectures.sebulba.saved_actors import FILE
 from podrace.envs.host import base as host
+from podrace.envs.host.worker_pool import WorkerPool
 from podrace.errors import CheckpointError
 
 Saved = tuple[Any, dict[str, Any], str]  # a state, its record, and the parameters later on
@@ -91,6 +92,22 @@ def test_without_their_states_they_begin_anew_and_say_so(
       copy = jax.tree.map(jnp.copy, state)
       assert resumed(made('gymnasium'), tmp_path / '9', copy, less, 3) != expected
     assert caplog.text.count('anew') == 1
+
+
+def test_environments_that_return_other_rewards_begin_anew(
+  tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+  state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
+  restore = WorkerPool.restore
+
+  def with_other_rewards(self: WorkerPool, saved: Any) -> Any:
+    arrival = restore(self, saved)
+    reward = arrival.timestep.reward + 1
+    return arrival._replace(timestep=arrival.timestep._replace(reward=reward))
+
+  monkeypatch.setattr(WorkerPool, 'restore', with_other_rewards)
+  assert resumed(made('gymnasium'), tmp_path / '9', state, record, 3) != expected
+  assert caplog.text.count('rewards') == 2 and 'anew' in caplog.text
 
 
 def test_states_beyond_the_largest_file_are_left_out(
