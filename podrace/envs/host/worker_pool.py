@@ -188,7 +188,8 @@ class WorkerPool:
         self._start_all(history)
       arrival = self.recv()
       # The score has the rewards of the timesteps that recv takes for FIRST.
-      arrival = arrival._replace(timestep=arrival.timestep._replace(reward=arrival.score))
+      timestep: Any = arrival.timestep
+      arrival = arrival._replace(timestep=timestep._replace(reward=arrival.score))
       if self._run_id.any():
         raise HostError(f'{self._label}: a worker process ended while its actions were replayed')
     except BaseException:

@@ -207,8 +207,8 @@ class OneEnvironment:
         )
         part = f'{name} of the observation' if name else 'the observation'
         raise UsageError(
-          f'{self._name}: podrace_{function} wrote {came} to {part}, expected {least} to {most}, as '
-          'podrace_spec_of declares'
+          f'{self._name}: podrace_{function} wrote {came} to {part}, expected {least} to {most}, '
+          'as podrace_spec_of declares'
         )
 
   def save(self) -> np.ndarray:
