@@ -624,6 +624,10 @@ def test_a_library_of_ones_own(tmp_path: Path) -> None:
   assert stream('c:mine.so', 30) == stream('c:mine.c', 30) == stream('c:cartpole', 30)
 
 
+def test_processes_of_an_environment_may_exit(tmp_path: Path) -> None:
+  assert stream(write(tmp_path / 'forks.c', 'fork_exit'), 5) == stream('c:cartpole', 5)
+
+
 # --- faults during a run ---------------------------------------------------------------------------------
 
 

@@ -233,7 +233,7 @@ static void in_child(void) { /* after a fork no other thread exists */
   pthread_mutex_init(&lock, NULL);
   pthread_cond_init(&work, NULL);
   pending = NULL;
-  workers = idle = running = 0;
+  workers = idle = running = inside = 0; /* an environment may fork, and its child exit */
   budget = 1;
 }
 
