@@ -12,7 +12,6 @@ Tune on seeds from 100 on (`--seeds 100`); the stated seeds are 0 to 4.
 from __future__ import annotations
 
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
@@ -83,25 +82,25 @@ def measure(case: str, seed: int, log: Path, runs: Path, steps: int) -> dict[str
   """Trains one case from its beginning; finetuning goes on from the offline run of its seed."""
   run_dir = runs / f'{case}-{seed}'
   if (run_dir / 'summary.json').exists():
-    return scores(case, run_dir) | {'wall_s': common.summary_of(run_dir)['wall_s']}
+    return scores(case, run_dir)
   with_log = [] if case == 'online' else ['--log', log]
   start = ['--init-from', runs / f'offline-{seed}'] if case == 'finetuned' else []
-  begun = time.time()
   common.podrace('train', *CASES[case], *with_log, *start, '--run-dir', run_dir, '--seed', seed, '--total-steps', steps)  # fmt: skip
-  return scores(case, run_dir) | {'wall_s': time.time() - begun}
+  return scores(case, run_dir)
 
 
 def scores(case: str, run_dir: Path) -> dict[str, float]:
-  """Returns the greedy success, and of `bc` also that of sampled actions: its log closes at random at times."""
-  return success(run_dir) | (success(run_dir, sampled=True) if case == 'bc' else {})
+  """Returns the run's seconds and greedy success; of `bc` also that of sampled actions, as its log closes at random at times."""
+  sampled = success(run_dir, sampled=True) if case == 'bc' else {}
+  return success(run_dir) | sampled | {'wall_s': common.summary_of(run_dir)['wall_s']}
 
 
 def main() -> None:
   args = common.arguments(__doc__, CASES, seeds=[0, 1, 2, 3, 4], runs='runs/grasp', steps=STEPS)
   runs = common.ROOT / args.runs
   runs.mkdir(parents=True, exist_ok=True)
-  results = common.known('grasp') | {'log': record_log(runs / 'log-v0')}
-  print('log', results['log'], flush=True)
+  log = record_log(runs / 'log-v0')
+  print('log', log, flush=True)
   for case in args.cases:
     each = {}
     for seed in args.seeds:
@@ -109,10 +108,9 @@ def main() -> None:
       print(case, seed, each[seed], flush=True)
     names = [name for name in next(iter(each.values())) if name != 'wall_s']
     mean = {name: statistics.mean(x[name] for x in each.values()) for name in names}
-    results[case] = {'mean': mean, 'seeds': each}
     print(case, mean, flush=True)
     if min(args.seeds) < 100:
-      common.record('grasp', results)
+      common.keep('grasp', case, {'mean': mean, 'seeds': each, 'log': log})
 
 
 if __name__ == '__main__':

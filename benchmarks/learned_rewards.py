@@ -10,7 +10,7 @@ reward of the world; with it and a bonus for places that were seldom visited, b 
 advantage actor-critic (IMPALA with one environment, a table, unrolls of 8 steps) with the reward of the world. These three
 have the settings, of a grid, that give the most in 64 other lifetimes; the grids are in the result. The learned reward's
 policies have the settings that it was learned with, which were chosen by a few short runs. Intervals are of 95%, by the
-bootstrap over lifetimes; of several seeds, over the lifetimes of all. Writes benchmarks/results/learned_rewards.json after
+bootstrap: over the seeds of a learned reward, else over lifetimes. Writes benchmarks/results/learned_rewards.json after
 each case; cases that are not run keep their results.
 """
 
@@ -231,47 +231,48 @@ def baselines(case: Case) -> dict[str, tuple[Lived, dict[str, Any]]]:
   return lives
 
 
-def interval(x: np.ndarray) -> dict[str, float]:
-  """Returns the mean of numbers [lives], and the bootstrap's 95%."""
-  low, high = statistics.interval(statistics.mean, [x])
-  return dict(mean=float(x.mean()), low=float(low), high=float(high))
+def interval(x: np.ndarray, seeds: int = 1) -> dict[str, Any]:
+  """Returns the mean of numbers [lives], and the bootstrap's 95%: over seeds, as lifetimes share their reward."""
+  of_seed = np.nanmean(x.reshape(seeds, -1), axis=1)
+  each = of_seed if seeds > 1 else x[np.isfinite(x)]
+  low, high = statistics.interval(statistics.mean, [each])
+  by_seed = dict(by_seed=of_seed.round(4).tolist()) if seeds > 1 else {}
+  return dict(mean=float(np.nanmean(x)), low=float(low), high=float(high), **by_seed)
 
 
-def summarize(case: Case, lived: Lived) -> dict[str, Any]:
+def summarize(case: Case, lived: Lived, seeds: int = 1) -> dict[str, Any]:
   """Returns the return of all episodes, and figures of exploration, exploitation and recovery."""
-  r = lived.returns
+  r, over = lived.returns, functools.partial(interval, seeds=seeds)
   result: dict[str, Any] = dict(
-    lifetime=interval(r.mean(axis=1)),
-    last_quarter=interval(r[:, -r.shape[1] // 4 :].mean(axis=1)),
+    lifetime=over(r.mean(axis=1)),
+    last_quarter=over(r[:, -r.shape[1] // 4 :].mean(axis=1)),
     by_episode=r.mean(axis=0).round(4).tolist(),
     lives=len(r),
   )
   if 'rooms' in case.world:
     is_found = r > 0
     first = np.where(is_found.any(axis=1), is_found.argmax(axis=1), r.shape[1])
-    result['episodes_until_found'] = interval(first.astype(float))
+    result['episodes_until_found'] = over(first.astype(float))
     result['never_found'] = float((~is_found.any(axis=1)).mean())
-    after = [is_found[i, n + 1 :].mean() for i, n in enumerate(first) if n + 1 < r.shape[1]]
-    result['found_again'] = interval(np.array(after))
+    after = [is_found[i, n + 1 :] for i, n in enumerate(first)]
+    result['found_again'] = over(np.array([x.mean() if x.size else np.nan for x in after]))
   if case.period:
     swaps = range(case.period, case.episodes, case.period)
     window = case.period // 4
-    result['before_swaps'] = interval(
-      np.mean([r[:, s - window : s].mean(1) for s in swaps], axis=0)
-    )
-    result['after_swaps'] = interval(np.mean([r[:, s : s + window].mean(1) for s in swaps], axis=0))
-    result['episodes_to_recover'] = recovery(r, swaps, case.period)
+    result['before_swaps'] = over(np.mean([r[:, s - window : s].mean(1) for s in swaps], axis=0))
+    result['after_swaps'] = over(np.mean([r[:, s : s + window].mean(1) for s in swaps], axis=0))
+    result['episodes_to_recover'] = over(recovery(r, swaps, case.period))
   return result
 
 
-def recovery(r: np.ndarray, swaps: Any, period: int) -> dict[str, float]:
-  """Returns the episodes after a swap until three in a row give 1; the whole period if that never comes."""
+def recovery(r: np.ndarray, swaps: Any, period: int) -> np.ndarray:
+  """Returns the episodes [lives] after a swap until three in a row give 1; the whole period if that never comes."""
 
   def one(row: np.ndarray) -> int:
     three = np.convolve(row > 0, np.ones(3), 'valid') == 3
     return int(three.argmax()) if three.any() else period
 
-  return interval(np.array([np.mean([one(row[s : s + period]) for s in swaps]) for row in r]))
+  return np.array([np.mean([one(row[s : s + period]) for s in swaps]) for row in r])
 
 
 def show(case: Case, agent: Any, params: Any, trajectory: Any) -> dict[str, Any]:
@@ -306,7 +307,7 @@ def run_case(name: str, seeds: int, updates: int) -> dict[str, Any]:
     shows.append(show(case, agent, params, x))
   whole = Lived(*(np.concatenate(y) for y in zip(*every, strict=True)))
   sizes = dict(dataclasses.asdict(case), settings=str(case.settings), updates=updates)
-  agents = {'learned': summarize(case, whole) | dict(seeds=learning, shows=shows)}
+  agents = {'learned': summarize(case, whole, seeds) | dict(seeds=learning, shows=shows)}
   for other, (lived, figures) in baselines(case).items() if case.with_baselines else ():
     agents[other] = summarize(case, lived) | figures
   sizes['environments'] = ENVS

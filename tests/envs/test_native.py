@@ -254,6 +254,25 @@ def test_numbers_for_the_log_go_on_when_a_worker_is_replaced(tagged: str) -> Non
   np.testing.assert_allclose(spec.metrics()['info_length'], np.mean(lengths), rtol=0.05)
 
 
+def test_a_grid_has_a_crystal_and_counts_those_that_are_gathered() -> None:
+  spec = host.make('c:grid,side=8,crystals=1,walls=0.5,max_steps=5')
+  assert spec.metrics is not None
+  with contextlib.closing(
+    spec.make(PoolArgs(200, 200, np.arange(200, dtype=np.uint32), 1, 60.0))
+  ) as envs:
+    envs.reset()
+    gathered, ends = 0.0, 0
+    for t in range(30):
+      arrival = envs.recv()
+      first = arrival.timestep.first
+      assert (arrival.timestep.observation['numbers'][first, 1] == 1).all()
+      assert (arrival.timestep.observation['map'][first, ..., 1].sum((1, 2)) == 1).all()
+      gathered, ends = gathered + arrival.timestep.reward.sum(), ends + arrival.ended.sum()
+      if t < 29:
+        envs.send(arrival.env_id, np.full(200, t % 4, np.int32))
+    assert spec.metrics()['info_crystals_gathered'] == pytest.approx(gathered / ends) and gathered
+
+
 def test_spaces(tagged: str) -> None:
   spec = host.make(tagged)
   assert spec.action_space == gymnasium.spaces.MultiDiscrete([5, 7], dtype=np.int32)

@@ -2,7 +2,8 @@
  *
  * The observation is a Dict: a map [side, side, 3] of walls, crystals and the player; numbers [2], the
  * time that is left and the crystals that are left; and an action mask of steps that no wall blocks.
- * Options: side (8 to 96), crystals, walls (their share of the fields), max_steps. */
+ * Options: side (8 to 96), crystals (at most, as those that are drawn onto a wall are left out), walls
+ * (their share of the fields), max_steps. */
 #include "podrace_env.h"
 
 #define MAX_SIDE 96
@@ -13,7 +14,7 @@ enum { WALL = 1, CRYSTAL = 2 };
 
 typedef struct {
   int32_t side, crystals, walls_percent, max_steps; /* options */
-  int32_t y, x, left, steps;
+  int32_t y, x, placed, left, steps; /* placed: crystals of this episode */
   uint8_t fields[MAX_SIDE * MAX_SIDE];
 } grid;
 
@@ -67,7 +68,7 @@ static void observe(const grid *g, void *obs) {
   float *numbers = obs;
   uint8_t *map = (uint8_t *)obs + 8, *mask = map + g->side * g->side * CHANNELS;
   numbers[0] = 1 - (float)g->steps / (float)g->max_steps;
-  numbers[1] = (float)g->left / (float)g->crystals;
+  numbers[1] = (float)g->left / (float)g->placed;
   for (int i = 0; i < g->side * g->side; i++) {
     map[CHANNELS * i] = g->fields[i] == WALL;
     map[CHANNELS * i + 1] = g->fields[i] == CRYSTAL;
@@ -89,11 +90,15 @@ void podrace_reset(void *env, uint64_t seed, void *obs) {
   g->y = (int32_t)podrace_below(&rng, (uint32_t)g->side);
   g->x = (int32_t)podrace_below(&rng, (uint32_t)g->side);
   g->fields[g->y * g->side + g->x] = 0;
-  g->left = 0;
+  g->placed = 0;
+  uint32_t size = (uint32_t)(g->side * g->side), player = (uint32_t)(g->y * g->side + g->x);
   for (int i = 0; i < g->crystals; i++) {
-    uint32_t at = podrace_below(&rng, (uint32_t)(g->side * g->side));
-    if (g->fields[at] == 0 && (int32_t)at != g->y * g->side + g->x) g->fields[at] = CRYSTAL, g->left++;
+    uint32_t at = podrace_below(&rng, size);
+    if (g->fields[at] == 0 && at != player) g->fields[at] = CRYSTAL, g->placed++;
   }
+  if (g->placed == 0) /* all draws met walls or the player: one takes the place of a wall */
+    g->fields[(player + 1 + podrace_below(&rng, size - 1)) % size] = CRYSTAL, g->placed = 1;
+  g->left = g->placed;
   g->steps = 0;
   observe(g, obs);
 }
@@ -106,7 +111,7 @@ void podrace_step(void *env, const void *act, void *obs, podrace_result *result,
   if (*field == CRYSTAL) *field = 0, g->left--, result->reward = 1;
   result->terminated = g->left == 0;
   result->truncated = ++g->steps >= g->max_steps;
-  if (result->terminated || result->truncated) info[0] = (float)(g->crystals - g->left);
+  if (result->terminated || result->truncated) info[0] = (float)(g->placed - g->left);
   observe(g, obs);
 }
 
@@ -123,7 +128,7 @@ int podrace_load(void *env, const void *bytes, int64_t n) {
       saved.walls_percent != g->walls_percent)
     return 1;
   if (saved.y < 0 || saved.y >= g->side || saved.x < 0 || saved.x >= g->side || saved.left < 0 ||
-      saved.left > g->crystals || saved.steps < 0 || saved.steps > g->max_steps)
+      saved.left > saved.placed || saved.placed < 1 || saved.placed > g->crystals || saved.steps < 0 || saved.steps > g->max_steps)
     return 1;
   for (int i = 0; i < g->side * g->side; i++)
     if (saved.fields[i] > CRYSTAL) return 1;
