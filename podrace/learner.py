@@ -126,11 +126,6 @@ def means(**terms: Array) -> Metrics:
   return dict(zip(terms, jnp.mean(stacked, range(1, stacked.ndim)), strict=True))
 
 
-def masked_mean(mask: Array, x: Array) -> Array:
-  """Return the mean of x where the mask of the same shape is 1; 0 if it is nowhere."""
-  return jnp.sum(mask * x) / jnp.maximum(jnp.sum(mask), 1.0)
-
-
 def clip_norm(limit: float, differentiable: bool = False) -> optax.GradientTransformation:
   """Clip the norm of the whole gradient.
 

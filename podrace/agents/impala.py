@@ -23,7 +23,7 @@ from jax import lax
 from podrace import distributions, returns
 from podrace.agents import metagradient, policy_gradient
 from podrace.agents.popart import PopArt, Units, shrink, to_raw, to_units, with_popart
-from podrace.agents.value_moments import over_valid, value_moments
+from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, clip_norm, flatten, means, sgd
 from podrace.networks import ActorCritic
@@ -142,7 +142,6 @@ class Impala:
     policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
     total = self.policy_cost * policy_loss + self.value_cost * value_loss
     total -= self.entropy_cost * mean['entropy']
-    mean |= over_valid(mean, 'entropy', 'rho', 'approx_kl')
     mean |= distributions.saturation(policy, trajectory.outputs.action)
     return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)
 

@@ -33,7 +33,7 @@ from podrace.envs.base import select
 from podrace.envs.own.lifetimes import Lifetimes
 from podrace.errors import UsageError
 from podrace.fields import check_fields
-from podrace.learner import Learned, clip_norm, flatten, masked_mean, sgd
+from podrace.learner import Learned, clip_norm, flatten, sgd
 from podrace.networks import LifetimeNetwork, Policy
 from podrace.types import ActorOutput, Array, Metrics, Sample, TimeStep, TrainState, Trajectory
 
@@ -221,7 +221,7 @@ class Intrinsic:
     parts = dict(
       policy_loss=-jnp.mean(mask * advantage * log_prob),
       value_loss=0.5 * jnp.mean(counts * jnp.square(target - value[:-1])),
-      entropy=masked_mean(mask, entropy),
+      entropy=jnp.mean(mask * entropy),
       intrinsic_reward=jnp.mean(jnp.tanh(raw)),
       intrinsic_square=jnp.mean(jnp.square(jnp.tanh(raw))),
     )

@@ -34,7 +34,13 @@ METRICS = (
     'entropy',
     'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
     'as the policy decides.',
-    ('impala', 'ppo', 'muzero', 'muesli', 'disco', 'lpg', 'intrinsic', 'bc'),
+    ('disco', 'bc'),
+  ),
+  MetricRow(
+    'entropy',
+    'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
+    'as the policy decides. The step from the end of an episode to the next one counts as 0.',
+    ('impala', 'ppo', 'muzero', 'muesli', 'lpg', 'intrinsic'),
   ),
   MetricRow('entropy', 'Estimated entropy of the policy, from one action per state.', ('sac',)),
   MetricRow(
@@ -59,7 +65,8 @@ METRICS = (
   MetricRow('clip_fraction', 'Share of steps whose ratio is outside of the clip.', ('ppo',)),
   MetricRow(
     'rho',
-    'Mean importance ratio of the learning policy to the acting one. Near 1: no lag.',
+    'Mean importance ratio of the learning policy to the acting one. Near 1: no lag. The step from '
+    'the end of an episode to the next one counts as 0.',
     ('impala',),
   ),
   MetricRow(

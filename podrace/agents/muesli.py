@@ -51,7 +51,7 @@ from podrace.agents.model_unroll import (
 from podrace.agents.search import mask_policy
 from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
-from podrace.learner import Learned, clip_each, flatten, masked_mean, means, sgd
+from podrace.learner import Learned, clip_each, flatten, means, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
 from podrace.networks.planning import decode
 from podrace.replay import Buffer, windows
@@ -302,8 +302,8 @@ class Muesli:
     entropy = -jnp.mean(mask[0] * jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1))
     value = decode(outputs.value[0], support)
     return total - self.entropy_cost * entropy, parts | dict(
-      entropy=entropy / jnp.maximum(jnp.mean(mask[0]), jnp.finfo(jnp.float32).tiny),
-      rho=masked_mean(mask[0], rho),
+      entropy=entropy,
+      rho=jnp.mean(mask[0] * rho),
       value=jnp.mean(value),
       **means(**value_moments(goals.targets.value[0], value, goals.value_mask[0])),
     )

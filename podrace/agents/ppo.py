@@ -29,7 +29,7 @@ from jax import lax
 from podrace import distributions, returns
 from podrace.agents import metagradient, minibatch, policy_gradient
 from podrace.agents.popart import PopArt, Units, shrink, to_raw, to_units, with_popart
-from podrace.agents.value_moments import over_valid, value_moments
+from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, adam, clip_norm, flatten, means
 from podrace.networks import ActorCritic
@@ -167,7 +167,6 @@ class PPO:
     mean |= distributions.saturation(policy, policy.to_action(batch.extras.sample))
     policy_loss, value_loss = -mean.pop('surrogate'), 0.5 * mean.pop('value_error')
     total = policy_loss + self.value_cost * value_loss - self.entropy_cost * mean['entropy']
-    mean |= over_valid(mean, 'entropy', 'approx_kl', 'clip_fraction')
     return total, dict(loss=total, policy_loss=policy_loss, value_loss=value_loss, **mean)
 
   def outer_loss(

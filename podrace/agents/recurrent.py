@@ -22,7 +22,7 @@ from podrace import returns
 from podrace.agents import value_based
 from podrace.envs.spaces import map_leaves
 from podrace.fields import check_fields
-from podrace.learner import masked_mean, varying
+from podrace.learner import varying
 from podrace.networks import merge_time
 from podrace.networks.observations import zeros_of
 from podrace.networks.recurrent_body import RecurrentBody
@@ -241,8 +241,8 @@ class Batch:
     return mean * (weight.size / jnp.maximum(jnp.sum(self.step.mask), 1.0))
 
   def average(self, x: Array) -> Array:
-    """Return the mean of x [N] over the valid steps, for metrics."""
-    return masked_mean(self.step.mask, x)
+    """Return the mean of x [N] over the valid steps of this device, for metrics."""
+    return jnp.sum(self.step.mask * x) / jnp.maximum(jnp.sum(self.step.mask), 1.0)
 
   @property
   def is_padded(self) -> bool:

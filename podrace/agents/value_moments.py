@@ -35,12 +35,6 @@ def value_moments(target: Array, value: Array, mask: Array) -> Metrics:
   return dict(zip(NAMES, each, strict=True))
 
 
-def over_valid(mean: Mapping[str, Array], *names: str) -> Metrics:
-  """Return means over the steps that count, of means of masked terms beside `value_moments`."""
-  valid = jnp.maximum(mean['value_valid'], jnp.finfo(jnp.float32).tiny)
-  return {name: mean[name] / valid for name in names}
-
-
 def explained_variance(metrics: Mapping[str, Any]) -> np.ndarray:
   """Return the explained variance of each seed, from the means of `value_moments`.
 
