@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import bounds, map_leaves, values
+from podrace.envs.spaces import bounds, map_leaves, unordered_keys, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.envs.timestep_rules import DTYPES, RESETS, RULES, broken_rules, is_outside
 from podrace.errors import UsageError
@@ -68,9 +68,22 @@ def check_environment(env: Any) -> None:
     space = getattr(env, name)
     if not isinstance(space, spaces.Space):
       raise UsageError(f'{label(env, name)} is {space!r}, expected a gymnasium.spaces.Space')
+    _check_space(label(env, name), space)
   _check_types(inner(env), wrapped=inner(env) is not env)
   if bounds(env.action_space) is not None:  # so that there are random actions
     _check_steps(env)
+
+
+def _check_space(name: str, space: Any) -> None:
+  if keys := unordered_keys(space):
+    raise UsageError(f'{name} has the keys {keys}, expected keys of one type, such as texts')
+  for where, leaf in leaves_of(space, ''):
+    dtype = np.dtype(leaf.dtype)
+    if isinstance(leaf, spaces.Box) and dtype.itemsize > 4 and dtype.kind in 'iuf':
+      part = f'{where[1:]} of {name}' if where else name
+      raise UsageError(
+        f'{part} is a Box of {dtype}, which JAX has not: declare {dtype.name[:-2]}32'
+      )
 
 
 def _check_types(env: Any, wrapped: bool) -> None:
@@ -184,7 +197,7 @@ def _check_steps(env: Any) -> None:
 
 def _check_order(env: Any, stream: TimeStep) -> None:
   """Check the step types and the action masks of a stream [T, B]."""
-  broken, kind = dict(broken_rules(stream)), stream.step_type
+  broken, kind = dict(broken_rules(stream, env.action_space)), stream.step_type
   if 'step_type' in broken:
     refuse(env, 'step', f'step_type {kind[broken["step_type"]]}', RULES['step_type'].expected)
   if 'order' in broken:

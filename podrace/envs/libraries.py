@@ -79,6 +79,7 @@ LIBRARIES: Mapping[str, Library] = {
       'Pong-misc',
       'FrozenLake-misc',
     ),
+    unsupported={'MNISTBandit-bsuite': 'it downloads its images'},
   ),
   'brax': Library(
     module='podrace.envs.adapters.brax',
@@ -97,6 +98,7 @@ LIBRARIES: Mapping[str, Library] = {
       'reacher',
       'walker2d',
     ),
+    unsupported={'swimmer': 'Brax 0.14 writes it with a form of jnp.clip that JAX has not'},
   ),
   'jumanji': Library(
     module='podrace.envs.adapters.jumanji',
@@ -126,6 +128,13 @@ LIBRARIES: Mapping[str, Library] = {
       'PacMan-v1',
       'SlidingTilePuzzle-v0',
     ),
+    unsupported={
+      **dict.fromkeys(
+        ('Connector-v3', 'LevelBasedForaging-v0', 'SearchAndRescue-v0'),
+        'it has a reward for each of several agents, and here one agent acts',
+      ),
+      'Sokoban-v0': 'it downloads its levels',
+    },
   ),
   'navix': Library(
     module='podrace.envs.adapters.navix',

@@ -40,6 +40,16 @@ def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
     yield from leaves(space[part], f'{path}/{str(part).replace("~", "~0").replace("/", "~1")}')
 
 
+def unordered_keys(space: Any) -> list[Any]:
+  """Return keys of a Dict within a space that have no order, which JAX needs; [] if none."""
+  parts = _parts(space)
+  try:
+    sorted(parts or ())
+  except TypeError:
+    return parts or []
+  return next((keys for part in parts or () if (keys := unordered_keys(space[part]))), [])
+
+
 def values(space: Any, x: Any) -> Iterator[Any]:
   """Yield the arrays of a value of a space, in the order of `leaves`."""
   parts = _parts(space)

@@ -6,6 +6,8 @@ import JAX.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -45,16 +47,30 @@ def is_outside(x: Any, low: Any, high: Any) -> Any:
   return ~((x >= low) & (x <= high))
 
 
-def _allows_nothing(timestep: TimeStep, begins: Any) -> Any:
+def allows_nothing(timestep: TimeStep, space: Any = None) -> Any:
   """Return where an action mask allows nothing though an agent acts or bootstraps there.
 
   An agent acts in each timestep but a LAST one, and bootstraps from each but that of a termination.
+
+  Args:
+    timestep: [...], of one environment or of many.
+    space: of actions. Each part of a MultiDiscrete needs a choice that is allowed.
+
+  Returns:
+    Flags [...]; None without a mask.
   """
   observation = timestep.observation
-  if not isinstance(observation, dict) or MASK not in observation:
+  mask: Any = observation.get(MASK) if isinstance(observation, dict) else None
+  if not hasattr(mask, 'ndim'):
     return None
-  mask = observation[MASK]  # of no environment, where none has answered
-  allowed = (mask != 0).any(tuple(range(timestep.reward.ndim, mask.ndim)))
+  lead = timestep.reward.shape  # 0, where no environment has answered
+  flat = (mask != 0).reshape(*lead, math.prod(mask.shape[len(lead) :]))
+  ends = np.cumsum(getattr(space, 'nvec', flat.shape[-1:])).tolist()
+  if ends[-1] != flat.shape[-1]:
+    return None  # the network refuses it
+  allowed = flat[..., : ends[0]].any(-1)
+  for start, end in itertools.pairwise(ends):
+    allowed &= flat[..., start:end].any(-1)
   return ~allowed & (~timestep.last | (timestep.discount > 0))
 
 
@@ -97,22 +113,24 @@ RULES = {
     '0 at the LAST timestep of an episode that terminated, else 1',
   ),
   'mask': TimestepRule(
-    _allows_nothing,
+    lambda t, begins: allows_nothing(t),
     f'an {MASK} that allows nothing',
-    'at least one action, but with the LAST timestep of an episode that terminated, of discount 0',
+    'at least one choice for each part of an action, but with the LAST timestep of an episode that '
+    'terminated, of discount 0',
   ),
 }
 
 
-def broken_rules(stream: TimeStep) -> Iterator[tuple[str, tuple[int, int]]]:
+def broken_rules(stream: TimeStep, space: Any) -> Iterator[tuple[str, tuple[int, int]]]:
   """Yield the name of each rule that a stream [T, B] breaks, and the first place (t, b).
 
-  The stream begins with a reset, and its arrays are NumPy's.
+  The stream begins with a reset, and its arrays are NumPy's. `space` is that of the actions.
   """
   last: Any = stream.last
   begins = np.concatenate([np.ones_like(last[:1]), last[:-1]])
   for name, rule in RULES.items():
-    broken = rule.is_broken(stream, begins)
+    is_mask = name == 'mask'
+    broken = allows_nothing(stream, space) if is_mask else rule.is_broken(stream, begins)
     if broken is not None and broken.any():
       t, b = np.argwhere(broken)[0].tolist()
       yield name, (t, b)

@@ -14,7 +14,14 @@ from typing import Any
 from podrace.agents import AGENTS
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.diagnostics import read_diagnostics
-from podrace.run.directory import is_running, last_line, not_a_run, read_record, saved_steps
+from podrace.run.directory import (
+  is_policy,
+  is_running,
+  last_line,
+  not_a_run,
+  read_record,
+  saved_steps,
+)
 from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
 from podrace.system.files.reading import read_object, size_of
@@ -69,7 +76,8 @@ def _walk(root: str) -> Iterator[Path]:
   while folders:
     folder = folders.pop()
     if os.path.lexists(f'{folder}/config.json'):
-      yield Path(folder)
+      if not is_policy(folder):
+        yield Path(folder)
       continue
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
       for entry in entries:
@@ -157,7 +165,7 @@ def check_stopped(path: Path) -> None:
   Raises:
     UsageError: if not.
   """
-  if not os.path.lexists(path / 'config.json'):
+  if not os.path.lexists(path / 'config.json') or is_policy(path):
     raise not_a_run(path)
   if (running := is_running(path)) is None:
     raise UsageError(

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -70,8 +70,10 @@ class Body:
     check_fields(self)
     if len(self.sharding) > RULES:
       raise ValueError(f'sharding has {len(self.sharding)} rules, expected at most {RULES}')
-    for pattern, _ in self.sharding:
-      _check_pattern(pattern)
+    for rule in self.sharding:
+      if not isinstance(rule, tuple) or len(rule) != 2 or not isinstance(rule[1], int):
+        raise ValueError(f'sharding has the rule {rule!r}, expected a pattern and an axis')
+      _check_pattern(rule[0])
     if self.core == 'transformer' and self.core_size % self.attention.heads:
       raise ValueError(
         f'core_size {self.core_size} does not divide into {self.attention.heads} heads of attention'
@@ -168,13 +170,18 @@ class Body:
       ):
         raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
       mask = observation[MASK]
+      if isinstance(mask, Mapping | Sequence):
+        raise ValueError(
+          f"the observation's action_mask is a {type(mask).__name__} of arrays, expected one array "
+          f'of {self.distribution.size} entries: join them in a wrapper'
+        )
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
           f"the observation's action_mask has shape {mask.shape[1:]}; "
           f'expected one entry for each of the {self.distribution.size} choices of '
           f'{self.action_space}'
         )
-      mask = distributions.allowed(mask)
+      mask = distributions.allowed(mask, self.distribution)
     encode = functools.partial(as_floats, plain=self.scaling == 'plain')
     return map_leaves(encode, seen(self.observation_space), observation), mask
 

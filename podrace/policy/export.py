@@ -91,6 +91,11 @@ def export(
     raise UsageError(
       f'{agent_name(agent)} has no field greedy: export writes its best actions, without chance'
     )
+  if keys := [k for k in _keys(env.observation_space) if not isinstance(k, str)]:
+    raise UsageError(
+      f'{env.name}: its observation has the keys {keys}, and a policy names its inputs by texts: '
+      'rename them in a wrapper, and train with it'
+    )
   agent = greedily(agent)
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   remove = functools.partial(remove_files, draft_path(folder))
@@ -243,6 +248,13 @@ def describe_space(space: Any, plain: bool = False) -> dict[str, Any]:
     'low': _bound(space.low),
     'high': _bound(space.high),
   }
+
+
+def _keys(space: Any) -> list[Any]:
+  """Return the keys of all Dicts in a space."""
+  is_dict = isinstance(space, spaces.Dict)
+  parts = space.values() if is_dict else space if isinstance(space, spaces.Tuple) else ()
+  return [*(space if is_dict else ()), *(key for part in parts for key in _keys(part))]
 
 
 def _dtype(space: Any) -> np.dtype:

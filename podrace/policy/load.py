@@ -166,7 +166,8 @@ def _check_fit(policy: Policy, folder: Path) -> Policy:
   about = policy.about
   try:
     zeros = (
-      np.zeros((1, *x['shape']), x['dtype']) for x in flatten_space(about['observation_space'])
+      np.full((1, *x['shape']), x.get('start', 0), x['dtype'])
+      for x in flatten_space(about['observation_space'])
     )
     with np.errstate(all='ignore'):
       policy.act_many(_unflatten(about['observation_space'], zeros))
@@ -234,13 +235,44 @@ class Policy:
         raise ValueError(
           f'an observation of shape {list(x.shape[1:])} came, expected {spec["shape"]}'
         )
-    typed = [x.astype(spec['dtype'], copy=False) for spec, x in zip(specs, arrays, strict=True)]
+    typed = [_fit(x, spec) for spec, x in zip(specs, arrays, strict=True)]
     action, after = self._step(typed, state, size)
     return self._in_space(action), after
 
   def _in_space(self, x: np.ndarray) -> np.ndarray:
     about = self.about['action']
     return x.astype(about['dtype']).reshape(len(x), *about['shape'])
+
+
+def _fit(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
+  """Return an array in the type of its space, which it must have or fit.
+
+  Raises:
+    ValueError: if it has floats where integers are declared, or numbers that the type or a choice
+      has not, or that are not finite.
+  """
+  if x.dtype.kind not in 'biuf' and x.dtype.name != 'bfloat16':
+    raise ValueError(f'an observation of type {x.dtype} came, expected {spec["dtype"]}')
+  with np.errstate(all='ignore'):
+    y = x.astype(spec['dtype'], copy=False)
+  if y.dtype.kind in 'biu':
+    if x.dtype.kind not in 'biu':
+      raise ValueError(
+        f'an observation of type {x.dtype} came, expected {spec["dtype"]}, as the policy was '
+        'trained with: convert it, and mind the range'
+      )
+    if x is not y and np.any(x != y):
+      raise ValueError(f'an observation has {x[x != y][0]}, which {spec["dtype"]} has not')
+    if spec.get('kind') in ('discrete', 'multidiscrete'):
+      first = np.asarray(spec.get('start', 0))
+      last = first + np.asarray(spec['n']) - 1
+      if np.any((y < first) | (y > last)):
+        raise ValueError(
+          f'an observation has {y.tolist()}, expected choices from {first} to {last}'
+        )
+  elif not np.isfinite(y).all():
+    raise ValueError(f'an observation has {x[~np.isfinite(y)][0]}, expected finite numbers')
+  return y
 
 
 # --- runtimes -------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ class PolicyNetwork:
     """
     mask = None
     if self._net['mask'] is not None:
-      mask = self._ops.cast(self._ops.reshape(inputs[self._net['mask']], (-1,)), 'bool')
+      mask = self._allowed(inputs[self._net['mask']])
     # older policies have no `inputs`
     shown = [i for i in range(len(inputs)) if i != self._net['mask']]
     shown = self._net.get('inputs', shown)
@@ -241,6 +241,18 @@ class PolicyNetwork:
       c = ops.sigmoid(f + one) * state[1] + ops.sigmoid(i) * ops.tanh(g + bias)
       after = (ops.sigmoid(o) * ops.tanh(c), c)
     return after[0], after
+
+  def _allowed(self, mask: Tensor) -> Tensor:
+    """Return which choices [B, n] a mask allows; all of a part of the action where it has none."""
+    ops, n = self._ops, self._action.get('n')
+    flat = ops.cast(ops.cast(ops.reshape(mask, (-1,)), 'bool'), 'float32')
+    ends = np.cumsum(n if isinstance(n, list) else [n]).tolist()
+    zero, one, parts = np.float32(0), np.float32(1), []
+    for start, end in zip([0, *ends], ends, strict=False):
+      part = ops.columns(flat, start, end)
+      none = one - ops.clip(ops.reshape(ops.sum(part), (1,)), zero, one)
+      parts.append(part + none)
+    return ops.cast(ops.concat(parts), 'bool')
 
   # --- heads ------------------------------------------------------------------------------------
 

@@ -6,6 +6,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
 from podrace.errors import CheckpointError, UsageError
@@ -15,10 +17,27 @@ from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
+RANDOM = ('jax_default_prng_impl', 'jax_threefry_partitionable')
+
 
 def _check_entries(meta: dict[str, Any], *names: str) -> None:
   if lacking := [name for name in names if meta.get(name) is None]:
     raise CheckpointError(f'its meta has no {", ".join(lacking)}')
+
+
+def random_settings() -> dict[str, Any]:
+  """Return the settings of JAX that its random numbers depend on, by their names there."""
+  return {name: getattr(jax.config, name) for name in RANDOM}
+
+
+def _check_random(meta: dict[str, Any]) -> None:
+  for name, was in (meta.get('random') or {}).items():  # an older podrace saved none
+    if name in RANDOM and was != (now := getattr(jax.config, name)):
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} was made with {name.upper()}={was}, and now it '
+        f'is {now}, with which random numbers are other ones: set the variable as it was, or begin '
+        'another run with --init-from'
+      )
 
 
 class Fit:
@@ -38,6 +57,7 @@ class Fit:
       'steps_per_update': self._config.steps_per_update,
       'shapes': self.shapes(),
       'replay': self.replay(),
+      'random': random_settings(),
       **({} if self._log_sha256 is None else {'log_sha256': self._log_sha256}),
     }
 
@@ -57,6 +77,7 @@ class Fit:
     """
     _check_entries(meta, 'step', 'mesh')
     self._check_devices(meta)
+    _check_random(meta)
     _check_entries(meta, 'steps_per_update', 'shapes', 'machine')
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(

@@ -146,6 +146,8 @@ def load_config(run_dir: Path, allow_code: Iterable[str] = ()) -> Config:
   Raises:
     UsageError: if there is no record, or if it names other modules. Nothing is imported then.
   """
+  if is_policy(run_dir):
+    raise not_a_run(run_dir)
   return load_config_file(run_dir / 'config.json', allow_code)
 
 
@@ -162,11 +164,20 @@ def load_config_file(file: Path, allow_code: Iterable[str] = ()) -> Config:
 
 def load_any(run_dir: Path, allow_code: Iterable[str] = ()) -> Basics:
   """Return the config of a run directory of any command, as `load_config` does."""
+  if is_policy(run_dir):
+    raise not_a_run(run_dir)
   return _load(run_dir / 'config.json', allow_code)
+
+
+def is_policy(path: Path | str) -> bool:
+  """Return whether a directory is an exported policy, which has a config.json as runs have."""
+  return os.path.lexists(f'{path}/policy.json') and not os.path.lexists(f'{path}/checkpoints')
 
 
 def not_a_run(path: Path) -> UsageError:
   """Return the error for a path that is no run directory."""
+  if is_policy(path):
+    return UsageError(f'{path} is not a run directory: it is an exported policy')
   if not os.path.lexists(path):
     return UsageError(f'{path} is not a run directory: it does not exist')
   if path.is_dir() and any(path.glob('*/config.json')):
@@ -292,6 +303,8 @@ def check_directory(path: Path, option: str = '--run-dir') -> None:
   try:
     if not there.is_dir():
       raise UsageError(f'{lacks}: {there} is none')
+    if is_policy(path):
+      raise UsageError(f'{option} {path} is an exported policy: name another directory')
     writable = os.access(there, os.W_OK | os.X_OK)
   except OSError as e:
     raise UsageError(f'{lacks}: {e.strerror}') from e

@@ -99,6 +99,44 @@ def test_wrong_dynamics_that_are_wrapped(cls: Any, name: str, message: str) -> N
   assert re.match(place, str(told.value))
 
 
+VIEW = spaces.Box(-1.0, 1.0, (3,), 'float32')
+
+
+@pytest.mark.parametrize(
+  ('space', 'message'),
+  [
+    (spaces.Box(-1.0, 1.0, (3,), 'float64'), r'float64.* float32'),
+    (spaces.Dict(a=VIEW, b=spaces.Box(0, 9, (), 'uint64')), r'b of .*uint64.* uint32'),
+    (spaces.Dict({0: VIEW, 'a': VIEW}), r"\[0, 'a'\]"),
+  ],
+)
+def test_spaces_that_jax_has_not(space: Any, message: str) -> None:
+  class Own(Steps):
+    observation_space = space
+
+  with pytest.raises(UsageError, match=message):
+    check.check_environment(NextStepReset(Own()))
+
+
+class Parts(Steps):
+  action_space = spaces.MultiDiscrete([2, 3], dtype=np.int32)
+  observation_space = spaces.Dict(action_mask=spaces.MultiBinary(5), view=VIEW)
+
+  def reset(self, key: Any) -> Any:
+    state, timestep = super().reset(key)
+    return state, timestep._replace(observation=self.observe(state))
+
+  def observe(self, state: Any) -> Any:
+    second = jnp.broadcast_to(state.time < 4, 3)
+    mask = jnp.concatenate([jnp.ones(2, bool), second]).astype(jnp.int8)
+    return dict(action_mask=mask, view=jnp.ones(3))
+
+
+def test_a_mask_allows_a_choice_of_each_part() -> None:
+  with pytest.raises(UsageError, match=r'action_mask .*step 4'):
+    check.check_environment(NextStepReset(Parts()))
+
+
 def test_what_floats_are_rounded_by_is_in_the_space() -> None:
   check.check_environment(NextStepReset(Rounded()))
 

@@ -131,7 +131,7 @@ def test_observations_are_in_the_space(name: str, stream: TimeStep) -> None:
 
 
 def test_timesteps_keep_the_rules(name: str, stream: TimeStep) -> None:
-  contract.check_timesteps(stream)
+  contract.check_timesteps(stream, make(name).action_space)
   if not name.startswith(ENDLESS):
     assert np.any(stream.step_type == LAST)
 

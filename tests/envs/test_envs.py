@@ -20,6 +20,7 @@ from navix.entities import EntityIds
 import podrace.envs
 from podrace.envs import MissingExtra, UnknownName, base, env_names
 from podrace.envs.base import NextStepReset, batch, restart, transition
+from podrace.envs.libraries import LIBRARIES
 from podrace.envs.own.catch import Catch
 from podrace.envs.own.memory import MemoryTask
 from podrace.types import FIRST, LAST, TimeStep
@@ -257,14 +258,12 @@ def test_names_are_the_libraries() -> None:
   import navix
 
   env_names = podrace.envs.names()
-  downloads = {'MNISTBandit-bsuite'}
-  assert set(env_names['gymnax']) == set(gymnax.registered_envs) - downloads
+  left_out = {key: set(library.unsupported) for key, library in LIBRARIES.items()}
+  assert set(env_names['gymnax']) == set(gymnax.registered_envs) - left_out['gymnax']
   # Brax lists its environments nowhere else.
-  assert set(env_names['brax']) == set(brax.envs._envs) - {'swimmer'}
+  assert set(env_names['brax']) == set(brax.envs._envs) - left_out['brax']
   assert set(env_names['navix']) <= set(navix.registry())  # 4.0 has more, for Python >= 3.12 only
-  per_agent = {'Connector-v3', 'LevelBasedForaging-v0', 'SearchAndRescue-v0'}
-  registered = set(jumanji.registered_environments())
-  assert set(env_names['jumanji']) == registered - per_agent - {'Sokoban-v0'}
+  assert set(env_names['jumanji']) == set(jumanji.registered_environments()) - left_out['jumanji']
   assert all(len(set(n)) == len(n) for n in env_names.values())
 
 
@@ -302,6 +301,8 @@ def test_a_name_reads_its_options() -> None:
     ('gymnax:DeepSea-bsuite,size=0', r'size=0: ZeroDivisionError'),
     ('gymnax:CartPole-v1,max_steps_in_episode=-5', r'max_steps_in_episode .* -5'),
     ('python:host_envs.Sequence', 'gymnasium:host_envs:ID'),
+    ('brax:swimmer', 'not supported: Brax'),
+    ('jumanji:Sokoban-v0', 'not supported: it downloads'),
     ('brax:ant,backend=bullet', r"'bullet'.* generalized"),
     ('brax:ant,episode_length=0', '1 step.* 0'),
     ('navix:Navix-Empty-5x5-v0,observation=smell', "'smell'"),

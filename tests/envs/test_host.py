@@ -23,6 +23,7 @@ from gymnasium import spaces
 
 from podrace.envs.host import answer_timer, checker, timesteps
 from podrace.envs.host import base as host
+from podrace.envs.host import gymnasium as gymnasium_envs
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.host.episodes import EpisodeCounter
 from podrace.envs.host.jax import JaxPool, JaxSteps
@@ -50,6 +51,8 @@ def pool(
 def random_actions(space: Any, rng: np.random.Generator, n: int) -> np.ndarray:
   if isinstance(space, spaces.Discrete):
     return rng.integers(0, int(space.n), n).astype(np.int32)
+  if isinstance(space, spaces.MultiDiscrete):
+    return rng.integers(0, space.nvec, (n, len(space.nvec))).astype(np.int32)
   return rng.uniform(space.low, space.high, (n, *space.shape)).astype(space.dtype)
 
 
@@ -405,6 +408,39 @@ def test_an_exception_is_told_with_its_traceback(monkeypatch: pytest.MonkeyPatch
   monkeypatch.setenv('PODRACE_TRACEBACK', '1')
   message = until_failure(name)
   assert message.startswith(name) and 'worker.py' in message
+
+
+def test_an_interrupt_within_an_environment_names_its_line() -> None:
+  message = until_failure('gymnasium:host_envs:Wrong-v0,what=interrupt')
+  assert message.startswith('host_envs.Wrong.step (') and 'worker.py' not in message
+
+
+def test_choices_outside_of_their_spaces_are_noticed(caplog: pytest.LogCaptureFixture) -> None:
+  for _ in arrivals('gymnasium:host_envs:Choices-v0', 8, n=2):
+    pass
+  lines = [r.message for r in caplog.records if 'outside of' in r.message]
+  assert len(lines) == 3 and all(' has -1,' in x or ' has 7,' in x or ' has 2,' in x for x in lines)
+
+
+def test_a_mask_allows_a_choice_of_each_part() -> None:
+  assert 'action_mask' in until_failure('gymnasium:host_envs:Masks-v0')
+
+
+def test_keys_of_several_types_are_refused() -> None:
+  with pytest.raises(UnknownName, match="0, 'a'"):
+    host.make('gymnasium:host_envs:Keys-v0')
+  host.make('gymnasium:host_envs:Keys-v0,mixed=False')
+
+
+@pytest.mark.parametrize(
+  ('hangs', 'word'), [(False, 'the window is gone'), (True, 'has not returned')]
+)
+def test_an_environment_that_cannot_be_closed_is_used(
+  hangs: bool, word: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+  monkeypatch.setattr(gymnasium_envs, 'CLOSE_SECONDS', 0.2 if hangs else 60.0)
+  host.make(f'gymnasium:host_envs:Closes-v0,hangs={hangs}')
+  assert word in caplog.text
 
 
 @pytest.mark.parametrize(

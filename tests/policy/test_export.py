@@ -54,6 +54,7 @@ ODD = spaces.Dict(  # encoded by logarithms, by each number's bound, and a grid 
 )
 FAR = spaces.Box(np.float32([100, 3, 0]), np.float32([200, 3, np.inf]))
 MASKED = spaces.Dict(action_mask=spaces.MultiBinary(3), view=VECTOR)
+PARTS = spaces.Dict(action_mask=spaces.MultiBinary(7), view=VECTOR)
 THREE = spaces.Discrete(3)
 STATED = {  # as `state=true` shows it: networks see `view` alone
   'action_mask': spaces.MultiBinary(3),
@@ -70,6 +71,8 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'ppo, stacked frames': (PPO(), STACK, spaces.Discrete(6)),
   'ppo, several choices': (PPO(), VECTOR, spaces.MultiDiscrete([2, 5, 3])),
   'ppo, masked': (PPO(), MASKED, THREE),
+  'ppo, masked parts': (PPO(), PARTS, spaces.MultiDiscrete([2, 5])),
+  'dqn, masked': (DQN(), MASKED, THREE),
   'ppo, a tuple': (PPO(), spaces.Tuple((spaces.Discrete(5), VECTOR, spaces.Discrete(2))), THREE),
   'ppo, normalized, with a state': (
     PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
@@ -107,6 +110,8 @@ FAST = {
   'ppo, empty part',
   'ppo, odd spaces',
   'ppo, masked',
+  'ppo, masked parts',
+  'dqn, masked',
   'ppo, grid',
   'pqn, normalized layers',
   'dqn',
@@ -135,14 +140,11 @@ def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
 
 
 def observations(space: Any, steps: int, batch: int) -> list[Any]:
-  """Some at random, [B, ...] each; at least one action is allowed."""
+  """Some at random, [B, ...] each. Some masks allow nothing, as after an episode's end."""
   space.seed(0)
 
   def one() -> Any:
-    x = space.sample()
-    if isinstance(x, dict) and 'action_mask' in x:
-      x['action_mask'][0] = 1
-    return x
+    return space.sample()
 
   return [
     jax.tree.map(lambda *xs: np.stack(xs), *[one() for _ in range(batch)]) for _ in range(steps)
@@ -202,6 +204,28 @@ def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
     action, state = policy.act(observation[0], state)
     expected, many = policy.act_many(observation, many)
     assert action == expected[0]
+
+
+@pytest.mark.parametrize(
+  ('space', 'observation'),
+  [
+    (PIXELS, np.full((40, 40, 3), 0.5)), (PIXELS, np.full((40, 40, 3), 300)), (PIXELS, np.full((40, 40, 3), -1)),
+    (VECTOR, np.full(5, np.nan)), (VECTOR, np.full(5, 1e300)), (VECTOR, np.full(5, 1j)), (VECTOR, np.full(5, '1')),
+    (spaces.Discrete(4), 4), (spaces.Discrete(4), -1), (spaces.Discrete(4), 1.7), (spaces.Discrete(4), '1'),
+    (spaces.MultiDiscrete([2, 3]), [1, 3]), (spaces.MultiBinary(2), [0.5, 1]),
+  ],
+)  # fmt: skip
+def test_an_observation_outside_of_its_space_is_refused(
+  space: Any, observation: Any, tmp_path: Path
+) -> None:
+  env = SimpleNamespace(observation_space=space, action_space=THREE)
+  agent = bind(PPO(), env)
+  params = agent.init(jax.random.key(0)).params
+  write_policy(tmp_path / 'p', Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  policy = load_policy(tmp_path / 'p')
+  policy.act(space.sample())
+  with pytest.raises(ValueError, match=r'expected|has not'):
+    policy.act(observation)
 
 
 def test_loading_needs_numpy_alone(tmp_path: Path) -> None:
@@ -391,6 +415,34 @@ def test_what_is_no_policy(tmp_path: Path) -> None:
     load_policy(tmp_path / 'policy')
 
 
+def test_keys_that_are_no_texts_are_not_exported(
+  as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  env = 'gymnasium:host_envs:Keys-v0,mixed=False'
+  small = ('--num-envs', '2', '--unroll-length', '8', '--devices', '1', '--actor-threads', '1', '--agent.minibatches', '1', '--agent.network.hidden', '8')  # fmt: skip
+  run = str(tmp_path / 'run')
+  code, _, err = called(
+    capsys, 'train', '--agent', 'ppo', '--env', env, *small, '--total-steps', '32', '--run-dir', run
+  )
+  assert code == 0, err
+  for words in (
+    ('export', run, str(tmp_path / 'policy')),
+    ('record', run, '--episodes', '1', '--to', str(tmp_path / 'data-v0')),
+  ):
+    code, _, err = called(capsys, *words, '--allow-code', 'host_envs')
+    assert code == 2 and 'key' in err and len(err.splitlines()) == 1, err
+
+
+def test_a_policy_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+  made('dqn', tmp_path / 'policy')
+  code, out, _ = called(capsys, 'runs', str(tmp_path))
+  assert code == 0 and 'no run' in out
+  for words in (('train', '--run-dir'), ('rm',), ('eval',)):
+    code, _, err = called(capsys, words[0], *words[1:], str(tmp_path / 'policy'))
+    assert code == 2 and 'exported policy' in err, err
+  assert not (tmp_path / 'policy' / 'checkpoints').exists()
+
+
 def test_a_run_is_exported(
   as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
@@ -422,6 +474,7 @@ def test_a_run_is_exported(
     (('run', 'policy'), 'exists already'),
     (('run', 'other', '--member', '2'), 'indices 0 to 1'),
     (('nowhere', 'other'), 'it does not exist'),
+    (('policy', 'other'), 'it is an exported policy'),
     (('run',), 'export takes a run and a new directory'),
   ):
     paths = [x if x.startswith('-') or x.isdigit() else str(tmp_path / x) for x in args]

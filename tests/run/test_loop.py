@@ -696,3 +696,14 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   with pytest.raises(UsageError, match=r'on 2.*1') as told:
     one.check({'step': 1024, 'mesh': 2}, None)
   assert str(told.value).endswith(f': {advice}')
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'),
+  [('jax_threefry_partitionable', False), ('jax_default_prng_impl', 'rbg')],
+)
+def test_other_random_numbers_are_refused(name: str, value: Any, tmp_path: Path) -> None:
+  program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1, shape={'data': 1}))
+  one = Fit(PRESETS['catch'](), program, tmp_path)
+  with pytest.raises(UsageError, match=f'{name.upper()}={value}'):
+    one.check({'step': 1024, 'mesh': 1, 'random': {name: value}}, None)

@@ -76,6 +76,8 @@ class Wrong(Sequence):
     if self._steps == self._at and self._first():
       if self._what == 'raise':
         raise ZeroDivisionError('the game broke')
+      if self._what == 'interrupt':
+        raise KeyboardInterrupt
       if self._what == 'exit':
         os._exit(3)
       if self._what == 'fault':
@@ -112,6 +114,65 @@ class Trees(Sequence):
     self._steps += 1
     board = np.full((6, 6, 1), self._steps % 256, np.uint8)
     return dict(board=board, rest=(self._steps % 4, np.array([1, 0, 1], np.int8)))
+
+
+class Keys(Sequence):
+  """Observes a Dict with the keys 0 and 'a' if they are mixed, else 0 and 1."""
+
+  def __init__(self, mixed: bool = True) -> None:
+    super().__init__()
+    part = spaces.Box(-1, 1, (2,), np.float32)
+    self.observation_space = spaces.Dict({0: part, 'a' if mixed else 1: part})
+
+  def _observe(self, action: Any) -> Any:
+    return {k: np.zeros(2, np.float32) for k in self.observation_space}
+
+
+class Choices(Sequence):
+  """Observes choices that are outside of their spaces from the third step on."""
+
+  observation_space = spaces.Dict(
+    one=spaces.Discrete(3), some=spaces.MultiDiscrete([2, 3]), flags=spaces.MultiBinary(2)
+  )
+
+  def _observe(self, action: Any) -> Any:
+    self._steps += 1
+    late = self._steps >= 3
+    return dict(
+      one=np.int64(7 * late), some=np.array([0, -late]), flags=np.array([0, 2 * late], np.int8)
+    )
+
+
+class Masks(Sequence):
+  """Its mask allows nothing in the second part of an action from the third step on."""
+
+  action_space = spaces.MultiDiscrete([2, 3])
+
+  def __init__(self, parts: bool = False) -> None:
+    super().__init__()
+    self._parts = parts
+    one, two = spaces.MultiBinary(2), spaces.MultiBinary(3)
+    mask = spaces.Tuple([one, two]) if parts else spaces.MultiBinary(5)
+    self.observation_space = spaces.Dict(action_mask=mask, view=spaces.Box(-1, 1, (1,), np.float32))
+
+  def _observe(self, action: Any) -> Any:
+    self._steps += 1
+    mask: Any = np.array([1, 1, *[self._steps < 3] * 3], np.int8)
+    mask = (mask[:2], mask[2:]) if self._parts else mask
+    return dict(action_mask=mask, view=np.zeros(1, np.float32))
+
+
+class Closes(Sequence):
+  """Raises an exception when it is closed, or does not return."""
+
+  def __init__(self, hangs: bool = False) -> None:
+    super().__init__()
+    self._hangs = hangs
+
+  def close(self) -> None:
+    if self._hangs:
+      threading.Event().wait()
+    raise ZeroDivisionError('the window is gone')
 
 
 class Helped(Sequence):
@@ -217,6 +278,10 @@ gymnasium.register('Tiring-v0', entry_point='host_envs:Tiring')
 gymnasium.register('Normalized-v0', entry_point='host_envs:normalized')
 gymnasium.register('Switches-v0', entry_point='host_envs:Switches', max_episode_steps=4)
 gymnasium.register('Masked-v0', entry_point='host_envs:Masked')
+gymnasium.register('Keys-v0', entry_point='host_envs:Keys')
+gymnasium.register('Choices-v0', entry_point='host_envs:Choices')
+gymnasium.register('Masks-v0', entry_point='host_envs:Masks')
+gymnasium.register('Closes-v0', entry_point='host_envs:Closes')
 gymnasium.register('Sequence-v0', entry_point='host_envs:Sequence')
 gymnasium.register('Telling-v0', entry_point='host_envs:Telling')
 gymnasium.register('Wrong-v0', entry_point='host_envs:Wrong')

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -26,7 +27,7 @@ from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
-from podrace.envs.spaces import convert, leaves, map_leaves, values
+from podrace.envs.spaces import convert, leaves, map_leaves, unordered_keys, values
 from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.blame import label as label_of
 from podrace.types import Arrival, TimeStep
@@ -34,6 +35,7 @@ from podrace.types import Arrival, TimeStep
 LEAVE_OUT = 'a wrapper such as gymnasium.wrappers.TransformObservation can leave it out'
 
 
+CLOSE_SECONDS = 5.0
 TRIAL_STEPS, TRIAL_SECONDS = 20, 1.0  # that find whether an environment is deterministic
 
 log = logging.getLogger('podrace.envs')
@@ -50,7 +52,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   )
   label = full_name('gymnasium', name, options, {})
   fields = _fields(label, observation_space, action_space)
-  probe.close()
+  _close(probe, label)
   infos, repeats = Infos(), Repeats(label)
 
   def make_pool(args: PoolArgs) -> WorkerPool:
@@ -76,6 +78,25 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     repeats.holds = _try_out(spec, pool, methods)
 
   return dataclasses.replace(spec, try_out=try_out)
+
+
+def _close(probe: Any, label: str) -> None:
+  """Close an environment that was made for its spaces. A failure is no reason not to run."""
+  failures: list[BaseException] = []
+
+  def close() -> None:
+    try:
+      probe.close()
+    except BaseException as error:
+      failures.append(error)
+
+  thread = threading.Thread(target=close, name='close', daemon=True)
+  thread.start()
+  thread.join(CLOSE_SECONDS)
+  if thread.is_alive():
+    log.warning('%s: close has not returned for %g s', label, CLOSE_SECONDS)
+  for error in failures:
+    log.warning('%s: close raised %s: %s', label, type(error).__name__, error)
 
 
 class Repeats:
@@ -201,6 +222,10 @@ def allowed_action(space: Any, observation: Any) -> np.ndarray:
 
 
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
+  if keys := unordered_keys(observation_space):
+    raise UnknownName(
+      f'{name}: its observation has the keys {keys}, expected keys of one type, such as texts'
+    )
   parts = [*leaves(observation_space), (w.ACTION, action_space)]
   for where, space in parts:
     if space.dtype is None or space.shape is None or np.dtype(space.dtype).kind not in 'biuf':

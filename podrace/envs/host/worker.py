@@ -159,7 +159,7 @@ class WorkerEnvironments:
           observation, reward, terminated, truncated, info = steps[i](action)
           if info:
             self._infos.add(info)
-      except (Exception, SystemExit) as error:
+      except BaseException as error:
         inputs = f'seed {self._seed(i)}' if over[i] else f'the action {describe(action)}'
         inputs = f'{inputs}, in environment {self._start + i}'
         raise blame_exception(self._owners[i], self._name(i), inputs, error) from error

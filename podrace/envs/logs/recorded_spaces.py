@@ -80,7 +80,7 @@ def check_keys(space: Any) -> None:
   """Raise UsageError for a key of a Dict that cannot be a name in HDF5."""
   if isinstance(space, Mapping):
     for key in space:
-      if not key or '/' in key or key == '.':
+      if not isinstance(key, str) or not key or '/' in key or key == '.':
         raise UsageError(f'has the key {key!r}, which HDF5 has no place for')
   if isinstance(space, Mapping | Sequence):
     for part in space.values() if isinstance(space, Mapping) else space:
