@@ -26,16 +26,10 @@ MASKED = -1e9  # the logit of an action that the environment forbids
 def allowed(mask: Array, kind: Distribution | None = None) -> Array:
   """Return which choices [B, n] a mask [B, ...] allows, bool; all of them where it allows none.
 
-  A mask may allow nothing where nothing is done or learned. The numbers there must be finite all
-  the same.
-
-  Args:
-    mask: 0 for choices that are forbidden.
-    kind: of actions. Each part of a MultiCategorical is looked at for itself.
+  Where nothing is done, numbers must be finite too. Each part of a MultiCategorical counts alone.
   """
-  flat = mask.reshape(mask.shape[0], -1) != 0
   ends = np.cumsum(kind.num_actions).tolist() if isinstance(kind, MultiCategorical) else []
-  parts = jnp.split(flat, ends[:-1], axis=-1)
+  parts = jnp.split(mask.reshape(mask.shape[0], -1) != 0, ends[:-1], axis=-1)
   return jnp.concatenate([x | ~jnp.any(x, axis=-1, keepdims=True) for x in parts], axis=-1)
 
 

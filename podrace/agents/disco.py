@@ -202,7 +202,9 @@ class Disco:
     sizes = {
       f'{name}_target_square': jnp.square(jnp.mean(x)) for name, x in goals._asdict().items()
     }
-    goals = goals._replace(policy=jax.vmap(mask_policy)(goals.policy, observations(window)))
+    kind = self.network.distribution
+    masked = jax.vmap(lambda policy, seen: mask_policy(policy, seen, kind))
+    goals = goals._replace(policy=masked(goals.policy, observations(window)))
     weight = mask / jnp.maximum(valid, 1e-8)
 
     def loss(network: Any) -> tuple[Array, Any]:

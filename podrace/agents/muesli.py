@@ -159,10 +159,11 @@ class Muesli:
 
   def act(self, params: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B]."""
-    one = jax.tree.map(lambda x: x[None], timestep)
-    hidden, state = self.network.represent(params, state, one)
+    seen = jax.tree.map(lambda x: x[None], timestep)
+    hidden, state = self.network.represent(params, state, seen)
     predictions = self.network.predict(params, jax.tree.map(lambda x: x[0], hidden))
-    logits, kind = mask_policy(predictions.policy, timestep.observation), self.network.distribution
+    kind = self.network.distribution
+    logits = mask_policy(predictions.policy, timestep.observation, kind)
     x = kind.mode(logits) if self.greedy else kind.sample(logits, key)
     return ActorOutput(kind.to_action(x), MuesliExtras(kind.log_prob(logits, x))), state
 
@@ -219,7 +220,7 @@ class Muesli:
     hidden, _ = self.network.represent(target, window.agent_state, t)
     hidden, length = merge_time(hidden), t.reward.shape[0]
     predictions = self.network.predict(target, hidden)
-    prior = mask_policy(predictions.policy, merge_time(t.observation))
+    prior = mask_policy(predictions.policy, merge_time(t.observation), self.network.distribution)
     v = decode(predictions.value, self.network.support)
     # The last state has no action. Its value is used for bootstrapping only.
     action, log_prob = (
@@ -278,7 +279,7 @@ class Muesli:
     actions = spread(taken.action, roots, self.unroll)
     outputs = unroll_model(self.network, network, root, actions)
     observation = jax.tree.map(lambda x: x[:roots], window.timesteps.observation)
-    first = mask_policy(outputs.policy[0], merge_time(observation))
+    first = mask_policy(outputs.policy[0], merge_time(observation), self.network.distribution)
     log_p = jax.nn.log_softmax(jnp.concatenate([first[None], outputs.policy[1:]]))
     cross = -jnp.sum(goals.targets.policy * log_p, axis=-1)
     advantage = scale * goals.targets.advantage[0]

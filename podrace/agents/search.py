@@ -96,7 +96,7 @@ class TrueDynamics:
     one = jax.tree.map(lambda x: x[None], timestep)
     hidden, _ = self.model.represent(params, (), one)
     policy, value = predict(self.model, params, jax.tree.map(lambda x: x[0], hidden))
-    allowed = mask_policy(policy, timestep.observation)
+    allowed = mask_policy(policy, timestep.observation, self.model.distribution)
     return SearchStep(state, timestep.reward, timestep.discount, allowed, value)
 
 
@@ -243,7 +243,7 @@ def plan(
   """
   draw_key, search_key = jax.random.split(key)
   policy, value = predict(settings.model, params.network, hidden)
-  policy = mask_policy(policy, observation)
+  policy = mask_policy(policy, observation, settings.model.distribution)
   candidates, logits = settings.candidates.draw(policy, draw_key)
   steps = jnp.broadcast_to(params.steps, value.shape)
   acted = jnp.zeros(value.shape, bool)
@@ -298,11 +298,11 @@ def predict(model: Model, params: Any, hidden: Any) -> tuple[Array, Array]:
   return prediction.policy, decode(prediction.value, model.support)
 
 
-def mask_policy(policy: Array, observation: Any) -> Array:
+def mask_policy(policy: Array, observation: Any, kind: Distribution) -> Array:
   """Return policies [B, P] without the choices that observations forbid, if they have a mask."""
   if not isinstance(observation, dict) or MASK not in observation:
     return policy
-  allowed = distributions.allowed(observation[MASK])
+  allowed = distributions.allowed(observation[MASK], kind)
   return jnp.where(allowed.reshape(policy.shape), policy, distributions.MASKED)
 
 
@@ -314,7 +314,7 @@ def explore(
   They are uniform over the actions that observations [B, ...] allow, or standard normal.
   """
   draw_key, pick_key = jax.random.split(key)
-  uniform = mask_policy(jnp.zeros((x.shape[0], distribution.size)), observation)
+  uniform = mask_policy(jnp.zeros((x.shape[0], distribution.size)), observation, distribution)
   random = distribution.sample(uniform, draw_key)
   picked = jax.random.bernoulli(pick_key, epsilon, x.shape[:1])
   return jnp.where(picked.reshape(x.shape[:1] + (1,) * (x.ndim - 1)), random, x)

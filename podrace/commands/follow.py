@@ -15,7 +15,7 @@ from podrace.distributed.net.safe_text import plain
 from podrace.errors import UsageError
 from podrace.experiments import runs
 from podrace.run import metrics, progress, run_end
-from podrace.run.directory import not_a_run
+from podrace.run.directory import is_policy, not_a_run
 from podrace.system.files.schema import is_number
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
@@ -39,7 +39,7 @@ def run(args: list[str]) -> int:
   """Show the run."""
   options = Options(args, COMMAND)
   path = Path(options.one_argument('run directory'))
-  if not os.path.lexists(path / 'config.json'):
+  if not os.path.lexists(path / 'config.json') or is_policy(path):
     raise not_a_run(path)
   names = [n for n in options.text('--metrics').split(',') if n]
   every = options.number('--every')

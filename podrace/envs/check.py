@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import bounds, map_leaves, unordered_keys, values
+from podrace.envs.spaces import bounds, check_observation_space, map_leaves, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.envs.timestep_rules import DTYPES, RESETS, RULES, broken_rules, is_outside
 from podrace.errors import UsageError
@@ -75,14 +75,17 @@ def check_environment(env: Any) -> None:
 
 
 def _check_space(name: str, space: Any) -> None:
-  if keys := unordered_keys(space):
-    raise UsageError(f'{name} has the keys {keys}, expected keys of one type, such as texts')
+  try:
+    check_observation_space(space)
+  except ValueError as e:
+    raise UsageError(f'{name} {e}') from e
   for where, leaf in leaves_of(space, ''):
     dtype = np.dtype(leaf.dtype)
     if isinstance(leaf, spaces.Box) and dtype.itemsize > 4 and dtype.kind in 'iuf':
       part = f'{where[1:]} of {name}' if where else name
+      narrow = {'i': 'int32', 'u': 'uint32', 'f': 'float32'}[dtype.kind]
       raise UsageError(
-        f'{part} is a Box of {dtype}, which JAX has not: declare {dtype.name[:-2]}32'
+        f'{part} is a Box of {dtype}, which podrace does not compute in: declare {narrow}'
       )
 
 

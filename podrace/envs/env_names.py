@@ -34,10 +34,8 @@ def parse(name: str) -> tuple[str, str, dict[str, Value]]:
   for pair in pairs:
     option, equals, text = (x.strip() for x in pair.partition('='))
     if not (option and equals and text):
-      raise UnknownName(
-        f'an option is key=value, not {pair!r}, in environment {name!r}; a comma begins an option, '
-        'so a path cannot contain one'
-      )
+      hint = '; a path cannot contain a comma' if key == 'c' else ''
+      raise UnknownName(f'an option is key=value, not {pair!r}, in environment {name!r}{hint}')
     if option in options:
       raise UnknownName(f'option {option!r} comes twice in environment {name!r}')
     try:

@@ -98,7 +98,7 @@ LIBRARIES: Mapping[str, Library] = {
       'reacher',
       'walker2d',
     ),
-    unsupported={'swimmer': 'Brax 0.14 writes it with a form of jnp.clip that JAX has not'},
+    unsupported={'swimmer': 'Brax 0.14 calls jnp.clip with an argument that JAX no longer takes'},
   ),
   'jumanji': Library(
     module='podrace.envs.adapters.jumanji',

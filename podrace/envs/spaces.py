@@ -40,6 +40,22 @@ def leaves(space: Any, path: str = 'observation') -> Iterator[tuple[str, Any]]:
     yield from leaves(space[part], f'{path}/{str(part).replace("~", "~0").replace("/", "~1")}')
 
 
+def check_observation_space(space: Any) -> None:
+  """Check the keys of Dicts, and the action mask.
+
+  Raises:
+    ValueError: if keys have no order, or the mask is a tree; the message begins with a verb.
+  """
+  if keys := unordered_keys(space):
+    raise ValueError(f'has the keys {keys}, expected keys of one type, such as texts')
+  mask = space.get(MASK) if isinstance(space, Mapping) else None
+  if mask is not None and _parts(mask) is not None:
+    raise ValueError(
+      f'has an {MASK} of several arrays, {mask}, expected one array with an entry for each choice: '
+      'join them in a wrapper'
+    )
+
+
 def unordered_keys(space: Any) -> list[Any]:
   """Return keys of a Dict within a space that have no order, which JAX needs; [] if none."""
   parts = _parts(space)

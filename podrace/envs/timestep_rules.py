@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -47,14 +47,19 @@ def is_outside(x: Any, low: Any, high: Any) -> Any:
   return ~((x >= low) & (x <= high))
 
 
-def allows_nothing(timestep: TimeStep, space: Any = None) -> Any:
+def choices_of(space: Any) -> list[int]:
+  """Return the number of choices of each part of a MultiDiscrete; [] for other spaces."""
+  return [int(n) for n in np.ravel(getattr(space, 'nvec', ()))]
+
+
+def allows_nothing(timestep: TimeStep, choices: Sequence[int] = ()) -> Any:
   """Return where an action mask allows nothing though an agent acts or bootstraps there.
 
   An agent acts in each timestep but a LAST one, and bootstraps from each but that of a termination.
 
   Args:
     timestep: [...], of one environment or of many.
-    space: of actions. Each part of a MultiDiscrete needs a choice that is allowed.
+    choices: of each part of an action, which needs one that is allowed; (): there is one part.
 
   Returns:
     Flags [...]; None without a mask.
@@ -65,7 +70,7 @@ def allows_nothing(timestep: TimeStep, space: Any = None) -> Any:
     return None
   lead = timestep.reward.shape  # 0, where no environment has answered
   flat = (mask != 0).reshape(*lead, math.prod(mask.shape[len(lead) :]))
-  ends = np.cumsum(getattr(space, 'nvec', flat.shape[-1:])).tolist()
+  ends = np.cumsum(choices or flat.shape[-1:]).tolist()
   if ends[-1] != flat.shape[-1]:
     return None  # the network refuses it
   allowed = flat[..., : ends[0]].any(-1)
@@ -130,7 +135,9 @@ def broken_rules(stream: TimeStep, space: Any) -> Iterator[tuple[str, tuple[int,
   begins = np.concatenate([np.ones_like(last[:1]), last[:-1]])
   for name, rule in RULES.items():
     is_mask = name == 'mask'
-    broken = allows_nothing(stream, space) if is_mask else rule.is_broken(stream, begins)
+    broken = (
+      allows_nothing(stream, choices_of(space)) if is_mask else rule.is_broken(stream, begins)
+    )
     if broken is not None and broken.any():
       t, b = np.argwhere(broken)[0].tolist()
       yield name, (t, b)

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax
@@ -170,11 +170,6 @@ class Body:
       ):
         raise ValueError(f'action_mask in the observation, but the actions are {self.action_space}')
       mask = observation[MASK]
-      if isinstance(mask, Mapping | Sequence):
-        raise ValueError(
-          f"the observation's action_mask is a {type(mask).__name__} of arrays, expected one array "
-          f'of {self.distribution.size} entries: join them in a wrapper'
-        )
       if math.prod(mask.shape[1:]) != self.distribution.size:
         raise ValueError(
           f"the observation's action_mask has shape {mask.shape[1:]}; "

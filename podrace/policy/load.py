@@ -235,7 +235,7 @@ class Policy:
         raise ValueError(
           f'an observation of shape {list(x.shape[1:])} came, expected {spec["shape"]}'
         )
-    typed = [_fit(x, spec) for spec, x in zip(specs, arrays, strict=True)]
+    typed = [_convert(x, spec) for spec, x in zip(specs, arrays, strict=True)]
     action, after = self._step(typed, state, size)
     return self._in_space(action), after
 
@@ -244,34 +244,34 @@ class Policy:
     return x.astype(about['dtype']).reshape(len(x), *about['shape'])
 
 
-def _fit(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
-  """Return an array in the type of its space, which it must have or fit.
+def _convert(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
+  """Return an array in the type of its space.
 
   Raises:
     ValueError: if it has floats where integers are declared, or numbers that the type or a choice
-      has not, or that are not finite.
+      does not have, or that are not finite.
   """
+  expected = f'expected {spec["dtype"]} of shape {spec["shape"]}'
   if x.dtype.kind not in 'biuf' and x.dtype.name != 'bfloat16':
-    raise ValueError(f'an observation of type {x.dtype} came, expected {spec["dtype"]}')
+    raise ValueError(f'an observation of type {x.dtype} came, {expected}')
   with np.errstate(all='ignore'):
     y = x.astype(spec['dtype'], copy=False)
-  if y.dtype.kind in 'biu':
-    if x.dtype.kind not in 'biu':
-      raise ValueError(
-        f'an observation of type {x.dtype} came, expected {spec["dtype"]}, as the policy was '
-        'trained with: convert it, and mind the range'
-      )
-    if x is not y and np.any(x != y):
-      raise ValueError(f'an observation has {x[x != y][0]}, which {spec["dtype"]} has not')
-    if spec.get('kind') in ('discrete', 'multidiscrete'):
+  if y.dtype.kind not in 'biu':
+    wrong = ~np.isfinite(y)
+    expected = f'{expected}, and finite numbers'
+  elif x.dtype.kind not in 'biu':
+    raise ValueError(
+      f'an observation of type {x.dtype} came, {expected}: convert it, and mind the range'
+    )
+  else:
+    wrong = np.asarray(x != y)
+    if spec.get('kind') in ('discrete', 'multidiscrete') and 'n' in spec:
       first = np.asarray(spec.get('start', 0))
       last = first + np.asarray(spec['n']) - 1
-      if np.any((y < first) | (y > last)):
-        raise ValueError(
-          f'an observation has {y.tolist()}, expected choices from {first} to {last}'
-        )
-  elif not np.isfinite(y).all():
-    raise ValueError(f'an observation has {x[~np.isfinite(y)][0]}, expected finite numbers')
+      wrong |= (y < first) | (y > last)
+      expected = f'{expected}, and choices from {first.tolist()} to {last.tolist()}'
+  if wrong.any():
+    raise ValueError(f'an observation has {x[wrong][0]}, {expected}')
   return y
 
 

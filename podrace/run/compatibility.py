@@ -17,7 +17,7 @@ from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
-RANDOM = ('jax_default_prng_impl', 'jax_threefry_partitionable')
+RANDOM_SETTINGS = ('jax_default_prng_impl', 'jax_threefry_partitionable')
 
 
 def _check_entries(meta: dict[str, Any], *names: str) -> None:
@@ -27,16 +27,17 @@ def _check_entries(meta: dict[str, Any], *names: str) -> None:
 
 def random_settings() -> dict[str, Any]:
   """Return the settings of JAX that its random numbers depend on, by their names there."""
-  return {name: getattr(jax.config, name) for name in RANDOM}
+  return {name: getattr(jax.config, name) for name in RANDOM_SETTINGS}
 
 
-def _check_random(meta: dict[str, Any]) -> None:
+def check_random(meta: dict[str, Any]) -> None:
+  """Raise UsageError if a checkpoint's random numbers were made under other settings."""
   for name, was in (meta.get('random') or {}).items():  # an older podrace saved none
-    if name in RANDOM and was != (now := getattr(jax.config, name)):
+    if name in RANDOM_SETTINGS and was != (now := getattr(jax.config, name)):
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} was made with {name.upper()}={was}, and now it '
-        f'is {now}, with which random numbers are other ones: set the variable as it was, or begin '
-        'another run with --init-from'
+        f'is {now}, which makes other random numbers: set the variable as it was, or begin another '
+        'run with --init-from'
       )
 
 
@@ -77,7 +78,7 @@ class Fit:
     """
     _check_entries(meta, 'step', 'mesh')
     self._check_devices(meta)
-    _check_random(meta)
+    check_random(meta)
     _check_entries(meta, 'steps_per_update', 'shapes', 'machine')
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(

@@ -157,8 +157,9 @@ CHECKS = (
   ),
   Check(
     'loss-zero',
-    'the loss is exactly 0 in 5 lines, so nothing is learned: with --agent.recurrence.start '
-    'episode, raise --agent.buffer.capacity until replay holds whole episodes of each environment',
+    'the loss is exactly 0 in 5 lines, so nothing is learned: look at the rewards; with '
+    '--agent.recurrence.start episode, raise --agent.buffer.capacity until replay holds whole '
+    'episodes of each environment',
     lambda h: h.gradient_steps >= FEW_STEPS and h.stays('loss', 5, 0.0, 0.0),
   ),
   Check(

@@ -294,7 +294,7 @@ def check_directory(path: Path, option: str = '--run-dir') -> None:
   """Check that a directory can hold a run. It need not exist.
 
   Raises:
-    UsageError: if it cannot be made, or cannot be written to.
+    UsageError: if it cannot be made, cannot be written to, or is an exported policy.
   """
   lacks = f'{option} {path} cannot be a directory'
   there = path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,6 +191,18 @@ def test_on_the_host_and_from_remote_environments(
     check(arrival)
   with pytest.raises(WireError, match='allows nothing'):
     layout.check_masks(steps, layout.records(steps))
+
+
+def test_remote_masks_allow_a_choice_of_each_part() -> None:
+  action = spaces.MultiDiscrete([1, 2], dtype=np.int32)
+  layout = environment_messages.Layout(environment_messages.schema(SPACE, action))
+  words = np.zeros((1, 5), np.uint32)
+  words[:, 2] = np.ones(1, np.float32).view(np.uint32)
+  for mask, allows in (([1, 0, 1], True), ([1, 0, 0], False), ([0, 1, 1], False)):
+    body = words.tobytes() + np.array([mask], np.int8).tobytes() + np.zeros(3, np.float32).tobytes()
+    steps = [layout.arrays(body, 1)]
+    with contextlib.nullcontext() if allows else pytest.raises(WireError, match='allows nothing'):
+      layout.check_masks(steps, layout.records(steps))
 
 
 def test_no_environment_has_answered() -> None:

@@ -107,6 +107,7 @@ VIEW = spaces.Box(-1.0, 1.0, (3,), 'float32')
   [
     (spaces.Box(-1.0, 1.0, (3,), 'float64'), r'float64.* float32'),
     (spaces.Dict(a=VIEW, b=spaces.Box(0, 9, (), 'uint64')), r'b of .*uint64.* uint32'),
+    (spaces.Dict(action_mask=spaces.Tuple([spaces.MultiBinary(2)] * 2), view=VIEW), 'action_mask'),
     (spaces.Dict({0: VIEW, 'a': VIEW}), r"\[0, 'a'\]"),
   ],
 )

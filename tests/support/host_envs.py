@@ -163,15 +163,14 @@ class Masks(Sequence):
 
 
 class Closes(Sequence):
-  """Raises an exception when it is closed, or does not return."""
+  """Raises an exception when it is closed, after some time."""
 
-  def __init__(self, hangs: bool = False) -> None:
+  def __init__(self, seconds: float = 0.0) -> None:
     super().__init__()
-    self._hangs = hangs
+    self._seconds = seconds
 
   def close(self) -> None:
-    if self._hangs:
-      threading.Event().wait()
+    threading.Event().wait(self._seconds)
     raise ZeroDivisionError('the window is gone')
 
 

@@ -77,10 +77,10 @@ static int64_t play(uint64_t first_seed, uint64_t *hash) {
   double sums[ENVS] = {0}, counts[ENVS] = {0};
   uint64_t seeds[ENVS];
   for (int i = 0; i < ENVS; i++) seeds[i] = first_seed + (uint64_t)i;
-  CHECK(podrace_batch_open(&f, "{\"y\": 1}", ENVS, 0, seeds, 1, 2, parts, 16, 4, 16, 1, sums, counts,
+  CHECK(podrace_batch_open(&f, "check", "{\"y\": 1}", ENVS, 0, seeds, 1, 2, parts, 16, 4, 16, 1, sums, counts,
                            error, sizeof error) == NULL);
   CHECK(strstr(error, "no option y") != NULL);
-  batch *b = podrace_batch_open(&f, "{\"x\": 0.5}", ENVS, 0, seeds, 2, 2, parts, 16, 4,
+  batch *b = podrace_batch_open(&f, "check", "{\"x\": 0.5}", ENVS, 0, seeds, 2, 2, parts, 16, 4,
                                 sizeof(tagged), 1, sums, counts, error, sizeof error);
   CHECK(b != NULL);
   int32_t ids[ENVS], act[ENVS];

@@ -14,7 +14,7 @@ import numpy as np
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short
 from podrace.envs.spaces import MASK, leaves
-from podrace.envs.timestep_rules import RULES
+from podrace.envs.timestep_rules import RULES, allows_nothing
 from podrace.types import LARGEST_OBSERVATION, TimeStep
 
 SERVICE = 'podrace'
@@ -188,6 +188,8 @@ class Layout:
     ]
     paths = [leaf[0] for leaf in schema['observation']]
     self._mask = paths.index(f'observation/{MASK}') if f'observation/{MASK}' in paths else None
+    *_, action_kind, limits = schema['action']
+    self._choices = limits if action_kind == 'MultiDiscrete' else []
     self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
@@ -247,9 +249,8 @@ class Layout:
     discount: Any = records.numbers[:, 1]
     kind: Any = records.kind
     timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, kind)
-    rule = RULES['mask']
-    if np.count_nonzero(rule.is_broken(timestep, None)):
-      raise WireError(f'{rule.came}, expected {rule.expected}')
+    if np.count_nonzero(allows_nothing(timestep, self._choices)):
+      raise WireError(f'{RULES["mask"].came}, expected {RULES["mask"].expected}')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

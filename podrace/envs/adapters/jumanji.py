@@ -33,6 +33,7 @@ from podrace.envs.base import Dynamics, NextStepReset, restart, transition
 from podrace.envs.env_names import read_options
 from podrace.envs.options import Value
 from podrace.envs.spaces import MASK
+from podrace.envs.timestep_rules import choices_of
 from podrace.types import Array, Environment, TimeStep
 
 # Episodes of fewer than four steps (one wrong move ends them) would use a pool's states twice. All
@@ -137,7 +138,12 @@ class Jumanji:
   def _observe(self, observation: Any) -> Any:
     observation = _as_dict(self.observation_space, observation)
     if isinstance(observation, dict) and MASK in observation:
-      # A trapped snake is allowed nothing. All actions end the episode, so all are allowed.
+      # A trapped snake is allowed nothing. All actions end the episode, so all are allowed. Of
+      # several agents each has a row.
       mask = observation[MASK]
-      observation = {**observation, MASK: mask | ~jnp.any(mask)}
+      each = mask.ndim > 1 and mask.size == sum(choices_of(self.action_space))
+      observation = {
+        **observation,
+        MASK: mask | ~jnp.any(mask, -1 if each else None, keepdims=True),
+      }
     return to_space(self.observation_space, observation)

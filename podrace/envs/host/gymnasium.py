@@ -27,7 +27,7 @@ from podrace.envs.host.infos import FIELDS, Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
-from podrace.envs.spaces import convert, leaves, map_leaves, unordered_keys, values
+from podrace.envs.spaces import check_observation_space, convert, leaves, map_leaves, values
 from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.blame import label as label_of
 from podrace.types import Arrival, TimeStep
@@ -82,21 +82,16 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
 
 def _close(probe: Any, label: str) -> None:
   """Close an environment that was made for its spaces. A failure is no reason not to run."""
-  failures: list[BaseException] = []
-
-  def close() -> None:
-    try:
-      probe.close()
-    except BaseException as error:
-      failures.append(error)
-
-  thread = threading.Thread(target=close, name='close', daemon=True)
-  thread.start()
-  thread.join(CLOSE_SECONDS)
-  if thread.is_alive():
-    log.warning('%s: close has not returned for %g s', label, CLOSE_SECONDS)
-  for error in failures:
+  text = '%s: close has not returned for %g s; end this process if it does not'
+  timer = threading.Timer(CLOSE_SECONDS, log.warning, (text, label, CLOSE_SECONDS))
+  timer.daemon = True
+  timer.start()
+  try:
+    probe.close()
+  except Exception as error:
     log.warning('%s: close raised %s: %s', label, type(error).__name__, error)
+  finally:
+    timer.cancel()
 
 
 class Repeats:
@@ -222,10 +217,10 @@ def allowed_action(space: Any, observation: Any) -> np.ndarray:
 
 
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:
-  if keys := unordered_keys(observation_space):
-    raise UnknownName(
-      f'{name}: its observation has the keys {keys}, expected keys of one type, such as texts'
-    )
+  try:
+    check_observation_space(observation_space)
+  except ValueError as e:
+    raise UnknownName(f'{name}: its observation {e}') from e
   parts = [*leaves(observation_space), (w.ACTION, action_space)]
   for where, space in parts:
     if space.dtype is None or space.shape is None or np.dtype(space.dtype).kind not in 'biuf':

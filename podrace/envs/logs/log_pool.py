@@ -193,7 +193,7 @@ class MixedPool:
     return {**{f'inner/{k}': x for k, x in self._inner.state().items()}, **log}
 
   def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
-    """Restore a state; returns the observations that wait for actions.
+    """Restore a state; returns the timesteps that wait for actions, without their kinds.
 
     Raises:
       HostError: if it is no state of this pool.
@@ -221,8 +221,9 @@ class MixedPool:
       rows.observation,
       _with_entries(arrival.timestep, rows).observation,
     )
-    zeros = np.zeros(self.num_envs, np.float32)
-    timestep = TimeStep(observation, zeros, zeros + 1, zeros.astype(np.int8))  # type: ignore[arg-type]
+    reward: Any = np.concatenate([rows.reward, arrival.timestep.reward])[order]
+    zeros: Any = np.zeros(self.num_envs, np.float32)
+    timestep = TimeStep(observation, reward, zeros + 1, zeros.astype(np.int8))
     ids = everyone(self.num_envs)
     return Arrival(ids, timestep, zeros, zeros > 0, zeros.astype(np.int32))
 

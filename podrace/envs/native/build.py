@@ -21,7 +21,7 @@ FLAGS = ('-O3', '-shared', '-fPIC', '-ffp-contract=off', '-pthread')
 LINKED = ('-lm',)
 SECONDS = 300.0  # for the compiler
 LINES = 12  # of the compiler's message
-STEM = 60  # letters of a file's name in the name of its library, which has at most 255 bytes
+STEM = 100  # bytes of a file's name in the name of its library, which has at most 255
 
 
 def compile_library(source: Path, name: str) -> Path:
@@ -42,7 +42,7 @@ def compile_library(source: Path, name: str) -> Path:
   text = _run(name, ('-E', '-P', f'-I{HERE}', path))
   options = _version(name), compiler(), FLAGS, LINKED
   key = hashlib.sha256(repr(options).encode() + text).hexdigest()[:32]
-  folder, stem = _cache_directory(), f'{source.stem[:STEM]}-{key}-'
+  folder, stem = _cache_directory(), f'{_shorten(source.stem)}-{key}-'
   for library in folder.iterdir():
     if library.name.startswith(stem) and library.name == _library_name(stem, library):
       return library
@@ -52,6 +52,10 @@ def compile_library(source: Path, name: str) -> Path:
     library = folder / _library_name(stem, compiled)
     compiled.rename(library)  # in place of a damaged one
   return library
+
+
+def _shorten(stem: str) -> str:
+  return os.fsencode(stem)[:STEM].decode(errors='ignore')
 
 
 def _library_name(stem: str, library: Path) -> str:

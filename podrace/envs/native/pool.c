@@ -27,6 +27,7 @@
 #define LINE 64          /* environments whose bytes fill whole cache lines, in any array */
 #define STACK 4096       /* bytes of an observation that fit the stack */
 #define MAX_OBS 64
+#define NAME 300         /* bytes of an environment's name in messages */
 
 typedef struct {
   void *(*create)(const char *, char *, size_t);
@@ -75,6 +76,7 @@ typedef struct batch {
   void *memory; /* of the slots, not aligned */
   double *sums, *counts; /* [num_envs, num_info] of the numbers for the log */
   job *first, *last;     /* the queue */
+  char name[NAME];
   double step_ns;        /* time of one environment's step: a moving mean */
   pthread_cond_t done;   /* no chunk of the oldest job is under way */
 } batch;
@@ -84,7 +86,7 @@ static pthread_cond_t work = PTHREAD_COND_INITIALIZER;
 static batch *pending;            /* batches with chunks that no thread has taken */
 static int budget, workers, idle; /* threads: all that may step, started, waiting for work */
 static int running;               /* threads that are stepping, owners of batches included */
-static _Thread_local int inside;  /* this thread is in a function of an environment */
+static _Thread_local const char *inside; /* the environment whose function this thread is in */
 
 /* Mixes 64 bits (splitmix64, Steele et al. 2014). */
 static uint64_t mix(uint64_t x) {
@@ -174,9 +176,9 @@ static void take_chunk(batch *b) {
   running++;
   pthread_mutex_unlock(&lock);
   double start = now_ns();
-  inside = 1;
+  inside = b->name;
   step_rows(b, &j->rows, from, to);
-  inside = 0;
+  inside = NULL;
   double each = (now_ns() - start) / (double)(to - from);
   pthread_mutex_lock(&lock);
   running--;
@@ -233,20 +235,21 @@ static void in_child(void) { /* after a fork no other thread exists */
   pthread_mutex_init(&lock, NULL);
   pthread_cond_init(&work, NULL);
   pending = NULL;
-  workers = idle = running = inside = 0; /* an environment may fork, and its child exit */
+  workers = idle = running = 0, inside = NULL; /* an environment may fork, and its child exit */
   budget = 1;
 }
 
 /* An environment that calls exit would end the run as if it were complete. */
 static void at_exit(void) {
-  static const char text[] = "podrace: an environment in C called exit, which it must not\n";
   if (!inside) return;
-  ssize_t written = write(STDERR_FILENO, text, sizeof text - 1);
+  char text[NAME + 64];
+  int n = snprintf(text, sizeof text, "podrace: %s called exit, which it must not: return from the function\n", inside);
+  ssize_t written = write(STDERR_FILENO, text, n < (int)sizeof text ? (size_t)n : sizeof text - 1);
   (void)written;
   _exit(1);
 }
 
-static void at_first(void) {
+static void register_handlers(void) {
   pthread_atfork(NULL, NULL, in_child);
   atexit(at_exit);
 }
@@ -264,10 +267,10 @@ PODRACE_EXPORT void podrace_batch_close(batch *b) {
     b->first = j->next;
     free(j);
   }
-  inside = 1;
+  inside = b->name;
   for (int64_t i = 0; b->slots && i < b->num_envs; i++)
     if (b->slots[i].env) b->f.close(b->slots[i].env);
-  inside = 0;
+  inside = NULL;
   pthread_cond_destroy(&b->done);
   free(b->memory);
   free(b);
@@ -275,16 +278,17 @@ PODRACE_EXPORT void podrace_batch_close(batch *b) {
 
 /* Makes the environments [num_envs] of a batch. Returns NULL, with a text in `error` [size], if one
  * cannot be made. `first` is the number of the first one. `sums` and `counts` [num_envs, num_info] stay the caller's. */
-PODRACE_EXPORT batch *podrace_batch_open(const functions *f, const char *options, int64_t num_envs,
+PODRACE_EXPORT batch *podrace_batch_open(const functions *f, const char *name, const char *options, int64_t num_envs,
                                          int64_t first, const uint64_t *seeds, int32_t threads,
                                          int32_t num_obs, const part *parts, int64_t obs_bytes, int64_t act_bytes,
                                          int64_t state_bytes, int32_t num_info, double *sums,
                                          double *counts, char *error, size_t size) {
   static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, at_first);
+  pthread_once(&once, register_handlers);
   batch *b = calloc(1, sizeof *b);
   if (b == NULL) return snprintf(error, size, "there is no memory left"), NULL;
   b->f = *f;
+  snprintf(b->name, sizeof b->name, "%s", name);
   b->num_envs = num_envs, b->num_obs = num_obs, b->num_info = num_info;
   b->obs_bytes = obs_bytes, b->act_bytes = act_bytes, b->state_bytes = state_bytes;
   b->sums = sums, b->counts = counts;
@@ -300,9 +304,9 @@ PODRACE_EXPORT batch *podrace_batch_open(const functions *f, const char *options
   for (int64_t i = 0; i < num_envs; i++) {
     b->slots[i].seed = mix(seeds[i] ^ mix((uint64_t)(first + i)));
     b->slots[i].over = 1;
-    inside = 1;
+    inside = b->name;
     b->slots[i].env = f->create(options, error, size);
-    inside = 0;
+    inside = NULL;
     if (b->slots[i].env == NULL) {
       podrace_batch_close(b);
       return NULL;
@@ -360,9 +364,9 @@ PODRACE_EXPORT int64_t podrace_batch_save(batch *b, uint8_t *states, int64_t *si
                                           uint64_t *episodes, uint64_t *seeds, uint8_t *over) {
   for (int64_t i = 0; i < b->num_envs; i++) {
     slot *s = &b->slots[i];
-    inside = 1;
+    inside = b->name;
     sizes[i] = b->f.save(s->env, states + i * b->state_bytes);
-    inside = 0;
+    inside = NULL;
     if (sizes[i] < 0 || sizes[i] > b->state_bytes) return i;
     episodes[i] = s->episode, seeds[i] = s->seed, over[i] = s->over;
   }
@@ -375,9 +379,9 @@ PODRACE_EXPORT int64_t podrace_batch_load(batch *b, const uint8_t *states, const
                                           const uint8_t *over) {
   for (int64_t i = 0; i < b->num_envs; i++) {
     slot *s = &b->slots[i];
-    inside = 1;
+    inside = b->name;
     int refused = b->f.load(s->env, states + i * b->state_bytes, sizes[i]);
-    inside = 0;
+    inside = NULL;
     if (refused) return i;
     s->episode = episodes[i], s->seed = seeds[i], s->over = over[i];
   }
@@ -385,9 +389,9 @@ PODRACE_EXPORT int64_t podrace_batch_load(batch *b, const uint8_t *states, const
 }
 
 PODRACE_EXPORT void podrace_batch_render(batch *b, int64_t i, uint8_t *rgb) {
-  inside = 1;
+  inside = b->name;
   b->f.render(b->slots[i].env, rgb);
-  inside = 0;
+  inside = NULL;
 }
 
 /* Returns the threads that the pool has started. */

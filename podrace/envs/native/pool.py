@@ -49,8 +49,8 @@ def shared_pool(name: str) -> Any:
   texts = (ctypes.c_char_p, ctypes.c_size_t)
   for function, result, arguments in (
     ('batch_open', Pointer, (
-      ctypes.POINTER(Functions), ctypes.c_char_p, Int64, Int64, Pointer, Int32, Int32,
-      ctypes.POINTER(Part), Int64, Int64, Int64, Int32, Pointer, Pointer, *texts)),
+      ctypes.POINTER(Functions), ctypes.c_char_p, ctypes.c_char_p, Int64, Int64, Pointer, Int32,
+      Int32, ctypes.POINTER(Part), Int64, Int64, Int64, Int32, Pointer, Pointer, *texts)),
     ('batch_close', None, (Pointer,)),
     ('batch_reset', None, (Pointer,)),
     ('batch_send', ctypes.c_int, (Pointer, Int64, Pointer)),
@@ -143,7 +143,8 @@ class NativePool:
     seeds = args.seeds.astype(np.uint64) % 2**31  # as processes with environments have them
     error = ctypes.create_string_buffer(TEXT)
     batch = self._pool.podrace_batch_open(
-      self._library.functions(), options, self.num_envs, first, seeds.ctypes.data, args.threads,
+      self._library.functions(), self._name.encode(), options, self.num_envs, first,
+      seeds.ctypes.data, args.threads,
       len(names), parts, s.obs_bytes, s.act_bytes, s.state_bytes, len(s.info),
       self._sums.ctypes.data, self._counts.ctypes.data, error, TEXT,
     )  # fmt: skip
