@@ -95,8 +95,8 @@ class BC:
       is_number = jnp.issubdtype(own.dtype, jnp.floating)  # a surprise may be negative
       metrics = dict(
         loss=total,
-        entropy=batch.average(policy.entropy(outputs.policy, key)),
-        action_error=batch.average(distance),
+        entropy=batch.mean_of_valid(policy.entropy(outputs.policy, key)),
+        action_error=batch.mean_of_valid(distance),
       )
       priority = distance if is_number else surprise
       return total, (metrics, batch.priority(mask * (priority + 1e-6)))

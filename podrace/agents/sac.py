@@ -142,7 +142,7 @@ class SAC:
         loss=critic_loss,
         actor_loss=actor_loss,
         value=batch.average(value),
-        entropy=-batch.average(log_prob),
+        entropy=-batch.mean_of_valid(log_prob),
         temperature=alpha,
         **distributions.saturation(policy, policy.from_unit(action)),
       )
