@@ -226,7 +226,7 @@ def test_cloning_maximises_the_likelihood_of_actions_within_episodes() -> None:
     metrics['loss'][0], surprise[jnp.array([0, 2, 3])].sum() / 4, rtol=1e-5
   )
   wrong = log_p.argmax(1) != jnp.array([2, 0, 1, 0])
-  np.testing.assert_allclose(metrics['action_error'][0], wrong[jnp.array([0, 2, 3])].sum() / 4)
+  np.testing.assert_allclose(metrics['action_error'][0], wrong[jnp.array([0, 2, 3])].mean())
   assert priority[0, 1] == 0 and (priority[0, jnp.array([0, 2, 3])] > 0).all()
   other, *_ = learned(agent, sample_of([2, 1, 1, 0]))
   jax.tree.map(np.testing.assert_array_equal, train, other)
