@@ -68,13 +68,13 @@ def check_environment(env: Any) -> None:
     space = getattr(env, name)
     if not isinstance(space, spaces.Space):
       raise UsageError(f'{label(env, name)} is {space!r}, expected a gymnasium.spaces.Space')
-    _check_space(label(env, name), space)
+  _check_observation_space(label(env, 'observation_space'), env.observation_space)
   _check_types(inner(env), wrapped=inner(env) is not env)
   if bounds(env.action_space) is not None:  # so that there are random actions
     _check_steps(env)
 
 
-def _check_space(name: str, space: Any) -> None:
+def _check_observation_space(name: str, space: Any) -> None:
   try:
     check_observation_space(space)
   except ValueError as e:

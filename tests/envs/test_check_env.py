@@ -119,6 +119,13 @@ def test_spaces_that_jax_has_not(space: Any, message: str) -> None:
     check.check_environment(NextStepReset(Own()))
 
 
+def test_actions_may_be_of_64_bits() -> None:
+  class Own(Steps):
+    action_space = spaces.Box(-1.0, 1.0, (2,), 'float64')
+
+  check.check_environment(NextStepReset(Own()))
+
+
 class Parts(Steps):
   action_space = spaces.MultiDiscrete([2, 3], dtype=np.int32)
   observation_space = spaces.Dict(action_mask=spaces.MultiBinary(5), view=VIEW)

@@ -60,8 +60,11 @@ def _shorten(stem: str) -> str:
 
 def _library_name(stem: str, library: Path) -> str:
   """Return the name of a library in the cache: `stem`, and a hash of its bytes."""
-  with library.open('rb') as file:
-    return f'{stem}{hashlib.file_digest(file, "sha256").hexdigest()[:32]}.so'
+  try:
+    with library.open('rb') as file:
+      return f'{stem}{hashlib.file_digest(file, "sha256").hexdigest()[:32]}.so'
+  except OSError:  # it cannot be read, or is no file: as good as damaged
+    return ''
 
 
 def compiler() -> list[str]:
