@@ -532,6 +532,7 @@ def test_killed_programs_end_with_the_parameters_of_the_undisturbed(
   assert f'| {whole["params_sha256"][:16]} | **no** |' in page.read_text()
 
 
+@pytest.mark.slow
 def test_a_kill_comes_after_a_step_that_no_earlier_child_has_reached(
   tmp_path: Path, cache: Path
 ) -> None:

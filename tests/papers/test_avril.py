@@ -103,6 +103,7 @@ def learned(run_dir: Path, log: Path, steps: int) -> Any:
   return podrace.train(config, run_dir, override=True, quiet=True)
 
 
+@pytest.mark.slow
 def test_it_imitates_and_its_rewards_explain_its_values(log: Path, tmp_path: Path) -> None:
   """Resumed from the half it ends with the same bytes, and it balances the pole for longer than it has seen."""
   whole = learned(tmp_path / 'whole', log, 5_120)

@@ -179,6 +179,7 @@ def test_advantages_do_not_train_values(credit: str) -> None:
   assert np.any(grads[0]['policy_head']['kernel'])
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatch: Any) -> None:
   """Without the independence loss, or with its sign swapped, the share is about 0."""
   env, sizes, _, settings = cca.TASKS['bandit']

@@ -147,6 +147,7 @@ def test_the_loss_of_the_agent(hindsight: bool) -> None:
 # --- the effect -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_hindsight_learns_fastest_and_the_whole_model_slowest() -> None:
   """After a quarter of the paper's iterations."""
   key = jax.random.key(100)

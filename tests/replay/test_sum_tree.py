@@ -51,6 +51,7 @@ def test_a_priority_of_zero_is_never_found() -> None:
     assert np.all(priorities[np.asarray(sum_tree.find(tree, u))] > 0)
 
 
+@pytest.mark.slow
 def test_a_million_priorities_are_found_in_proportion() -> None:
   """By chi-squared, in float32, over groups of about the same chance; after a million changes."""
   size, draws = 1_000_000, 2_000_000
