@@ -38,8 +38,8 @@ def compile_library(source: Path, name: str) -> Path:
   Raises:
     UsageError: if there is no compiler, or it fails; the message is the compiler's.
   """
-  path = str(source.absolute())  # a relative one may begin with a dash
-  text = _run(name, ('-E', '-P', f'-I{HERE}', path))
+  file = str(source.absolute())  # a relative path may begin with a dash
+  text = _run(name, ('-E', '-P', f'-I{HERE}', file))
   options = _version(name), compiler(), FLAGS, LINKED
   key = hashlib.sha256(repr(options).encode() + text).hexdigest()[:32]
   folder, stem = _cache_directory(), f'{_shorten(source.stem)}-{key}-'
@@ -47,10 +47,10 @@ def compile_library(source: Path, name: str) -> Path:
     if library.name.startswith(stem) and library.name == _library_name(stem, library):
       return library
   with tempfile.TemporaryDirectory(dir=folder) as draft:
-    compiled = Path(draft) / 'library.so'
-    _run(name, (*FLAGS, f'-I{HERE}', path, '-o', str(compiled), *LINKED))
-    library = folder / _library_name(stem, compiled)
-    compiled.rename(library)  # in place of a damaged one
+    path = Path(draft) / 'library.so'
+    _run(name, (*FLAGS, f'-I{HERE}', file, '-o', str(path), *LINKED))
+    library = folder / _library_name(stem, path)
+    path.rename(library)  # in place of a damaged one
   return library
 
 
