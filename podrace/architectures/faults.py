@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.spaces import bounds
-from podrace.envs.timestep_rules import RULES, allows_nothing, choices_of, is_outside
+from podrace.envs.timestep_rules import RULES, choices_of, is_outside
 from podrace.errors import RunError
 from podrace.system.blame import label, out_of_space
 from podrace.types import Trajectory
@@ -36,7 +36,7 @@ def find_faults(before: jax.Array, space: Any, trajectory: Trajectory) -> jax.Ar
     reward[0] | jnp.any(reward[1:] & ~action_before, 0),
     jnp.any(action & ~reward_before, 0),
   ]
-  if (mask := allows_nothing(t, choices_of(space))) is not None:
+  if (mask := RULES['mask'].is_broken(t, None, choices_of(space))) is not None:
     broken.append(jnp.any(mask, 0))
   bits = sum(
     (x.astype(jnp.int32) << i for i, x in enumerate(broken)), jnp.zeros(order.shape, jnp.int32)

@@ -21,14 +21,14 @@ class TimestepRule(NamedTuple):
   """One rule of the contract, and the two halves of its message.
 
   Attributes:
-    is_broken: Maps a timestep [...] and `begins` [...] bool (an episode must begin at this
-      timestep) to [...] bool. None if the rule does not apply. A rule reads only the fields that
-      it is about; the rest may be missing.
+    is_broken: Maps a timestep [...], `begins` [...] bool (an episode must begin at this timestep)
+      and the action's `choices_of` to [...] bool. None if the rule does not apply. A rule reads
+      only the fields that it is about; the rest may be missing.
     came: Description of a timestep that breaks the rule.
     expected: Description of a timestep that keeps it.
   """
 
-  is_broken: Callable[[TimeStep, Any], Any]
+  is_broken: Callable[..., Any]
   came: str
   expected: str
 
@@ -52,13 +52,14 @@ def choices_of(space: Any) -> list[int]:
   return [int(n) for n in np.ravel(getattr(space, 'nvec', ()))]
 
 
-def allows_nothing(timestep: TimeStep, choices: Sequence[int] = ()) -> Any:
+def _allows_nothing(timestep: TimeStep, begins: Any, choices: Sequence[int] = ()) -> Any:
   """Return where an action mask allows nothing though an agent acts or bootstraps there.
 
   An agent acts in each timestep but a LAST one, and bootstraps from each but that of a termination.
 
   Args:
     timestep: [...], of one environment or of many.
+    begins: not read.
     choices: of each part of an action, which needs one that is allowed; (): there is one part.
 
   Returns:
@@ -88,37 +89,37 @@ DTYPES = {'reward': 'float32', 'discount': 'float32', 'step_type': 'int8'}
 
 RULES = {
   'step_type': TimestepRule(
-    lambda t, begins: is_outside(t.step_type, FIRST, LAST),
+    lambda t, begins, choices=(): is_outside(t.step_type, FIRST, LAST),
     'a step type that is none',
     'FIRST (0), MID (1) or LAST (2)',
   ),
   'order': TimestepRule(
-    lambda t, begins: begins != t.first,
+    lambda t, begins, choices=(): begins != t.first,
     'an episode that begins without its first timestep, or within another',
     f'FIRST after LAST and only there: {RESETS}',
   ),
   'reward': TimestepRule(
-    lambda t, begins: exceeds(t.reward, LARGEST_REWARD),
+    lambda t, begins, choices=(): exceeds(t.reward, LARGEST_REWARD),
     f'a reward that is NaN or infinite, or more than {LARGEST_REWARD:g} in size',
     'a finite one that is smaller',
   ),
   'first_reward': TimestepRule(
-    lambda t, begins: t.first & (t.reward != 0),
+    lambda t, begins, choices=(): t.first & (t.reward != 0),
     'a reward with the first timestep of an episode',
     'a reward of 0',
   ),
   'discount_range': TimestepRule(
-    lambda t, begins: is_outside(t.discount, 0, 1),
+    lambda t, begins, choices=(): is_outside(t.discount, 0, 1),
     'a discount that is not between 0 and 1',
     '0 or 1',
   ),
   'discount': TimestepRule(
-    lambda t, begins: (t.discount != 1) & ((t.discount != 0) | ~t.last),
+    lambda t, begins, choices=(): (t.discount != 1) & ((t.discount != 0) | ~t.last),
     'a discount that is neither 0 nor 1, or 0 before the end of the episode',
     '0 at the LAST timestep of an episode that terminated, else 1',
   ),
   'mask': TimestepRule(
-    lambda t, begins: allows_nothing(t),
+    _allows_nothing,
     f'an {MASK} that allows nothing',
     'at least one choice for each part of an action, but with the LAST timestep of an episode that '
     'terminated, of discount 0',
@@ -132,12 +133,9 @@ def broken_rules(stream: TimeStep, space: Any) -> Iterator[tuple[str, tuple[int,
   The stream begins with a reset, and its arrays are NumPy's. `space` is that of the actions.
   """
   last: Any = stream.last
-  begins = np.concatenate([np.ones_like(last[:1]), last[:-1]])
+  begins, choices = np.concatenate([np.ones_like(last[:1]), last[:-1]]), choices_of(space)
   for name, rule in RULES.items():
-    is_mask = name == 'mask'
-    broken = (
-      allows_nothing(stream, choices_of(space)) if is_mask else rule.is_broken(stream, begins)
-    )
+    broken = rule.is_broken(stream, begins, choices)
     if broken is not None and broken.any():
       t, b = np.argwhere(broken)[0].tolist()
       yield name, (t, b)

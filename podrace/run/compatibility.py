@@ -30,14 +30,14 @@ def random_settings() -> dict[str, Any]:
   return {name: getattr(jax.config, name) for name in RANDOM_SETTINGS}
 
 
-def check_random(meta: dict[str, Any]) -> None:
-  """Raise UsageError if a checkpoint's random numbers were made under other settings."""
+def _check_random(meta: dict[str, Any]) -> None:
+  now = random_settings()
   for name, was in (meta.get('random') or {}).items():  # an older podrace saved none
-    if name in RANDOM_SETTINGS and was != (now := getattr(jax.config, name)):
+    if name in now and was != now[name]:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} was made with {name.upper()}={was}, and now it '
-        f'is {now}, which makes other random numbers: set the variable as it was, or begin another '
-        'run with --init-from'
+        f'is {now[name]}, which makes other random numbers: set the variable as it was, or begin '
+        'another run with --init-from'
       )
 
 
@@ -78,7 +78,7 @@ class Fit:
     """
     _check_entries(meta, 'step', 'mesh')
     self._check_devices(meta)
-    check_random(meta)
+    _check_random(meta)
     _check_entries(meta, 'steps_per_update', 'shapes', 'machine')
     if meta['steps_per_update'] != self._config.steps_per_update:
       raise UsageError(

@@ -244,9 +244,11 @@ def test_numbers_for_the_log_go_on_when_a_worker_is_replaced(tagged: str) -> Non
   ) as envs:
     envs.reset()
     for t in range(300):
-      if t == 200:
-        os.kill(envs.pids[0], signal.SIGKILL)
       arrival = envs.recv()
+      if t == 200:  # both workers wait, so their sums are those of all episodes so far
+        assert spec.metrics()['info_length'] == pytest.approx(np.mean(lengths), rel=0.05)
+        os.kill(envs.pids[0], signal.SIGKILL)
+        lengths = []
       lengths += arrival.timestep.observation['tag'][arrival.ended, 3].tolist()
       envs.send(arrival.env_id, np.zeros((2, 2), np.int32))
     envs.recv()
@@ -523,7 +525,8 @@ def test_a_trial_accepts_what_is_right(tmp_path: Path, tagged: str) -> None:
     spec.try_out(60.0)
   for example in ('c:cartpole', 'c:breakout', 'c:grid'):
     file = Path(shutil.copy(build.HERE / 'examples' / f'{example[2:]}.c', tmp_path))
-    trial.run_trial(f'c:{file}', file, b'{}', 60.0)
+    library = build.compile_library(file, f'c:{file}')
+    trial.run_trial(f'c:{file}', library, b'{}', 60.0)
 
 
 def test_a_trial_that_hangs_ends(tmp_path: Path, monkeypatch: Patch) -> None:

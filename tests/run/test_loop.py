@@ -36,7 +36,7 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import compatibility, loop, metrics, save_and_resume, sinks, updates
 from podrace.run.build import build
-from podrace.run.compatibility import Fit, check_random, random_settings
+from podrace.run.compatibility import Fit, random_settings
 from podrace.run.evaluate import evaluate
 from podrace.run.summary import final_return
 from podrace.settings.agents import bind
@@ -702,10 +702,16 @@ def test_another_number_of_devices_is_refused_with_what_to_give(
   ('name', 'value'),
   [('jax_threefry_partitionable', False), ('jax_default_prng_impl', 'rbg')],
 )
-def test_other_random_numbers_are_refused(name: str, value: Any, monkeypatch: Patch) -> None:
-  recorded = random_settings()
-  check_random({'step': 1024, 'random': recorded})
-  check_random({'step': 1024})  # of an older podrace
-  monkeypatch.setattr(compatibility.jax, 'config', SimpleNamespace(**{**recorded, name: value}))
-  with pytest.raises(UsageError, match=f'{name.upper()}={recorded[name]}'):
-    check_random({'step': 1024, 'random': recorded})
+def test_other_random_numbers_are_refused(
+  name: str, value: Any, tmp_path: Path, monkeypatch: Patch
+) -> None:
+  program: Any = SimpleNamespace(mesh=SimpleNamespace(size=1, shape={'data': 1}), windows=None)
+  one = Fit(PRESETS['catch'](), program, tmp_path)
+  monkeypatch.setattr(Fit, 'shapes', lambda self, sums=None: '0')
+  meta = one.record() | {'step': 1024, 'machine': {}}
+  one.check(meta, None)
+  one.check({k: x for k, x in meta.items() if k != 'random'}, None)  # of an older podrace
+  now = {**random_settings(), name: value}
+  monkeypatch.setattr(compatibility, 'random_settings', lambda: now)
+  with pytest.raises(UsageError, match=f'{name.upper()}={meta["random"][name]}'):
+    one.check(meta, None)

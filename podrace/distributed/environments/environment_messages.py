@@ -14,7 +14,7 @@ import numpy as np
 from podrace.distributed.net import session_messages
 from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short
 from podrace.envs.spaces import MASK, leaves
-from podrace.envs.timestep_rules import RULES, allows_nothing
+from podrace.envs.timestep_rules import RULES
 from podrace.types import LARGEST_OBSERVATION, TimeStep
 
 SERVICE = 'podrace'
@@ -249,8 +249,9 @@ class Layout:
     discount: Any = records.numbers[:, 1]
     kind: Any = records.kind
     timestep = TimeStep({MASK: self._array(steps, self._mask)}, discount, discount, kind)
-    if np.count_nonzero(allows_nothing(timestep, self._choices)):
-      raise WireError(f'{RULES["mask"].came}, expected {RULES["mask"].expected}')
+    rule = RULES['mask']
+    if np.count_nonzero(rule.is_broken(timestep, None, self._choices)):
+      raise WireError(f'{rule.came}, expected {rule.expected}')
 
   @staticmethod
   def _check(x: np.ndarray, low: Any, high: Any, details: str) -> None:

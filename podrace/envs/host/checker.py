@@ -10,7 +10,7 @@ from podrace.envs.host.base import HostSpec, log
 from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.host.timesteps import EVERY, rows_of
 from podrace.envs.spaces import leaves, values
-from podrace.envs.timestep_rules import RULES, allows_nothing, choices_of, exceeds, is_outside
+from podrace.envs.timestep_rules import RULES, choices_of, exceeds, is_outside
 from podrace.errors import HostError, RunError
 from podrace.types import LARGEST_REWARD, Arrival, TimeStep
 
@@ -61,7 +61,8 @@ class Checker:
       self._check_reward(arrival.score, ids)
 
   def _check_mask(self, timestep: TimeStep, ids: np.ndarray) -> None:
-    rule, stuck = RULES['mask'], allows_nothing(timestep, self._choices)
+    rule = RULES['mask']
+    stuck = rule.is_broken(timestep, None, self._choices)
     if stuck is not None and np.count_nonzero(stuck):
       kind = ('FIRST', 'MID', 'LAST')[timestep.step_type[stuck][0]]
       raise HostError(

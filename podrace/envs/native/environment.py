@@ -48,13 +48,14 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
   library = f'c:{name}'
   make_pool: Callable[[PoolArgs], HostEnvironment]
   infos: Infos | NativeInfos
+  shared = compiled(path, library)
   if isolate or name not in NATIVE_EXAMPLES:  # which may crash or exit
-    spec = run_trial(library, path, text)
+    spec = run_trial(library, shared, text)
   if isolate:
     infos = Infos()
     make_pool = functools.partial(_isolated_pool, label, spec, infos)
   else:
-    opened, infos = EnvironmentLibrary(compiled(path, library), library), NativeInfos()
+    opened, infos = EnvironmentLibrary(shared, library), NativeInfos()
     shared_pool(library)
     spec = opened.spec(text)
     make_pool = functools.partial(NativePool, opened, spec, text, infos)
@@ -69,7 +70,7 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     return host
 
   def try_out(deadline: float) -> None:
-    run_trial(library, path, text, deadline)
+    run_trial(library, compiled(path, library), text, deadline)
 
   return dataclasses.replace(host, try_out=try_out)
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.native.build import compile_library
 from podrace.envs.native.library import TEXT, EnvironmentLibrary, NativeSpec, text_of
 from podrace.envs.spaces import MASK, bounds
 from podrace.envs.timestep_rules import is_outside
@@ -36,7 +35,9 @@ RANDOMNESS = (
 )
 
 
-def run_trial(name: str, path: Path, options: bytes, deadline: float | None = None) -> NativeSpec:
+def run_trial(
+  name: str, library: Path, options: bytes, deadline: float | None = None
+) -> NativeSpec:
   """Read an environment's specification in a process of its own, and check the environment.
 
   The checks: equal seeds and actions make equal bytes, in whatever order environments step and
@@ -44,14 +45,13 @@ def run_trial(name: str, path: Path, options: bytes, deadline: float | None = No
 
   Args:
     name: of the environment, for messages.
-    path: of its .c file or library.
+    library: the shared library.
     options: JSON.
     deadline: seconds for the checks; None: read the specification only.
 
   Raises:
     UsageError: if it breaks the interface, crashes or hangs; the message names the function.
   """
-  library = compile_library(path, name) if path.suffix == '.c' else path
   settings = dict(
     name=name, library=str(library.absolute()), options=options.decode(),
     check=deadline is not None,
