@@ -67,15 +67,10 @@ def restore_params(
 def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
   if checkpoint not in (NEWEST, BEST) and not is_step(checkpoint.replace('_', '')):
     raise UsageError(f'--checkpoint is {NEWEST}, {BEST} or a step, not {checkpoint!r}')
-  shapes, best = _shapes(resolved), _best_files(run_dir)
+  shapes = _shapes(resolved)
   if checkpoint == BEST:
-    step = best_step(run_dir)
-    if step is None:
-      raise UsageError(
-        f'{run_dir} has no best checkpoint: it is kept by runs with --eval-every, from their first '
-        'evaluation on'
-      )
-    return SavedParams(step, read_params(best[step], shapes), [])
+    return _read_best(run_dir, shapes)
+  best = _best_files(run_dir)
   if not (run_dir / 'checkpoints').is_dir():
     raise UsageError(f'{run_dir} has no checkpoints yet')
   checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
@@ -99,6 +94,23 @@ def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
   if not skipped:
     raise UsageError(f'{run_dir} has no checkpoint yet')
   raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read: {reason}')
+
+
+def _read_best(run_dir: Path, shapes: Any, missing: int | None = None) -> SavedParams:
+  """Read the best parameters. A run that goes on removes their file after a better evaluation."""
+  step = best_step(run_dir)
+  if step is None:
+    raise UsageError(
+      f'{run_dir} has no best checkpoint: it is kept by runs with --eval-every, from their first '
+      'evaluation on'
+    )
+  path = run_dir / 'best' / f'{step}{SUFFIX}'
+  try:
+    return SavedParams(step, read_params(path, shapes), [])
+  except UsageError:
+    if path.exists() or step == missing:
+      raise
+    return _read_best(run_dir, shapes, missing=step)
 
 
 def _shapes(resolved: Resolved) -> Any:

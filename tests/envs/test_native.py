@@ -686,7 +686,12 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-  ('fault', 'word'), [('late_exit_0', 'exit'), ('late_create', 'no licence is left')]
+  ('fault', 'word'),
+  [
+    ('late_exit_0', 'exit'),
+    ('late_thread_exit_0', 'exit'),
+    ('late_create', 'no licence is left'),
+  ],
 )
 def test_a_late_fault_ends_the_run_with_exit_code_1(fault: str, word: str, tmp_path: Path) -> None:
   name = write(tmp_path / 'bad.c', fault)

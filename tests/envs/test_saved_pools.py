@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
@@ -85,7 +86,11 @@ def assert_restored(name: str, before: int, after: int) -> dict[str, np.ndarray]
   other = Played(name, first_seed=100)
   other.random.bit_generator.state = random
   try:
-    other.arrival = other.pool.restore(state)
+    steps = itertools.count()
+    other.arrival = other.pool.restore(state, lambda: next(steps))
+    if 'gymnasium' not in name:  # replayed in the pool's own thread
+      replayed = state['count'].max() - state['start'].min()
+      assert replayed <= next(steps) <= replayed + 1  # and the first reset
     came = other.arrival.timestep
     jax.tree.map(np.testing.assert_array_equal, came[:2], last[:2])  # observation and reward
     for step, (came, wanted) in enumerate(zip(other.play(after), expected, strict=True)):

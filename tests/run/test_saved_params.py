@@ -17,6 +17,7 @@ import podrace
 from podrace.agents.impala import Impala
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic
+from podrace.run import saved_params
 from podrace.run.evaluate import evaluate
 from podrace.run.saved_params import (
   BestParams,
@@ -195,6 +196,24 @@ def test_checkpoints_are_named_by_step(trained: podrace.Result) -> None:
   for wrong in ('7', 'bset', '-1', ''):
     with pytest.raises(UsageError):
       restore_params(resolved, run_dir, wrong)
+
+
+def test_the_best_is_read_while_the_run_replaces_it(
+  trained: podrace.Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  run_dir = tmp_path / 'run'
+  shutil.copytree(trained.run_dir, run_dir)
+  read, replaced = saved_params.read_params, []
+
+  def replace_and_read(path: Path, shapes: Any) -> Any:
+    if not replaced:
+      replaced.append(path.rename(path.with_stem('99999')))
+      with (run_dir / 'eval.jsonl').open('a') as file:
+        file.write(json.dumps({'step': 99999, 'episode_return_mean': 2.0}) + '\n')
+    return read(path, shapes)
+
+  monkeypatch.setattr(saved_params, 'read_params', replace_and_read)
+  assert restore_params(resolve(trained.config), run_dir, 'best').step == 99999
 
 
 def test_a_member_is_one_of_the_seeds(trained: podrace.Result) -> None:

@@ -36,6 +36,7 @@ FAULTS = {
   'names': ('static const podrace_spec spec = {', f'static const char *const names[] = {{"{"a" * 9000}"}};'
             'static const podrace_spec spec = {.num_info = 1, .info = names,'),
   'late_exit_0': ('c->steps++;', 'c->steps++; static int calls; if (++calls > 2000) exit(0);'),
+  'late_thread_exit_0': ('c->steps++;', 'c->steps++; static int calls; extern int pthread_create(unsigned long *, const void *, void *(*)(void *), void *); unsigned long thread; if (++calls == 2000) pthread_create(&thread, NULL, (void *(*)(void *))exit, NULL);'),
   'late_create': ('void *podrace_create(const char *options, char *error, size_t n) {', 'void *podrace_create(const char *options, char *error, size_t n) {\n  static int calls; if (++calls > 4) return snprintf(error, n, "no licence is left"), NULL;'),
   'load_exit_0': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { exit(0); }'),
   'load_crash': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { *(volatile int *)8 = 1; }'),

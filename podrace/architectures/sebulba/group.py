@@ -141,7 +141,12 @@ class ActorGroup:
   def _restore_state(self, state: ActorState) -> TimeStep | None:
     assert isinstance(self.actor, Lockstep), 'only lockstep is saved'
     steps = self.counters.number * self._length
-    timestep = restore_pool(self._name, self.pool, state, steps)
+    with self._timer:
+      self._timer.ask(self._ids)
+      timestep = restore_pool(
+        self._name, self.pool, state, steps, lambda: self._timer.ask(self._ids)
+      )
+    self._timer.answered(self._ids)
     # With new environments a gap: their unrolls do not continue the last ones.
     self.actor.count_from(state.serial if timestep is not None else state.serial + 1)
     return timestep

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import io
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -72,7 +72,9 @@ def take_state(
   )
 
 
-def restore_pool(name: str, pool: Any, state: ActorState, steps: int) -> TimeStep | None:
+def restore_pool(
+  name: str, pool: Any, state: ActorState, steps: int, on_step: Callable[[], None]
+) -> TimeStep | None:
   """Bring environments back to `state`; returns the timestep to answer.
 
   Args:
@@ -80,6 +82,7 @@ def restore_pool(name: str, pool: Any, state: ActorState, steps: int) -> TimeSte
     pool: new environments.
     state: read from a checkpoint.
     steps: since the run began.
+    on_step: called after each step that is replayed.
 
   Returns:
     None if they do not return to it. The reason is logged, and the pool is to be reset.
@@ -89,7 +92,7 @@ def restore_pool(name: str, pool: Any, state: ActorState, steps: int) -> TimeSte
     pool.restore(state.environment, steps)
     return t
   try:
-    restored = pool.restore(state.environment).timestep
+    restored = pool.restore(state.environment, on_step).timestep
     observation = restored.observation
     if not np.array_equal(digest(observation), state.digest):
       raise HostError('the same seeds and actions led to other observations')

@@ -10,7 +10,7 @@ the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import gymnasium
@@ -242,7 +242,9 @@ class AtariPool:
     assert self._log is not None, 'the pool keeps no actions'
     return self._log.state()
 
-  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+  def restore(
+    self, state: Mapping[str, np.ndarray], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
     """Replay the actions of `state`; a game that begins later than the first one waits for it.
 
     Raises:
@@ -265,6 +267,7 @@ class AtariPool:
       if number < rows.end:
         self._send(ids, rows.actions[number - rows.first])
         results = self._env.recv()
+      on_step()
     assert arrival is not None, 'there is always a first row'
     return arrival
 

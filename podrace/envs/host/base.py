@@ -56,10 +56,17 @@ class SavedPool(Protocol):
     """Return everything that decides the future, as arrays that do not change."""
     ...
 
-  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+  def restore(
+    self, state: Mapping[str, np.ndarray], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
     """Restore a state, in place of `reset`; returns the timesteps that wait for actions.
 
     Only the observations and rewards of the arrival count. Afterwards `reset` still begins anew.
+
+    Args:
+      state: that `state` returned.
+      on_step: is to be called after each step that is replayed. Environments are taken to hang
+        when `PoolArgs.deadline` seconds pass without a call.
 
     Raises:
       HostError: if it is no state of this pool. The pool is as before.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import envpool
@@ -171,7 +171,9 @@ class EnvPool:
     assert self._log is not None, 'the pool keeps no actions'
     return self._log.state()
 
-  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+  def restore(
+    self, state: Mapping[str, np.ndarray], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
     """Replay all actions in a new pool. Raises HostError if `state` is of another pool."""
     log = self._new_log()
     log.restore(state)
@@ -183,6 +185,7 @@ class EnvPool:
     for action in log.rows().actions:
       self._send(ids, action)
       arrival = self.recv()
+      on_step()
     return arrival
 
   def send(self, env_id: np.ndarray, action: np.ndarray) -> None:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -172,8 +172,10 @@ class WorkerPool:
     assert self._log is not None, 'the pool keeps no actions'
     return {**self._log.state(), **self._stepper.state()}
 
-  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
-    """Replay the actions of `state` in new processes.
+  def restore(
+    self, state: Mapping[str, np.ndarray], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
+    """Replay the actions of `state` in new processes, each with a deadline of its own.
 
     Raises:
       HostError: if that fails.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -192,7 +192,9 @@ class MixedPool:
     log = {f'log/{k}': np.array(x) for k, x in self._place._asdict().items()}
     return {**{f'inner/{k}': x for k, x in self._inner.state().items()}, **log}
 
-  def restore(self, state: Mapping[str, np.ndarray]) -> Arrival:
+  def restore(
+    self, state: Mapping[str, np.ndarray], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
     """Restore a state; returns the timesteps that wait for actions, without their kinds.
 
     Raises:
@@ -208,9 +210,8 @@ class MixedPool:
       if (x.dtype, x.shape) != (like.dtype, like.shape):
         raise HostError(f'a saved state has {name} {x.dtype}{list(x.shape)} of the log')
       saved[name] = jax.device_put(x, device)
-    arrival = self._inner.restore(
-      {k.removeprefix('inner/'): x for k, x in state.items() if k.startswith('inner/')}
-    )
+    inner = {k.removeprefix('inner/'): x for k, x in state.items() if k.startswith('inner/')}
+    arrival = self._inner.restore(inner, on_step)
     self._place = self._place._replace(**saved)
     with jax.default_device(device):
       rows = jax.tree.map(np.asarray, self._log.read(self._place.row))

@@ -87,6 +87,7 @@ static batch *pending;            /* batches with chunks that no thread has take
 static int budget, workers, idle; /* threads: all that may step, started, waiting for work */
 static int running;               /* threads that are stepping, owners of batches included */
 static _Thread_local const char *inside; /* the environment whose function this thread is in */
+static int leaving; /* Python ends, or this is a process that an environment forked */
 
 /* Mixes 64 bits (splitmix64, Steele et al. 2014). */
 static uint64_t mix(uint64_t x) {
@@ -235,19 +236,23 @@ static void in_child(void) { /* after a fork no other thread exists */
   pthread_mutex_init(&lock, NULL);
   pthread_cond_init(&work, NULL);
   pending = NULL;
-  workers = idle = running = 0, inside = NULL; /* an environment may fork, and its child exit */
-  budget = 1;
+  workers = idle = running = 0, inside = NULL;
+  budget = 1, leaving = 1; /* an environment may fork, and its child exit */
 }
 
 /* An environment that calls exit would end the run as if it were complete. */
 static void at_exit(void) {
-  if (!inside) return;
+  if (leaving && !inside) return;
   char text[NAME + 64];
-  int n = snprintf(text, sizeof text, "podrace: %s called exit, which it must not: return from the function\n", inside);
+  int n = snprintf(text, sizeof text, "podrace: %s called exit, which it must not: return from the function\n",
+                   inside ? inside : "a thread of native code");
   ssize_t written = write(STDERR_FILENO, text, n < (int)sizeof text ? (size_t)n : sizeof text - 1);
   (void)written;
   _exit(1);
 }
+
+/* Lets the process exit. Python calls it as it ends; a call of exit by native code comes without it. */
+PODRACE_EXPORT void podrace_pool_ends(void) { leaving = 1; }
 
 static void register_handlers(void) {
   pthread_atfork(NULL, NULL, in_child);

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import collections
 import ctypes
 import functools
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,9 +60,11 @@ def shared_pool(name: str) -> Any:
     ('batch_load', Int64, (Pointer, *(Pointer,) * 5)),
     ('batch_render', None, (Pointer, Int64, Pointer)),
     ('pool_workers', ctypes.c_int, ()),
+    ('pool_ends', None, ()),
   ):  # fmt: skip
     f = getattr(pool, f'podrace_{function}')
     f.restype, f.argtypes = result, arguments
+  atexit.register(pool.podrace_pool_ends)
   return pool
 
 
@@ -259,8 +262,12 @@ class NativePool:
     state |= dict(zip(self._paths(), values(self._space, t.observation), strict=True))
     return {k: np.array(x.view(np.uint32) if x.dtype.itemsize > 4 else x) for k, x in state.items()}
 
-  def restore(self, state: Mapping[str, Any]) -> Arrival:
-    """Restore a state that `state` returned. Returns its timesteps, which wait for actions.
+  def restore(
+    self, state: Mapping[str, Any], on_step: Callable[[], None] = lambda: None
+  ) -> Arrival:
+    """Restore a state that `state` returned, without a step.
+
+    Returns its timesteps, which wait for actions.
 
     Raises:
       HostError: if it is no state of these environments. They are as before.

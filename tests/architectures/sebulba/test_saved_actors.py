@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from shorthand import Patch, slow_after
-from test_sebulba import RECURRENT, SMALL, Running, compiled, keys, never, sebulba
+from test_sebulba import RECURRENT, SMALL, Running, compiled, keys, never, over_in, sebulba
 
 from podrace.agents.impala import Impala
 from podrace.architectures.hashes import params_sha256
-from podrace.architectures.sebulba import ActingProgram, SebulbaDriver, saved_actors
+from podrace.architectures.sebulba import (
+  ActingProgram,
+  ActorFailed,
+  SebulbaDriver,
+  saved_actors,
+)
 from podrace.architectures.sebulba.saved_actors import FILE
 from podrace.envs.host import base as host
+from podrace.envs.host.envpool import EnvPool
 from podrace.envs.host.worker_pool import WorkerPool
 from podrace.errors import CheckpointError
 
@@ -100,14 +108,39 @@ def test_environments_that_return_other_rewards_begin_anew(
   state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
   restore = WorkerPool.restore
 
-  def with_other_rewards(self: WorkerPool, saved: Any) -> Any:
-    arrival = restore(self, saved)
+  def with_other_rewards(self: WorkerPool, saved: Any, on_step: Any) -> Any:
+    arrival = restore(self, saved, on_step)
     reward = arrival.timestep.reward + 1
     return arrival._replace(timestep=arrival.timestep._replace(reward=reward))
 
   monkeypatch.setattr(WorkerPool, 'restore', with_other_rewards)
   assert resumed(made('gymnasium'), tmp_path / '9', state, record, 3) != expected
   assert caplog.text.count('rewards') == 2 and 'anew' in caplog.text
+
+
+def test_environments_that_hang_while_they_are_replayed_are_noticed(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  state, record, _ = saved_at(made('envpool'), tmp_path / '9')
+  forever, count = threading.Event(), itertools.count()
+  recv = EnvPool.recv
+
+  def hang(self: EnvPool) -> Any:
+    if next(count) == 5:
+      forever.wait(30)
+    return recv(self)
+
+  monkeypatch.setattr(EnvPool, 'recv', hang)
+  program = made('envpool', deadline=0.2)
+  driver = compiled(program)
+  driver.saved_replay.restore(tmp_path / '9', record)
+  driver.start(state, keys(0))
+  try:
+    with pytest.raises(ActorFailed, match='thread 0'):
+      driver.advance(state, 1, over_in(20))
+  finally:
+    forever.set()
+    driver.close()
 
 
 def test_states_beyond_the_largest_file_are_left_out(
