@@ -12,7 +12,7 @@ from typing import Any
 from podrace.errors import UsageError
 from podrace.fields import flag, negate
 from podrace.settings import foreign_names
-from podrace.settings.agents import agent_name
+from podrace.settings.agents import agent_name, untyped_attributes
 from podrace.settings.validation import check_agent_options
 from podrace.system.options import value_of
 
@@ -68,6 +68,8 @@ def check_names(config: Any, args: Sequence[str]) -> None:
 def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
   """Return the error for an unknown option."""
   head = f'unknown option {arg.partition("=")[0]!r}'
+  if name.removeprefix('--agent.').replace('-', '_') in dict(untyped_attributes(agent)):
+    check_agent_options(agent, [arg])
   ours = foreign_names.suggest(name)
   if ours.startswith('none'):
     return UsageError(f'{head}: there is {ours}')
@@ -81,6 +83,9 @@ def _unknown(agent: Any, arg: str, name: str, names: set[str]) -> UsageError:
     return UsageError(f'{head}: {agent_name(agent)} has no such setting; other agents have {ours}')
   if (own := f'--agent.{name[2:]}') in names:
     return UsageError(f'{head}: use {own}, a setting of {agent_name(agent)}')
+  last = name.rpartition('.')[2].lstrip('-')
+  if same := sorted(n for n in names if n.endswith(f'.{last}')):
+    return UsageError(f'{head}: use {" or ".join(same)}')
   check_agent_options(agent, [arg])
   near = difflib.get_close_matches(name, names, cutoff=0.6)
   hint = (

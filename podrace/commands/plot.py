@@ -14,7 +14,9 @@ from podrace.system.output import print_json, tell
 
 if TYPE_CHECKING:
   from podrace.experiments.curves import RunCurve
+  from podrace.experiments.suites.suite import Suite
 
+CHECKOUT = Path(__file__).parents[2]  # of an editable installation
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
@@ -37,8 +39,8 @@ COMMAND = Command(
       choices=('human', 'minmax')),
     Option('--suite', 'NAME', 'compare the runs with the records and the published scores of a '
       'suite of `podrace reproduce`, over the tasks that all the runs have'),
-    Option('--records', 'DIR', 'for --suite: directory of its records (default: '
-      f'{RECORDS}/NAME)'),
+    Option('--records', 'DIR', 'for --suite: directory of its records, or of those of all suites '
+      f'(default: {RECORDS}, here or in the checkout of podrace)'),
   ),
   """
 The band is a 95% bootstrap interval over the curves of a configuration (with --aggregate stratified
@@ -103,18 +105,32 @@ def run(args: list[str]) -> int:
 def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
   from podrace.commands.reproduce import check_recorded
   from podrace.experiments.suites.compare import compare
+  from podrace.experiments.suites.records import read_records
   from podrace.experiments.suites.suite import load
 
   suite = load(options.text('--suite'))
-  folder = options.path('--records') or Path(RECORDS) / suite.name
-  if folder.is_dir():
-    check_recorded(suite, folder)
+  folder = _records(options.path('--records'), suite)
+  check_recorded(suite, folder)
   result, lines = compare(suite, folder, groups, out)
-  if not folder.is_dir():
+  if not read_records(folder, suite):
     tell(f'podrace plot: {folder} has no records of {suite.name}: --records names their directory')
   for line in lines:
     tell(line)
   return result
+
+
+def _records(chosen: Path | None, suite: Suite) -> Path:
+  """Return the directory of the suite's records, by default here, else in the checkout."""
+  from podrace.experiments.suites.records import read_records
+
+  roots = [Path(RECORDS), CHECKOUT / RECORDS] if chosen is None else [chosen]
+  places = [*([] if chosen is None else [chosen]), *(root / suite.name for root in roots)]
+  for place in places:
+    if read_records(place, suite):
+      return place
+  if chosen is not None:
+    raise UsageError(f'--records {chosen} has no records of {suite.name}')
+  return places[0]
 
 
 def _final(each: Sequence[RunCurve]) -> dict[str, Any]:

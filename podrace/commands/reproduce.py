@@ -210,6 +210,7 @@ def _list_programs(programs: Sequence[suites.Program], to: Path, folder: Path) -
   from podrace.experiments.suites.reproduce import format_time
   from podrace.run.directory import last_line
 
+  tell(f'records: {to}, runs: {folder}')
   width = max(len(p.name) for p in programs)
   for p in programs:
     line, _ = last_line(folder / p.name / 'metrics.jsonl')

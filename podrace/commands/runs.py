@@ -67,7 +67,8 @@ def run(args: list[str]) -> int:
 
 def row(r: Run) -> tuple[str, ...]:
   """Return the cells of a run; a long reason is cut."""
-  state = ', '.join([f'{r.state}: {r.why}' if r.why else r.state, *r.diagnostics])
+  more = [f'+{len(r.diagnostics) - 1}'] if len(r.diagnostics) > 1 else []
+  state = ', '.join([f'{r.state}: {r.why}' if r.why else r.state, *r.diagnostics[:1], *more])
   returned = '' if r.episode_return is None else return_text(r.episode_return)
   return (
     plain(r.path, PATH),

@@ -14,6 +14,7 @@ from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.run.new_directory import choose_run_dir, name_run, run_directory
+from podrace.run.progress import format_return
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
@@ -267,8 +268,8 @@ def _join(options: Options, place: Place) -> None:
 
 def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> Lasting:
   """Print the results of a run; returns the output, for more lines."""
-  value = summary['episode_return']
-  returned = 'no episode ended' if value is None else f'return {value:.2f}{suffix}'
+  is_known = summary['episode_return'] is not None
+  returned = f'{format_return(summary)}{suffix}' if is_known else 'no episode ended'
   out = Lasting(results())
   speed = f'{summary["steps_per_s"]:,.0f} steps/s'
   print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
@@ -281,14 +282,15 @@ def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   from podrace.run.saved_params import best_step
 
   out = print_summary(run_dir, summary, '' if config.env else ' of the log')
-  if summary['episode_return'] is None:
+  diagnoses = summary.get('diagnostics', ())
+  if summary['episode_return'] is None and 'no-episodes' not in {x['name'] for x in diagnoses}:
     steps = summary['step'] // config.num_envs
     print_text(
       f'No episode ended in the {steps:,} steps of each environment. Train for longer than an '
       'episode takes (--total-steps); only episodes that never end need a time limit.',
       file=out,
     )
-  for entry in summary.get('diagnostics', ()):
+  for entry in diagnoses:
     print_text(f'from step {entry["step"]:,}: {entry["message"]}', file=out)
   allow = user_code.options(user_code.named_modules(to_json(config)))
   env = '' if config.env else '--env LIB:NAME '

@@ -103,9 +103,9 @@ def _make_label(
 
 def _format_setting(g: CurveGroup, path: str, groups: Sequence[CurveGroup]) -> str:
   """Format a setting, such as `learning-rate 0.001`, or return '' if the group lacks it."""
-  if path not in g.config:
+  value = g.config.get(path)
+  if value in (None, '', 'null'):
     return ''
-  value = g.config[path]
   text = printable(str(value), lines=False)
   if isinstance(value, float):
     short = f'{value:.4g}'
@@ -114,7 +114,7 @@ def _format_setting(g: CurveGroup, path: str, groups: Sequence[CurveGroup]) -> s
   if len(text) > VALUE_CAP:
     text = '…' + text[1 - VALUE_CAP :]  # the end of a path or name tells most
   name = printable(option(path), lines=False).removeprefix('--').removeprefix('agent.')
-  return f'{name} {text or "none"}'
+  return f'{name} {text}'
 
 
 def number_duplicates(configs: Sequence[dict[str, Any]], texts: Sequence[str]) -> list[str]:

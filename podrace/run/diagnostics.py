@@ -109,7 +109,8 @@ class Check:
 CHECKS = (
   Check(
     'no-episodes',
-    'no episode has ended yet: give the environment a time limit that truncates',
+    'no episode has ended yet: raise --total-steps beyond the length of an episode; if episodes '
+    'never end, give the environment a time limit that truncates',
     lambda h: h.progress >= 0.9 and h.count >= 5 and h.highest.get('episodes') == 0,
   ),
   Check(

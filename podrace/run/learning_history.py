@@ -52,6 +52,7 @@ class History:
     warm: whether the run began with learned parameters, so that its first return may be its best.
     lines: the newest lines, numbers only.
     returns: the newest returns, of lines with episodes.
+    early: the returns of the first SMOOTH lines with episodes.
     count: the number of all lines.
     gradient_steps: the number of all gradient steps.
     first: the first number of each metric.
@@ -65,6 +66,7 @@ class History:
   warm: bool = False
   lines: list[dict[str, float]] = dataclasses.field(default_factory=list)
   returns: list[float] = dataclasses.field(default_factory=list)
+  early: list[float] = dataclasses.field(default_factory=list)
   count: int = 0
   gradient_steps: float = 0.0
   first: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -82,6 +84,7 @@ class History:
     self.lines = [*self.lines[1 - RECENT :], numbers]
     if 'episode_return' in numbers:
       self.returns = [*self.returns[1 - SMOOTH :], numbers['episode_return']]
+      self.early = [*self.early, numbers['episode_return']][:SMOOTH]
     self._follow(line.get('episode_return_by_seed') or [line.get('episode_return')], numbers)
     self.count += 1
     for name, value in numbers.items():
@@ -110,17 +113,23 @@ class History:
 
   @property
   def stagnates(self) -> bool:
-    """Whether recent returns do not exceed the first line's by 2% and its standard error.
+    """Whether recent returns do not exceed the first ones by 2% and their standard error.
 
-    A policy that had become good within the first line's steps has a lower mean there. Three lines
-    with episodes are needed to tell. With learned parameters at the start, returns have to be lower
-    than the first line's by as much.
+    The first returns are those of the first line or of the first SMOOTH lines, whichever are lower:
+    a policy may become good within the first line's steps, and of episodes that succeed or last,
+    those that succeed end first. Three lines with episodes are needed to tell. Returns that have
+    risen to the best of the run, and stay there, do not stagnate. With learned parameters at the
+    start, returns have to be lower than the first line's by as much.
     """
     if len(self.returns) < 3:
       return False
-    first = self.first['episode_return']
+    recent, first = statistics.mean(self.returns), self.first['episode_return']
     margin = 0.02 * abs(first) + self.first.get('return_error', 0.0)
-    return statistics.mean(self.returns) <= (first - margin if self.warm else first + margin)
+    if self.warm:
+      return recent <= first - margin
+    lowest, highest = self.lowest['episode_return'], self.highest['episode_return']
+    is_best = min(self.returns) == highest > lowest + margin
+    return not is_best and recent <= min(first, statistics.mean(self.early or [first])) + margin
 
   @property
   def is_below_start(self) -> bool:

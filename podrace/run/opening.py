@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -126,8 +127,8 @@ def read_finished(
     raise UsageError(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(map(str, changed))
-      + '\ngive --override to go on with the new one, or another --run-dir. Without a preset and '
-      'settings the run goes on with its own'
+      + f'\nto go on with its own settings, give --run-dir {shlex.quote(str(run_dir))} alone; with '
+      'these, --override as well; or give another --run-dir'
     )
   if summary is None or not finished:
     return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, Protocol, TextIO, cast
 
 from podrace.run.metrics import Line
@@ -140,6 +141,13 @@ class Notebook:
       self._shown.update(text, raw=True)
 
 
+def format_return(line: Mapping[str, Any]) -> str:
+  """Return the return in a line of metrics or a summary, and with several seeds its range."""
+  by_seed = [x for x in line.get('episode_return_by_seed', ()) if x is not None]
+  text = f'return {line["episode_return"]:.2f}'
+  return text + (f' ({min(by_seed):.2f} to {max(by_seed):.2f})' if len(by_seed) > 1 else '')
+
+
 def format_progress(step: int, total: int, seeds: int, steps_per_s: float, last: Line) -> str:
   """Return the progress in one line of text.
 
@@ -153,5 +161,5 @@ def format_progress(step: int, total: int, seeds: int, steps_per_s: float, last:
   remaining = (total - step) * seeds / steps_per_s if steps_per_s > 0 else 0
   text = f'step {step:,} of {total:,} ({step / total:.0%})'
   if last.get('episode_return') is not None:
-    text += f'  return {last["episode_return"]:.2f}  length {last["episode_length"]:.1f}'
+    text += f'  {format_return(last)}  length {last["episode_length"]:.1f}'
   return f'{text}  {steps_per_s:,.0f} steps/s  {format_duration(remaining)} left'

@@ -13,9 +13,10 @@ from podrace.system import files
 
 
 def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, float | None]:
-  """Return the mean return of all episodes and its standard deviation, from each seed's sums.
+  """Return the mean return and its standard deviation over episodes, from each seed's sums.
 
-  A value is None if no episode ended, or if it is not finite.
+  Seeds weigh alike: one that ends more episodes does not count for more. A value is None if no
+  episode ended, or if it is not finite.
   """
   n, sums, deviations = (
     np.atleast_1d(x).astype(np.float64) for x in (episodes, return_sum, deviation)
@@ -24,8 +25,8 @@ def mean_and_std(episodes: Any, return_sum: Any, deviation: Any) -> dict[str, fl
   if not len(n):
     return {'episode_return': None, 'episode_return_std': None}
   with np.errstate(all='ignore'):
-    mean = sums.sum() / n.sum()
-    variance = (deviations + n * np.square(sums / n - mean)).sum() / n.sum()
+    mean = np.mean(sums / n)
+    variance = np.mean(deviations / n + np.square(sums / n - mean))
     std = np.sqrt(np.maximum(variance, 0.0))
   return {'episode_return': files.number(mean), 'episode_return_std': files.number(std)}
 
@@ -34,10 +35,9 @@ def summarize(summary: dict[str, Any]) -> metrics.Line:
   """Return the part of a line of metrics that comes from a summary (see `Anakin.read_log`)."""
   episodes = np.atleast_1d(summary['episodes']).astype(np.int64)
   total = int(episodes.sum())
-  length = np.sum(summary['length_sum'], dtype=np.float64)
   line: metrics.Line = {
     **mean_and_std(episodes, summary['return_sum'], summary['return_deviation']),
-    'episode_length': files.number(length / total) if total else None,
+    'episode_length': _mean_over_seeds(summary['length_sum'], episodes),
     'episodes': total,
     'gradient_steps': int(np.max(summary['gradient_steps'])),
   }
@@ -50,10 +50,16 @@ def summarize(summary: dict[str, Any]) -> metrics.Line:
   line |= {name: files.number(x) for name, x in _means(summary['metrics']).items()}
   if total:
     infos = summary.get('info_sums', {})
-    line |= {
-      f'info_{k}': files.number(np.sum(x, dtype=np.float64) / total) for k, x in infos.items()
-    }
+    line |= {f'info_{k}': _mean_over_seeds(x, episodes) for k, x in infos.items()}
   return line | summary.get('host', {})
+
+
+def _mean_over_seeds(sums: Any, episodes: np.ndarray) -> float | None:
+  """Return the mean over the seeds of their means over episodes; None if no episode ended."""
+  ended = episodes > 0
+  if not ended.any():
+    return None
+  return files.number(np.mean(np.atleast_1d(sums).astype(np.float64)[ended] / episodes[ended]))
 
 
 def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +78,8 @@ def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
 def final_return(path: Path, shown: bool = False) -> dict[str, Any]:
   """Return the mean return of the episodes that ended in the last tenth of the run.
 
-  `shown` is as in `metrics.read`.
+  With several seeds it is the mean over the seeds that have ended an episode. `shown` is as in
+  `metrics.read`.
   """
   lines = metrics.read(path, shown)
   start = 0.9 * lines[-1]['step'] if lines else 0
@@ -87,7 +94,10 @@ def final_return(path: Path, shown: bool = False) -> dict[str, Any]:
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
   if seeds := _seeds(tail[-1]):
     tail, lines = ([x for x in some if _seeds(x) == seeds] for some in (tail, lines))
-    result['episode_return_by_seed'] = [_final_of_seed(i, tail, lines) for i in range(seeds)]
+    by_seed = [_final_of_seed(i, tail, lines) for i in range(seeds)]
+    known = [x for x in by_seed if x is not None]
+    result['episode_return'] = sum(known) / len(known) if known else None
+    result['episode_return_by_seed'] = by_seed
   return result
 
 

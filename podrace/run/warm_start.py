@@ -39,8 +39,8 @@ class WarmStart:
     member = config.init_member
     if member is None and other.seeds not in (1, config.seeds):
       raise UsageError(
-        f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: it takes one of 1 '
-        'seed, or of as many; --init-member I names one of them'
+        f'--init-from {source} has {other.seeds} seeds, this run {config.seeds}: give '
+        f'--init-member 0 to {other.seeds - 1}, or --seeds {other.seeds}'
       )
     _check_units(source, other, config)
     saved = restore_params(Resolved(other, source).acting, source, config.init_checkpoint, member)

@@ -190,7 +190,10 @@ def _check_anakin(config: Config) -> None:
 
 def _check_sebulba(config: Config) -> None:
   if config.seeds > 1:
-    raise UsageError(f'--seeds {config.seeds}: sebulba trains one agent in a run')
+    raise UsageError(
+      f'--seeds {config.seeds}: sebulba trains one agent in a run. Start a run for each --seed; '
+      'podrace plot draws them as one line'
+    )
   for name in ('actor_threads', 'max_lag'):
     if getattr(config, name) < 1:
       raise UsageError(f'--{flag(name)} must be at least 1, not {getattr(config, name)}')

@@ -142,6 +142,9 @@ MORE_NAMES = {  # of stable-baselines3, CleanRL, RLlib and Stoix
   'system.gamma=0.99': '--agent.discount',
   'env=gymnax/cartpole': '--env',
   '--nothing-near-this 1': '--help-all',
+  '--agent ppo --agent.core gru': 'use --agent.network.core',
+  '--agent sac --env gymnax:Pendulum-v1 --agent.core gru': 'use --agent.actor.core or --agent.critic.core',
+  '--agent dqn --capacity 1e5': 'use --agent.buffer.capacity',
 }
 OTHER_COMMANDS = {
   'eval x --n_eval_episodes 10': '--episodes',
@@ -230,3 +233,21 @@ def test_a_mistake(
   assert MISTAKES[arguments] in message
   assert message.startswith('podrace: ') and message.count('\n') <= 3 and len(message) < 600
   assert list(tmp_path.iterdir()) == []
+
+
+def test_a_setting_without_a_type_is_named(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  (tmp_path / 'untyped_agent.py').write_text(
+    'import dataclasses\nfrom podrace.agents.impala import Impala\n'
+    '@dataclasses.dataclass(frozen=True)\nclass Mine(Impala):\n  warmth = 0.5\n'
+  )
+  monkeypatch.syspath_prepend(tmp_path)
+  for words, text in (
+    ('--agent.warmth', 'warmth: float = 0.5'),
+    ('--discount', '--agent.discount'),
+  ):
+    with pytest.raises(SystemExit) as exit_:
+      cli.main(['train', '--agent', 'untyped_agent:Mine', words, '1'])
+    message = capsys.readouterr().err
+    assert exit_.value.code == 2 and text in message and message.count('\n') == 1

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -467,6 +468,16 @@ def test_integers_that_do_not_fit_are_told() -> None:
   assert (int(space.low), int(space.high)) == (0, 2**31 - 1)
   with pytest.raises(HostError, match=r'\[1099511627776\].* int32'):
     checker.cast_exactly('x', np.array([3, 2**40]), np.int32)
+
+
+def test_envpools_casts_of_bounds_are_no_warnings() -> None:
+  with warnings.catch_warnings():
+    warnings.simplefilter('error')
+    seeds = np.arange(2, dtype=np.uint32)
+    pool = host.make('envpool:CartPole-v1').make(PoolArgs(2, 2, seeds, 1, 60.0))
+    pool.reset()
+    assert pool.recv().timestep.observation.dtype == np.float32
+    pool.close()
 
 
 def test_rewards_that_are_clipped_are_checked_as_they_were() -> None:

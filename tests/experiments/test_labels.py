@@ -124,3 +124,10 @@ def test_aggregates_need_no_labels_to_match(tmp_path: Path) -> None:
   groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
   found = scores.aggregate(groups, '', tmp_path / 'x.png')
   assert [x['curves'] for x in found['groups'].values()] == [2, 2]
+
+
+def test_a_label_leaves_out_settings_without_a_value(tmp_path: Path) -> None:
+  make(tmp_path / 'a', [(10, 1.0)], init_from='', init_member=None)
+  make(tmp_path / 'b', [(10, 1.0)], init_from='runs/a', init_member=2)
+  groups, _ = curves.read(sorted(tmp_path.iterdir()), 'episode_return', 'steps')
+  assert sorted(make_labels(groups)) == ['init-from runs/a, init-member 2', 'ppo']

@@ -707,8 +707,19 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   assert code == 0 and json.loads(printed)['tasks'] == ['catch']
   args = ('--suite', str(tiny / 'tiny.toml'), '--records', str(tmp_path / 'none'))
   code, printed, err = called(capsys, 'plot', runs[0], *args, '--out', str(out))
-  assert code == 0 and list(json.loads(printed)['groups']) == ['yours: ppo']
-  assert '--records' in err and str(tmp_path / 'none') in err
+  assert (code, printed) == (2, '') and '--records' in err and str(tmp_path / 'none') in err
+  args = ('--suite', 'exact', '--records', str(tmp_path))
+  assert called(capsys, 'plot', runs[0], *args, '--out', str(out))[0] == 2
+
+
+def test_records_of_the_checkout_and_of_all_suites_are_used(
+  tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+  run, out = str(tiny / 'runs' / 'cartpole.ppo.0'), str(tmp_path / 'x.png')
+  monkeypatch.chdir(tmp_path)
+  for more in ((), ('--records', str(ROOT / suites.RECORDS))):
+    code, printed, err = called(capsys, 'plot', run, '--suite', 'classic', *more, '--out', out)
+    assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
 
 
 def test_scores_of_runs_are_those_of_their_records(

@@ -116,6 +116,15 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
     {},
     dict(entropy=0.0),  # solved within the first line's steps, and deterministic since
     dict(episode_return=lambda x: 1.0 if x > 0.1 else 0.9, entropy=0.0, episode_return_std=0.0),
+    # Episodes that succeed end first: the first lines have no others.
+    dict(
+      episode_return=lambda x: 0.2 if 0.05 < x < 0.2 else 1.0,
+      entropy=lambda x: 1.1 if x < 0.3 else 0.0,
+    ),
+    dict(
+      episode_return=lambda x: 0.2 if 0.3 < x < 0.5 else 1.0,
+      entropy=lambda x: 1.1 if x < 0.8 else 0.0,
+    ),
     dict(entropy=lambda x: -3 * x),  # of continuous actions
     dict(episodes=lambda x: 0 if x < 0.2 else 3),
     dict(approx_kl=lambda x: 2.0 if x < 0.1 else 0.01),

@@ -43,10 +43,14 @@ def rod(
   picture: np.ndarray, a: Point, b: Point, radius: float, colour: tuple[int, int, int]
 ) -> None:
   """Draw a thick line with round ends from a to b, (x, y) in pixels, into a picture."""
-  rows, columns = np.mgrid[: picture.shape[0], : picture.shape[1]]
+  margin = radius + 1
+  left, top = (max(int(min(p, q) - margin), 0) for p, q in zip(a, b, strict=True))
+  right, bottom = (int(max(p, q) + margin) + 1 for p, q in zip(a, b, strict=True))
+  part = picture[top : max(bottom, 0), left : max(right, 0)]  # the rod is nowhere else
+  rows, columns = np.mgrid[top : top + part.shape[0], left : left + part.shape[1]]
   dx, dy = b[0] - a[0], b[1] - a[1]
   along = ((columns - a[0]) * dx + (rows - a[1]) * dy) / max(dx * dx + dy * dy, 1e-9)
   along = np.clip(along, 0, 1)
   distance = np.hypot(columns - a[0] - along * dx, rows - a[1] - along * dy)
   inside = np.clip(radius + 0.5 - distance, 0, 1)[..., None]
-  picture[:] = np.round(picture * (1 - inside) + np.array(colour) * inside).astype(np.uint8)
+  part[:] = np.round(part * (1 - inside) + np.array(colour) * inside).astype(np.uint8)

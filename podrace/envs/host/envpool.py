@@ -137,7 +137,7 @@ class EnvPool:
 
   def _new_pool(self, name: str, values: Mapping[str, Any], seeds: np.ndarray) -> Any:
     with _without_warnings():
-      return envpool.make_gymnasium(
+      pool: Any = envpool.make_gymnasium(
         name,
         num_envs=self.num_envs,
         batch_size=self.batch_size,
@@ -145,6 +145,8 @@ class EnvPool:
         seed=int(seeds[0]) % 2**31,
         **values,
       )
+      _ = pool.observation_space  # EnvPool makes it when it is first read, in recv at the latest
+      return pool
 
   def _new_log(self) -> ActionLog:
     return ActionLog(self._name, self._args.seeds, self._action_space)

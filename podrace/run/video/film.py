@@ -316,7 +316,7 @@ def film(
     films = []
     if say is not None:
       where = env or resolved.config.env
-      say(f'step {step:,}, {where}: compiling, then filming {settings.episodes} episodes ...')
+      say(f'step {step:,}, {where}: compiling, then filming (episodes: {settings.episodes}) ...')
     for number in range(settings.episodes):
       one = _film_episode(stage, act, begin(), draft, number, settings)
       films.append(one)
