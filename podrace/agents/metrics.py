@@ -34,13 +34,13 @@ METRICS = (
     'entropy',
     'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
     'as the policy decides.',
-    ('disco', 'bc'),
+    (*POLICY_GRADIENT, *MODEL_BASED, 'disco', 'bc'),
   ),
   MetricRow(
     'entropy',
     'Entropy of the policy in nats. It falls from the logarithm of the number of actions towards 0 '
     'as the policy decides. The step from the end of an episode to the next one counts as 0.',
-    ('impala', 'ppo', 'muzero', 'muesli', 'lpg', 'intrinsic'),
+    ('lpg', 'intrinsic'),
   ),
   MetricRow('entropy', 'Estimated entropy of the policy, from one action per state.', ('sac',)),
   MetricRow(
@@ -65,8 +65,7 @@ METRICS = (
   MetricRow('clip_fraction', 'Share of steps whose ratio is outside of the clip.', ('ppo',)),
   MetricRow(
     'rho',
-    'Mean importance ratio of the learning policy to the acting one. Near 1: no lag. The step from '
-    'the end of an episode to the next one counts as 0.',
+    'Mean importance ratio of the learning policy to the acting one. Near 1: no lag.',
     ('impala',),
   ),
   MetricRow(
@@ -92,7 +91,13 @@ METRICS = (
     ('dqn', 'pqn'),
   ),
   # values
-  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'pqn', 'qtopt')),
+  MetricRow('value', 'Mean predicted value of the actions taken.', ('dqn', 'qtopt')),
+  MetricRow(
+    'value',
+    'Mean predicted value of the actions taken. The step from the end of an episode to the next '
+    'one counts as 0.',
+    ('pqn',),
+  ),
   MetricRow('value', 'Mean predicted value of the actions taken, rescaled.', ('r2d2',)),
   MetricRow('value', "Mean value of the policy's own actions, by the smaller critic.", ('sac',)),
   MetricRow('value', "Mean value of the policy's own actions, by the critic.", ('d4pg',)),

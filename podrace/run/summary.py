@@ -65,14 +65,15 @@ def _mean_over_seeds(sums: Any, episodes: np.ndarray) -> float | None:
 def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
   """Return the means of an agent's metrics over the seeds.
 
-  `explained_variance` takes the place of the moments that it is computed from.
+  `explained_variance`, and means over the valid steps, take the place of `value_moments`.
   """
+  if not all(name in by_seed for name in value_moments.NAMES):
+    return {name: np.mean(x) for name, x in by_seed.items()}
+  each = value_moments.explained_variance(by_seed)
+  known = each[np.isfinite(each)]
+  by_seed = by_seed | value_moments.means_of_valid(by_seed)
   means = {name: np.mean(x) for name, x in by_seed.items() if name not in value_moments.NAMES}
-  if all(name in by_seed for name in value_moments.NAMES):
-    each = value_moments.explained_variance(by_seed)
-    known = each[np.isfinite(each)]
-    means['explained_variance'] = known.mean() if known.size else np.nan
-  return means
+  return means | {'explained_variance': known.mean() if known.size else np.nan}
 
 
 def final_return(path: Path, shown: bool = False) -> dict[str, Any]:

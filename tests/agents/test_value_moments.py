@@ -1,4 +1,4 @@
-"""Explained variance: equal to NumPy's over all steps, however they are split."""
+"""Explained variance, and means over valid steps: equal to NumPy's, however steps are split."""
 
 from __future__ import annotations
 
@@ -50,6 +50,26 @@ def test_equal_targets_have_none(offset: float) -> None:
   assert math.isnan(explained_variance(measure(target, 2 * target, jnp.ones((4, 4)))))
 
 
+@pytest.mark.parametrize('parts', [1, 2, 8])
+def test_metrics_of_a_line_are_means_over_the_steps_that_count(parts: int) -> None:
+  entropy = RNG.random((2, *TARGET.shape)).astype(np.float32)  # of two seeds
+  seeds = []
+  for each in entropy:
+    split = [np.split(x, parts) for x in (TARGET, VALUE, MASK, each)]
+    averaged = mean(
+      [
+        means(entropy=x * mask, **value_moments(target, value, mask))
+        for target, value, mask, x in zip(*split, strict=True)
+      ]
+    )
+    seeds.append(averaged | {'loss': averaged['entropy']})
+  line = line_of({name: np.stack([s[name] for s in seeds]) for name in seeds[0]})
+  assert line['entropy'] == pytest.approx(entropy[:, KEPT].mean(), rel=1e-5)
+  assert line['loss'] == pytest.approx((entropy * MASK).mean(), rel=1e-5)
+  none = {name: np.zeros(2) for name in seeds[0]}
+  assert line_of(none)['entropy'] is None and line_of({'entropy': np.ones(2)})['entropy'] == 1
+
+
 def test_no_gradient_passes() -> None:
   def moments(target: jax.Array, value: jax.Array) -> jax.Array:
     return sum(measure(target, value, jnp.asarray(MASK)).values())
@@ -58,15 +78,17 @@ def test_no_gradient_passes() -> None:
   assert not any(np.any(g) for g in grads)
 
 
+def line_of(metrics: dict[str, Any]) -> dict[str, Any]:
+  """Two seeds without episodes, as a line of metrics."""
+  zeros = np.zeros(2)
+  counts = dict(episodes=zeros, return_sum=zeros, return_deviation=zeros, length_sum=zeros)
+  return summarize(dict(gradient_steps=np.ones(2), metrics=metrics, **counts))
+
+
 def test_a_line_has_it_in_place_of_the_moments() -> None:
   one = measure(TARGET, VALUE, MASK)
   no_values = measure(0 * TARGET, 0 * VALUE, MASK)
   seeds = {name: np.stack([one[name], no_values[name]]) for name in one}
-  line = summarize(
-    dict(
-      episodes=np.zeros(2), return_sum=np.zeros(2), return_deviation=np.zeros(2),
-      length_sum=np.zeros(2), gradient_steps=np.ones(2), metrics=dict(loss=np.ones(2), **seeds),
-    )
-  )  # fmt: skip
+  line = line_of(dict(loss=np.ones(2), **seeds))
   assert line['explained_variance'] == pytest.approx(EXPECTED, abs=1e-5)
   assert line['loss'] == 1 and not set(one) & set(line)

@@ -256,3 +256,12 @@ def test_what_is_no_line_of_metrics(line: str, tmp_path: Path) -> None:
   path.write_text('{"step": 1}\n' + line + '\n{"step": 2}\n')
   with pytest.raises(UsageError, match='line 2'):
     metrics.read(path)
+
+
+def test_the_progress_has_the_range_of_the_seeds() -> None:
+  one = line(5, episode_return=2.0)
+  assert 'return 2.00  length 9.0' in progress.format_progress(5, 10, 1, 1.0, one)
+  for by_seed in ([1.0, 3.0], [3.0, None, 1.0]):
+    text = progress.format_progress(5, 10, 3, 1.0, one | {'episode_return_by_seed': by_seed})
+    assert 'return 2.00 (1.00 to 3.00)  length 9.0' in text
+  assert progress.format_return(one | {'episode_return_by_seed': [2.0, None]}) == 'return 2.00'
