@@ -113,13 +113,11 @@ class History:
 
   @property
   def stagnates(self) -> bool:
-    """Whether recent returns do not exceed the first ones by 2% and their standard error.
+    """Whether recent returns do not exceed those at the start by 2% and their standard error.
 
-    The first returns are those of the first line or of the first SMOOTH lines, whichever are lower:
-    a policy may become good within the first line's steps, and of episodes that succeed or last,
-    those that succeed end first. Three lines with episodes are needed to tell. Returns that have
-    risen to the best of the run, and stay there, do not stagnate. With learned parameters at the
-    start, returns have to be lower than the first line's by as much.
+    Three lines with episodes are needed to tell. Returns that have risen to the best of the run,
+    and stay there, do not stagnate. With learned parameters at the start, returns have to be lower
+    than the first line's by as much.
     """
     if len(self.returns) < 3:
       return False
@@ -129,15 +127,25 @@ class History:
       return recent <= first - margin
     lowest, highest = self.lowest['episode_return'], self.highest['episode_return']
     is_best = min(self.returns) == highest > lowest + margin
-    return not is_best and recent <= min(first, statistics.mean(self.early or [first])) + margin
+    return not is_best and recent <= self.start + margin
 
   @property
   def is_below_start(self) -> bool:
-    """Whether recent returns are lower than the first line's by 2% and 4 standard errors."""
+    """Whether recent returns are lower than those at the start by 2% and 4 standard errors."""
     if len(self.returns) < SMOOTH or self.plays_itself:
       return False
-    first, error = self.first['episode_return'], self.highest.get('return_error', 0.0)
-    return statistics.mean(self.returns) < first - 0.02 * abs(first) - 4 * error
+    start, error = self.start, self.highest.get('return_error', 0.0)
+    return statistics.mean(self.returns) < start - 0.02 * abs(start) - 4 * error
+
+  @property
+  def start(self) -> float:
+    """Mean return of the first line or of the first SMOOTH lines, whichever is lower.
+
+    A policy may become good within these lines. In the first one, episodes that end early by
+    success may be the only ones.
+    """
+    first = self.first['episode_return']
+    return min(first, statistics.mean(self.early or [first]))
 
   def stays(self, name: str, n: int, low: float = -math.inf, high: float = math.inf) -> bool:
     """Return whether a metric lay within a range in each of the newest `n` lines."""

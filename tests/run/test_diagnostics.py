@@ -125,6 +125,7 @@ def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
       episode_return=lambda x: 0.2 if 0.3 < x < 0.5 else 1.0,
       entropy=lambda x: 1.1 if x < 0.8 else 0.0,
     ),
+    dict(episode_return=lambda x: 1.0 if x < 0.1 else 0.2 + 0.5 * x, episode_return_std=0.0),
     dict(entropy=lambda x: -3 * x),  # of continuous actions
     dict(episodes=lambda x: 0 if x < 0.2 else 3),
     dict(approx_kl=lambda x: 2.0 if x < 0.1 else 0.01),
