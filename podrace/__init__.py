@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+import importlib as _importlib
+from typing import TYPE_CHECKING
 
 from podrace.version import __version__ as __version__
 
@@ -22,7 +22,14 @@ _MODULES = {
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
+__all__ = ['Config', 'EndTraining', 'Result', '__version__', 'configure', 'load_policy', 'train']
+
+
+def __dir__() -> list[str]:
+  return sorted({*globals(), *__all__})
+
+
+def __getattr__(name: str) -> object:
   if name not in _MODULES:
     raise AttributeError(f'module {__name__!r} has no attribute {name!r}')
-  return getattr(importlib.import_module(f'podrace.{_MODULES[name]}'), name)
+  return getattr(_importlib.import_module(f'podrace.{_MODULES[name]}'), name)

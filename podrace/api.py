@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podrace.errors import UsageError, unknown
+from podrace.fields import check_types
 from podrace.run import loop, metrics
 from podrace.run.callbacks import Callback
+from podrace.run.directory import load_config, read_summary
 from podrace.run.new_directory import name_run, run_directory
 from podrace.settings import user_code
 from podrace.settings.agents import default_agent
@@ -36,6 +39,23 @@ class Result:
   run_dir: Path
   config: Config
   summary: dict[str, Any]  # the contents of summary.json
+
+  @classmethod
+  def load(cls, run_dir: Path | str, allow_code: Iterable[str] = ()) -> Result:
+    """Return a finished run of an earlier process.
+
+    Args:
+      run_dir: its directory.
+      allow_code: modules of the user that the run may import, as `--allow-code`.
+
+    Raises:
+      UsageError: if there is no run, it is not finished, or it names other code.
+    """
+    path = Path(run_dir)
+    config = load_config(path, allow_code)
+    if (summary := read_summary(path / 'summary.json', warnings.warn)) is None:
+      raise UsageError(f'{path} is not finished: podrace.train goes on with it')
+    return cls(path, config, summary)
 
   @property
   def metrics(self) -> list[dict[str, Any]]:
@@ -145,16 +165,21 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     needs = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
     settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}
   try:
-    return dataclasses.replace(config, **settings, agent=_replace_nested(config.agent, changes))
+    config = dataclasses.replace(config, **settings, agent=_replace_nested(config.agent, changes))
+    check_types(config)
   except ValueError as e:
     raise UsageError(str(e)) from e
+  return config
 
 
 def _replace_nested(settings: Any, changes: dict[str, Any]) -> Any:
   """Return a dataclass with changes; a dictionary changes fields of the dataclass in a field."""
   names = [f.name for f in dataclasses.fields(settings)]
   if unknown_names := changes.keys() - set(names):
-    raise unknown(f'setting of {type(settings).__name__}', min(unknown_names), names)
+    name, (first, dot, rest) = min(unknown_names), min(unknown_names).partition('.')
+    if dot and first in names:
+      raise UsageError(f'unknown setting {name!r}: write {{{first!r}: {{{rest!r}: ...}}}}')
+    raise unknown(f'setting of {type(settings).__name__}', name, names)
   values = {}
   for name, value in changes.items():
     old = getattr(settings, name)
@@ -194,6 +219,11 @@ def train(
   """
   preset = config if isinstance(config, str) else None
   settings = configure(config) if isinstance(config, str) else config
+  if not isinstance(settings, Config):
+    raise UsageError(
+      f'config is {type(config).__name__}, expected a Config, which podrace.configure returns, or '
+      'the name of a preset'
+    )
   with run_directory(run_dir, name_run(preset, settings.env, settings.log)) as path:
     summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
   return Result(path, settings, summary)

@@ -79,7 +79,7 @@ FOREIGN = {  # a command, with other names for it
   'reproduce': 'suite benchmark experiment',
   'runs': 'ls status ps',
   'follow': 'tail log logs',
-  'report RUN or podrace plot RUN': 'tensorboard dashboard compare',
+  'report RUN or podrace plot RUN': 'tensorboard dashboard compare diff',
   'export': 'save convert onnx',
   'rm': 'delete remove clean',
   '--version': 'version',

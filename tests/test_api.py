@@ -80,6 +80,11 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
     result.evaluate(5, acting='gredy')
   again = podrace.train(config, tmp_path / 'run', quiet=True)
   assert again.summary == result.summary
+  assert podrace.Result.load(tmp_path / 'run') == result
+  (tmp_path / 'run/summary.json').rename(tmp_path / 'summary.json')
+  with pytest.raises(UsageError, match='not finished'):
+    podrace.Result.load(str(tmp_path / 'run'))
+  (tmp_path / 'summary.json').rename(tmp_path / 'run/summary.json')
   assert result.export(tmp_path / 'policy')['step'] == 6_400
   podrace.load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))
 
@@ -139,12 +144,21 @@ def test_configure_takes_the_defaults_of_the_environment() -> None:
     ('catch', {'sedes': 2}, r"'sedes'.*seeds"),
     ('catch', {'agent': {'learning_rat': 2}}, r"Impala 'learning_rat'.*learning_rate"),
     ('catch', {'agent': {'discount': 2}}, 'discount'),
+    ('catch', {'agent': {'network.hidden': (8,)}}, r"'network': .'hidden': "),
+    ('catch', {'num_envs': 'x'}, "num_envs.*'x'"),
     ('catch', {'agent': 'a2c'}, "'a2c'"),
   ],
 )  # fmt: skip
 def test_configure_refuses(preset: str, settings: Any, message: str) -> None:
   with pytest.raises(UsageError, match=message):
     podrace.configure(preset, **settings)
+
+
+def test_names_are_those_of_the_package() -> None:
+  names = {'train', 'configure', 'Result', 'Config', 'load_policy', 'EndTraining'}
+  assert names <= set(dir(podrace)) and all(getattr(podrace, name) for name in podrace.__all__)
+  with pytest.raises(UsageError, match='NoneType'):
+    podrace.train(None)  # type: ignore[arg-type]
 
 
 # --- callbacks ------------------------------------------------------------------------------------

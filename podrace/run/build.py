@@ -277,7 +277,10 @@ def make_server(config: Config, listen: Listen | None) -> Server | None:
       raise UsageError('--listen is for --envs remote and for --replay service')
     return None
   if listen is None:
-    raise UsageError('--envs remote needs --listen, as --listen tcp://127.0.0.1:5555')
+    raise UsageError(
+      '--envs remote needs --listen, as --listen tcp://127.0.0.1:5555, also to resume a run: '
+      'clients look for it at the address that they were started with'
+    )
   from podrace.distributed.environments.server import Server
 
   wait, on_cores = config.max_wait_ms / 1000, jax.default_backend() == 'cpu'
