@@ -176,7 +176,7 @@ class Outage:
   def end(self) -> None:
     """Record that a session begins."""
     if self._message:
-      log.info('%s at %s is back', self._what, self._address)
+      log.info('connected to %s at %s', self._what, self._address)
     self._pause, self._message, self.why = BACKOFF[0], '', NOTHING_KNOWN
 
   def check(self, now: float) -> None:

@@ -138,7 +138,7 @@ class Parameters(link.LinkHandler):
           log.warning('%s; waiting for newer ones', self._why())
         self.changed.wait(min(deadline - now, 1.0))
     if is_logged:
-      log.info('parameters of %s are fresh again: version %d', self.address, held.version)
+      log.info('new parameters of %s: version %d', self.address, held.version)
     return held
 
   def _usable(self) -> Published | None:
