@@ -128,7 +128,7 @@ def read_finished(
       f'{run_dir} holds a run with another configuration:\n  '
       + '\n  '.join(map(str, changed))
       + f'\nto go on with its own settings, give --run-dir {shlex.quote(str(run_dir))} alone; with '
-      'these, --override as well; or give another --run-dir'
+      'these, --override as well (in Python override=True); or give another --run-dir'
     )
   if summary is None or not finished:
     return None

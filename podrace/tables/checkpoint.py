@@ -285,10 +285,9 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     except (OSError, UnreadableFile) as e:
       raise CheckpointError(f'checkpoint {path} is damaged: {name}: {e}') from e
     if found != expected:
+      key = 'bytes' if found['bytes'] != expected['bytes'] else 'sha256'
       raise CheckpointError(
-        f'checkpoint {path} is damaged: {name} has {found["bytes"]} bytes, expected '
-        f'{expected["bytes"]}; its checksum is {found["sha256"][:8]}, expected '
-        f'{expected["sha256"][:8]}'
+        f'checkpoint {path} is damaged: {name} has {key} {found[key]}, expected {expected[key]}'
       )
   return manifest
 

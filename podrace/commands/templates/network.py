@@ -26,6 +26,8 @@ class NAME:
 
   def bind(self, observation_space, action_space):
     """Return the network for the spaces of an environment."""
+    if not observation_space.shape:  # a Dict has one space for each array
+      raise ValueError(f'this network takes one array, not {observation_space}')
     return dataclasses.replace(self, observation_space=observation_space, action_space=action_space)
 
   @property
