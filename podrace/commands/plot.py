@@ -39,8 +39,8 @@ COMMAND = Command(
       choices=('human', 'minmax')),
     Option('--suite', 'NAME', 'compare the runs with the records and the published scores of a '
       'suite of `podrace reproduce`, over the tasks that all the runs have'),
-    Option('--records', 'DIR', 'for --suite: directory of its records, or one with a directory for each '
-      f'suite (default: {RECORDS}, here or in the checkout of podrace)'),
+    Option('--records', 'DIR', 'for --suite: directory of its records, or one with a directory for '
+      f'each suite (default: {RECORDS}, here or in the checkout of podrace)'),
   ),
   """
 The band is a 95% bootstrap interval over the curves of a configuration (with --aggregate stratified
