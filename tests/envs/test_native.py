@@ -647,7 +647,9 @@ def test_a_library_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_processes_of_an_environment_may_exit(tmp_path: Path) -> None:
-  assert stream(write(tmp_path / 'forks.c', 'fork_exit'), 5) == stream('c:cartpole', 5)
+  assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 5) == stream(
+    'c:cartpole', 5
+  )
 
 
 # --- faults during a run ---------------------------------------------------------------------------------

@@ -151,5 +151,6 @@ int main(void) {
   for (int i = 0; i < 10000 && podrace_pool_workers() > 0; i++) nanosleep(&wait, NULL);
   CHECK(podrace_pool_workers() == 0);
   printf("%lld\n", (long long)total);
+  podrace_pool_ends();
   return 0;
 }

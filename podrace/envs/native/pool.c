@@ -14,6 +14,7 @@
  * that a shared line is no cost.
  */
 #define _POSIX_C_SOURCE 200809L
+#define _DEFAULT_SOURCE /* on_exit */
 #include <pthread.h>
 #include <time.h>
 #include <unistd.h>
@@ -232,12 +233,24 @@ static void offer(batch *b) {
 
 /* --- functions that Python calls ------------------------------------------------------------------- */
 
+#ifdef __GLIBC__
+/* The exit of a forked child: destructors of libraries would wait for threads that only its parent has. */
+static void end_child(int status, void *unused) {
+  (void)unused;
+  fflush(NULL);
+  _exit(status);
+}
+#endif
+
 static void in_child(void) { /* after a fork no other thread exists */
   pthread_mutex_init(&lock, NULL);
   pthread_cond_init(&work, NULL);
   pending = NULL;
   workers = idle = running = 0, inside = NULL;
   budget = 1, leaving = 1; /* an environment may fork, and its child exit */
+#ifdef __GLIBC__
+  on_exit(end_child, NULL); /* registered last, it comes first */
+#endif
 }
 
 /* An environment that calls exit would end the run as if it were complete. */
