@@ -34,7 +34,7 @@ FAILURES = {  # name -> sign, options
   'target-period': ('target-never-updated', f'{DQN} --agent.target-period 1_000_000'),
   'value-range': ('values-outside-support', 'd4pg-pendulum --agent.v-min -10 --total-steps 8_000'),
   'value-range-of-muzero': ('agent', 'muzero-catch --agent.network.v-min -0.3 --agent.network.v-max 0.3 --total-steps 12_000'),
-  'discount': ('short-sighted', '--env gymnax:CartPole-v1 --agent ppo --agent.discount 0 --total-steps 300_000'),
+  'discount': ('short-sighted', '--env gymnax:MountainCar-v0 --agent ppo --agent.discount 0 --total-steps 300_000'),
   'action-scale': ('outputs-saturated', f'{PENDULUM} --agent ppo --agent.learning-rate 0.1 --agent.max-grad-norm 0 --total-steps 100_000'),
   'one-step-episodes': ('one-step-episodes', f'{PLANTED}one-step {SMALL}'),
   'constant-rewards': ('constant-return', f'{PLANTED}constant {SMALL}'),
