@@ -113,7 +113,7 @@ class History:
 
   @property
   def stagnates(self) -> bool:
-    """Whether recent returns do not exceed those at the start by 2% and their standard error.
+    """Whether recent returns exceed `start` by less than 2% and a standard error.
 
     Three lines with episodes are needed to tell. Returns that have risen to the best of the run,
     and stay there, do not stagnate. With learned parameters at the start, returns have to be lower
@@ -131,7 +131,7 @@ class History:
 
   @property
   def is_below_start(self) -> bool:
-    """Whether recent returns are lower than those at the start by 2% and 4 standard errors."""
+    """Whether recent returns are below `start` by 2% and 4 standard errors."""
     if len(self.returns) < SMOOTH or self.plays_itself:
       return False
     start, error = self.start, self.highest.get('return_error', 0.0)

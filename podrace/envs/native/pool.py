@@ -265,7 +265,7 @@ class NativePool:
   def restore(
     self, state: Mapping[str, Any], on_step: Callable[[], None] = lambda: None
   ) -> Arrival:
-    """Restore what `state` returned, without a step; returns timesteps that wait for actions.
+    """Restore a saved state without a step; returns the timesteps that wait for actions.
 
     Raises:
       HostError: if it is no state of these environments. They are as before.
