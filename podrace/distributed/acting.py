@@ -180,6 +180,7 @@ class Acting:
       program = self._program = dataclasses.replace(self._program, first=first)
       client, follower = stack.enter_context(self.newest.replay_client(self._addresses, self._take))
       write = self._windows(client, self._layout) if self._layout else self._unrolls(client)
+      log.info('compiling the policy for %d environments', program.num_envs)
       program.warm_up()
       actors = self._start()
       stack.callback(actors.close)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
 UNROLLS_PUBLISH_SECONDS = 0.05  # likewise without replay, which makes the policy's lag matter less
+WAIT_SECONDS = 10.0  # for experience in one call, after which the run looks after itself and waits on
 log = logging.getLogger('podrace.distributed')
 
 
@@ -146,7 +149,11 @@ class DistributedSource:
     self._publishing.check()
 
   def take(self, update: int, give_up: Callable[[], bool]) -> Batch | None:
-    """Return the next batch of the `update`-th update, None if `give_up()` becomes true before."""
+    """Return the next batch of the `update`-th update.
+
+    Returns None if `give_up()` becomes true before. A single process returns None also if an update
+    has not begun after WAIT_SECONDS. Several must make equal updates, so they wait on.
+    """
     publishing = self._publishing
     assert publishing is not None
 
@@ -156,13 +163,15 @@ class DistributedSource:
 
     self._cancelled, self._steps = cancelled, update * self._config.steps_per_update
     self._check()
+    bounded = jax.process_count() == 1 and not self._taken
+    deadline = time.monotonic() + WAIT_SECONDS if bounded else math.inf
     take = self._take_sample if self._windows else self._take_unrolls
-    batch = take(update)
+    batch = take(update, lambda: cancelled() or time.monotonic() > deadline)
     if batch is None and not give_up():
       self._check()
     return batch
 
-  def _take_sample(self, update: int) -> Batch | None:
+  def _take_sample(self, update: int, cancelled: Callable[[], bool]) -> Batch | None:
     assert self._feed is not None and self._windows is not None
     w = self._windows
     self._count_steps(update)
@@ -170,11 +179,11 @@ class DistributedSource:
       if not self._waited:
         self._waited = True
         log.info('waiting until the replay service has %d steps (min_size)', w.buffer.min_size)
-      return Batch(None) if self._feed.wait_for_first(self._cancelled) else None
+      return Batch(None) if self._feed.wait_for_first(cancelled) else None
     due = int(w.schedule.due(update - w.schedule.ready))
     if not due:
       return Batch(None)
-    draw, i = self._feed.take(self._cancelled), self._taken
+    draw, i = self._feed.take(cancelled), self._taken
     if draw is None:
       return None
     self._taken = (i + 1) % due
@@ -182,9 +191,9 @@ class DistributedSource:
       self._lags.append(np.maximum(update - draw.key, 0))
     return Batch(draw.data, draw.key, i, not self._taken)
 
-  def _take_unrolls(self, update: int) -> Batch | None:
+  def _take_unrolls(self, update: int, cancelled: Callable[[], bool]) -> Batch | None:
     assert self._feed is not None
-    draw = self._feed.take(self._cancelled)
+    draw = self._feed.take(cancelled)
     if draw is None:
       return None
     # Below 0 after a restart from an older checkpoint: the unroll is of the life that was lost.

@@ -167,6 +167,7 @@ class Stage:
       )
       source, sink = self._duty.connect(place)
       # Compile before the first windows arrive, which would else be old when written.
+      log.info('compiling for %d windows at a time', self._batch_size)
       refresh = self._refresh.lower(self._params[1], place.shapes, self._key).compile()
       stack.callback(lambda: log.info('%s', self._rate))
       log.info('%s %d windows at a time', self._duty.doing, self._batch_size)

@@ -12,6 +12,7 @@ import os
 import queue
 import re
 import shlex
+import shutil
 import signal
 import sys
 import threading
@@ -582,6 +583,24 @@ def test_a_failing_publisher_ends_the_run(tmp_path: Path, monkeypatch: pytest.Mo
   addresses = addresses_in(tmp_path)
   with ReplayServer(addresses.replay[0]), pytest.raises(errors.RunError, match='ArithmeticError'):
     loop.train(tiny(), tmp_path / 'run', addresses=addresses, quiet=True)
+
+
+def test_a_learner_that_waits_notices_that_its_directory_is_gone(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  looks, run_dir = 0, tmp_path / 'run'
+
+  def look(self: publishing.Publishing) -> None:
+    nonlocal looks
+    looks += 1
+    assert looks < 100, 'it waits on'
+    shutil.rmtree(run_dir, ignore_errors=True)
+
+  monkeypatch.setattr(distributed_learner, 'WAIT_SECONDS', 0.05)
+  monkeypatch.setattr(publishing.Publishing, 'warn_if_alone', look)
+  addresses = addresses_in(tmp_path)
+  with ReplayServer(addresses.replay[0]), pytest.raises(errors.RunError, match='was removed'):
+    loop.train(tiny(), run_dir, addresses=addresses, quiet=True)
 
 
 def test_a_learner_needs_all_keys_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

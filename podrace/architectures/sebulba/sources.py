@@ -65,6 +65,8 @@ class Source(Protocol):
   def take(self, update: int, cancelled: Cancelled) -> Batch | None:
     """Return the next batch, in the update-th update; None if `cancelled()` becomes true.
 
+    A source may return None also after a long wait at the beginning of an update.
+
     Raises:
       ActorFailed, ReplayFailed: if no batch will come, in each call from then on.
     """
