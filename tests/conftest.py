@@ -14,7 +14,7 @@ os.environ['JAX_NUM_CPU_DEVICES'] = '8'
 os.environ.setdefault(
   'JAX_COMPILATION_CACHE_DIR', str(Path(__file__).parents[1] / 'build' / 'test-programs')
 )
-os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0.05'
+os.environ['JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS'] = '0'
 os.environ['JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES'] = '-1'
 # Processes that tests start keep their bytecode as well: without it, importing takes 2 to 4 times as long.
 os.environ.pop('PYTHONDONTWRITEBYTECODE', None)

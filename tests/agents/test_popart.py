@@ -376,6 +376,7 @@ def test_learns_with_rewards_of_any_size_where_the_plain_agent_does_not(
 # --- runs -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> None:
   """Its statistics are saved with it, and are in its lines of metrics."""
   size = dict(num_envs=8, unroll_length=8, log_every=640, checkpoint_every=640)

@@ -237,8 +237,7 @@ ACTED = Buffer(capacity=2048, batch_size=64, min_size=2000)
   'recurrence',
   [
     Recurrence('stored', 8, 3),
-    Recurrence('episode', 6),
-    pytest.param(Recurrence('stored', 8), marks=SLOW),
+    *(pytest.param(r, marks=SLOW) for r in (Recurrence('episode', 6), Recurrence('stored', 8))),
   ],
 )
 def test_learning_sees_what_acting_saw(core: Any, recurrence: Recurrence) -> None:

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from processes import as_saved, fingerprints
 from shared_programs import shared_programs  # noqa: F401
+from shorthand import slow_after
 
 import podrace
 from podrace import hooks, topology
@@ -171,7 +172,7 @@ def test_settings_that_are_none(wrong: Any) -> None:
 # --- against all-reduce -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('normalize', [False, True])
+@pytest.mark.parametrize('normalize', slow_after(1, True, False))
 def test_with_equal_data_gossip_is_all_reduce(normalize: bool) -> None:
   env, mesh, n = make('podrace:catch'), topology.learner_mesh(8), 2
   agent = Impala(SMALL, normalize_observations=normalize, normalize_rewards=normalize)
@@ -340,7 +341,9 @@ def test_each_of_several_seeds_gossips_as_it_would_alone() -> None:
     )
 
 
-@pytest.mark.parametrize('preset', ['catch', 'cartpole', 'muzero-catch', 'muesli-catch'])
+@pytest.mark.parametrize(
+  'preset', slow_after(2, 'catch', 'cartpole', 'muzero-catch', 'muesli-catch')
+)
 def test_agents_gossip_unchanged(preset: str) -> None:
   """That those of presets trace; `test_parameters_go...` compiles others."""
   config = PRESETS[preset]()

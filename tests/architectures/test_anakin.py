@@ -115,7 +115,8 @@ def test_recurrent_agents_remember(name: str, core: str) -> None:
   assert mean_return > 0.9
 
 
-@pytest.mark.parametrize('name', ['impala', pytest.param('ppo', marks=SLOW)])
+@pytest.mark.slow
+@pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_feed_forward_agents_cannot(name: str) -> None:
   """Their expected return is exactly 0; a mean of 900 has a standard error of 0.033."""
   mean_return, episodes = on_memory(name, 'none')

@@ -173,6 +173,7 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   assert_resumes_exactly(config, 320, tmp_path)
 
 
+@pytest.mark.slow
 def test_the_command_names_the_evaluation_of_an_agent_that_is_never_greedy(
   tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from processes import (
   lines,
   podrace,
 )
+from shorthand import slow_after
 from test_sebulba import Running, Sebulba, compiled, jittery, keys
 
 from podrace import tables
@@ -88,7 +89,7 @@ def test_at_lag_0_labels_are_the_learners() -> None:
   assert line['replay_samples'] == logs[0]['host']['replay_samples'] == 16 * 4 * 18
 
 
-@pytest.mark.parametrize('lag', ['1', 'async'])
+@pytest.mark.parametrize('lag', slow_after(1, 'async', '1'))
 def test_otherwise_they_are_one_update_old(lag: str) -> None:
   with Running(program(lag, noise=0.0)) as run:
     params = jax.tree.map(jnp.copy, run.advance(19).train.params)

@@ -65,7 +65,7 @@ RUNS: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', slow_after(2, *RUNS))
+@pytest.mark.parametrize('name', slow_after(1, *RUNS))
 def test_a_resumed_run_ends_as_one_that_was_not(
   name: str, cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -570,9 +570,11 @@ def largest(folder: Path) -> Path:
 @pytest.mark.parametrize(
   'damage',
   [
-    truncate,
     flip,
-    *(pytest.param(damage, marks=pytest.mark.slow) for damage in (flip_meta, delete, empty_meta)),
+    *(
+      pytest.param(damage, marks=pytest.mark.slow)
+      for damage in (truncate, flip_meta, delete, empty_meta)
+    ),
   ],
 )
 def test_the_one_before_a_damaged_checkpoint_is_used(damage, here: Here, half: Path) -> None:
@@ -650,7 +652,7 @@ def test_all_checkpoints_damaged(here: Here, half: Path) -> None:
     assert kept() == before
 
 
-@pytest.mark.parametrize('part', ['jax', 'processor'])
+@pytest.mark.parametrize('part', slow_after(1, 'jax', 'processor'))
 def test_another_machine_is_told(part: str, here: Here, half: Path, monkeypatch: Patch) -> None:
   shutil.copytree(half / 'half', here.folder / 'half')
   here_now = hashes.machine()

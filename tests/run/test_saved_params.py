@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from shorthand import slow_after
 
 import podrace
 from podrace.agents.impala import Impala
@@ -238,7 +239,7 @@ def test_one_seed_of_several_is_watched(trained: podrace.Result, tmp_path: Path)
     film.watch(trained.run_dir, tmp_path / '2', member=2)
 
 
-@pytest.mark.parametrize('seeds', [1, 3])
+@pytest.mark.parametrize('seeds', slow_after(1, 3, 1))
 def test_a_run_begins_with_one_seed_of_another(
   seeds: int, trained: podrace.Result, tmp_path: Path
 ) -> None:

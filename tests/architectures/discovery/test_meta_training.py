@@ -86,6 +86,7 @@ def test_meta_steps_do_not_depend_on_how_they_are_divided() -> None:
   same(whole, parts, rtol=0)
 
 
+@pytest.mark.slow
 def test_groups_of_every_environment_and_width() -> None:
   program = populations.program(env=f'{populations.ENV} {populations.OTHER}', widths=(3, 5))
   groups = program.shapes.groups

@@ -53,7 +53,7 @@ def learned(updates: int, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
 
 @pytest.mark.parametrize(
   ('agent', 'lag'),
-  slow_after(2, ('impala', '0'), ('impala, recurrent', '1'), ('ppo', '1'), ('impala', '1')),
+  slow_after(1, ('impala', '0'), ('impala, recurrent', '1'), ('ppo', '1'), ('impala', '1')),
 )
 def test_two_groups_learn_as_two_threads_do(agent: str, lag: str, monkeypatch: Patch) -> None:
   """To the bit, whatever the timing of the environments."""
@@ -66,6 +66,7 @@ def test_two_groups_learn_as_two_threads_do(agent: str, lag: str, monkeypatch: P
   assert counted == episodes and episodes[0] > 0
 
 
+@pytest.mark.slow
 def test_four_groups_learn_as_four_threads_do() -> None:
   """Two are with the device at a time."""
   one, other = (learned(10, agent=AGENTS['impala'], **x) for x in (dict(threads=4), dict(groups=4)))
@@ -170,7 +171,7 @@ def test_the_lag_of_groups_is_exact() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='1', groups=2), 10) == (0.9, 1)
 
 
-@pytest.mark.parametrize(('groups', 'max_lag'), slow_after(1, (4, 1), (2, 2), (4, 3)))
+@pytest.mark.parametrize(('groups', 'max_lag'), slow_after(1, (2, 2), (4, 1), (4, 3)))
 def test_the_lag_of_groups_is_bounded(groups: int, max_lag: int, monkeypatch: Patch) -> None:
   jittery(monkeypatch, max_lag)
   program = sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, groups=groups, threads=2)

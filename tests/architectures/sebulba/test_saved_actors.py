@@ -143,6 +143,7 @@ def test_environments_that_hang_while_they_are_replayed_are_noticed(
     driver.close()
 
 
+@pytest.mark.slow
 def test_states_beyond_the_largest_file_are_left_out(
   tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:

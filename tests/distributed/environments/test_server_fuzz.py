@@ -201,6 +201,7 @@ def test_a_huge_frame_ends_the_connection_before_it_is_read() -> None:
     assert learner.server.counts['malformed'] == 1 and len(learner.server.peers) == 1
 
 
+@pytest.mark.slow
 def test_a_thousand_light_clients() -> None:
   """Joined at once, each answered within seconds, all forgotten when they are silent."""
   learner = Learner(slots=1000, peer_timeout=5.0, keep=False)
