@@ -312,6 +312,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
   'no rewards': edit(lambda file: file.pop('episode_1/rewards')),
   'no actions': edit(lambda file: file.pop('episode_1/actions')),
   'no observations': edit(lambda file: file.pop('episode_1/observations')),
+  'empty rewards': replaced('episode_1/rewards', h5py.Empty('f')),
   'a group': edit(lambda file: (file.pop('episode_1/rewards'), file.create_group('episode_1/rewards'))),
   'a number': replaced('episode_1/rewards', 1.0),
   'a type': linked('episode_1/rewards', np.dtype('f8')),

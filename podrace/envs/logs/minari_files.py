@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -119,34 +118,80 @@ def _open(path: Path) -> Any:
     raise UnreadableFile(MAIN, f'is no HDF5 file, or is cut short: {e}') from e
 
 
-def _member(group: Any, name: str, kind: str) -> Any:
-  """Return the group or dataset `name`, which must be in the file itself."""
+class _Array:
+  """A dataset of an open file, by h5py's low-level functions: data sets have millions of arrays.
+
+  Attributes:
+    id: the identifier of h5py.
+    name: the path in the file.
+    shape: the shape; None without elements.
+    dtype: the type of the elements.
+  """
+
+  def __init__(self, name: str, identifier: Any) -> None:
+    self.id, self.name, self.dtype = identifier, name, identifier.dtype
+    self.shape: tuple[int, ...] | None = identifier.shape
+
+  @property
+  def nbytes(self) -> int:
+    """The bytes of all elements."""
+    return math.prod(self.shape or ()) * self.dtype.itemsize
+
+  def read(self) -> np.ndarray:
+    """Return all elements."""
+    import h5py
+
+    values = np.zeros(self.shape or (), self.dtype)
+    if values.size:
+      self.id.read(h5py.h5s.ALL, h5py.h5s.ALL, values)
+    return values
+
+
+def _open_member(group: Any, path: str, name: str) -> Any:
+  """Return the identifier of the member `name` of a group, which must be in the file itself."""
   import h5py
 
   try:
-    link = group.id.links.get_info(name.encode()).type
+    link = group.links.get_info(name.encode()).type
   except (KeyError, RuntimeError):
-    raise UsageError(f'{group.name} has no {name}') from None
+    raise UsageError(f'{path or "/"} has no {name}') from None
   if link != h5py.h5l.TYPE_HARD:
-    raise UsageError(f'{group.name}/{name} is a link, which is not followed')
-  member = group[name]
-  if not isinstance(member, getattr(h5py, kind)):
-    raise UsageError(f'{group.name}/{name} is no {kind.lower()}')
-  if kind == 'Dataset':
-    storage = member.id.get_create_plist()
-    layout = storage.get_layout()
-    if layout == h5py.h5d.VIRTUAL or storage.get_external_count():
-      raise UsageError(f'{group.name}/{name} is stored in other files, which are not read')
-    if layout == h5py.h5d.CHUNKED:
-      _check_chunk(member, math.prod(storage.get_chunk()) * member.dtype.itemsize)
+    raise UsageError(f'{path}/{name} is a link, which is not followed')
+  return h5py.h5o.open(group, name.encode())
+
+
+def _group(group: Any, path: str, name: str) -> Any:
+  """Return the identifier of a group within a group, whose path is `path`."""
+  import h5py
+
+  member = _open_member(group, path, name)
+  if not isinstance(member, h5py.h5g.GroupID):
+    raise UsageError(f'{path}/{name} is no group')
   return member
 
 
-def _check_chunk(dataset: Any, size: int) -> None:
+def _array(group: Any, path: str, name: str) -> _Array:
+  """Return a dataset of a group, whose path is `path`."""
+  import h5py
+
+  member = _open_member(group, path, name)
+  name = f'{path}/{name}'
+  if not isinstance(member, h5py.h5d.DatasetID):
+    raise UsageError(f'{name} is no dataset')
+  storage, array = member.get_create_plist(), _Array(name, member)
+  layout = storage.get_layout()
+  if layout == h5py.h5d.VIRTUAL or storage.get_external_count():
+    raise UsageError(f'{name} is stored in other files, which are not read')
+  if layout == h5py.h5d.CHUNKED:
+    _check_chunk(array, math.prod(storage.get_chunk()) * array.dtype.itemsize)
+  return array
+
+
+def _check_chunk(array: _Array, size: int) -> None:
   """Refuse chunks much larger than their array: a small file could fill the memory with them."""
-  if size > (limit := max(CHUNK, 4 * dataset.nbytes)):
+  if size > (limit := max(CHUNK, 4 * array.nbytes)):
     raise UsageError(
-      f'{dataset.name} is stored in chunks of {size:,} bytes, expected at most {limit:,}'
+      f'{array.name} is stored in chunks of {size:,} bytes, expected at most {limit:,}'
     )
 
 
@@ -154,7 +199,7 @@ class _Reader:
   """Reads the episodes of an open file: first all lengths, then each array after its checks."""
 
   def __init__(self, file: Any, observation_space: Any, action_space: Any, count: Any) -> None:
-    self._file = file
+    self._file = file.id
     self._observations, self._action = observation_space, action_space
     names = sum(1 for name in file if name.startswith('episode_'))
     if not names:
@@ -162,12 +207,13 @@ class _Reader:
     if names > EPISODES or count != names:
       raise UsageError(f'{METADATA} tells of {str(count)[:40]} episodes, {MAIN} has {names:,}')
     self._episodes = names
+    self._leaves = [*leaves(observation_space, 'observations'), ('actions', action_space)]
 
   def read(self) -> LogRows:
     """Return all timesteps."""
     lengths = [self._count_steps(e) for e in range(self._episodes)]
     total = sum(lengths) + len(lengths)
-    row = sum(_row_bytes(leaf) for _, leaf in self._leaves()) + 9
+    row = sum(_row_bytes(leaf) for _, leaf in self._leaves) + 9
     if total * row > (limit := memory_limit()) or total >= 2**31:
       raise UsageError(
         f'its {total:,} timesteps of {row:,} bytes take {total * row / 2**30:.2f} GiB, and at most '
@@ -176,7 +222,7 @@ class _Reader:
       )
     steps = np.array(lengths, np.int64)
     starts = np.concatenate([[0], np.cumsum(steps + 1)[:-1]]).astype(np.int32)
-    arrays = [np.zeros((total, *leaf.shape), leaf.dtype) for _, leaf in self._leaves()]
+    arrays = [np.zeros((total, *leaf.shape), leaf.dtype) for _, leaf in self._leaves]
     rows = LogRows(
       tree(self._observations, iter(arrays[:-1])),
       arrays[-1],
@@ -212,86 +258,81 @@ class _Reader:
         f'/episode_{e}/actions has at step {row - rows.starts[e]} an action that its {MASK} forbids'
       )
 
-  def _leaves(self) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of the observations, and the action, with their paths in an episode."""
-    yield from leaves(self._observations, 'observations')
-    yield 'actions', self._action
-
-  def _dataset(self, episode: Any, path: str) -> Any:
-    """Return the dataset of a leaf, as `leaves` names its path."""
+  def _leaf(self, episode: Any, at: str, path: str) -> _Array:
+    """Return the array of a leaf in the episode at `at`, as `leaves` names its path."""
     name: str
     name, *parts = path.split('/')
-    member, space = episode, self._observations
+    space = self._observations
     for part in parts:
-      member = _member(member, name, 'Group')
+      episode, at = _group(episode, at, name), f'{at}/{name}'
       is_dict = hasattr(space, 'keys')
       key = part.replace('~0', '~')
       name = key if is_dict else f'_index_{part}'
       space = space[key if is_dict else int(part)]
-    return _member(member, name, 'Dataset')
+    return _array(episode, at, name)
 
   def _count_steps(self, e: int) -> int:
     """Return the number of steps of an episode."""
-    episode = _member(self._file, f'episode_{e}', 'Group')
-    shape = _member(episode, 'rewards', 'Dataset').shape
+    name = f'episode_{e}'
+    rewards = _array(_group(self._file, '', name), f'/{name}', 'rewards')
+    shape = rewards.shape
     if shape is None or len(shape) != 1 or shape[0] < 1:
-      raise UsageError(f'{episode.name}/rewards has the shape {shape}, expected one number a step')
+      raise UsageError(f'{rewards.name} has the shape {shape}, expected one number a step')
     return int(shape[0])
 
   def _fill(self, e: int, rows: LogRows, arrays: list[np.ndarray], at: slice) -> None:
     """Read an episode into its rows."""
-    episode = self._file[f'episode_{e}']
+    path = f'/episode_{e}'
+    episode = _group(self._file, '', path[1:])
     steps = at.stop - at.start - 1
-    for array, (path, leaf) in zip(arrays, self._leaves(), strict=True):
-      is_action = path == 'actions'
-      dataset = self._dataset(episode, path)
-      values = _fit(_read(dataset, leaf, steps + (not is_action)), leaf, dataset.name, is_action)
+    for array, (name, leaf) in zip(arrays, self._leaves, strict=True):
+      is_action = name == 'actions'
+      read = self._leaf(episode, path, name)
+      values = _fit(_read(read, leaf, steps + (not is_action)), leaf, read.name, is_action)
       array[at] = np.concatenate([values, values[:1]]) if is_action else values
-    numbers = {name: _member(episode, name, 'Dataset') for name in NUMBERS}
+    numbers = {name: _array(episode, path, name) for name in NUMBERS}
     for name, kinds in NUMBERS.items():
       _check_array(numbers[name], (steps,), kinds)
-    reward, terminated, truncated = (numbers[name][()] for name in NUMBERS)
+    reward, terminated, truncated = (numbers[name].read() for name in NUMBERS)
     if not (np.abs(reward.astype(np.float64)) <= LARGEST_REWARD).all():
-      raise UsageError(f'{episode.name}/rewards has numbers that are not finite, or too large')
+      raise UsageError(f'{path}/rewards has numbers that are not finite, or too large')
     if (early := np.flatnonzero((terminated | truncated)[:-1])).size:
-      raise UsageError(f'{episode.name} goes on after its end at step {early[0]}')
+      raise UsageError(f'{path} goes on after its end at step {early[0]}')
     rows.reward[at][1:] = reward
     rows.discount[at][-1] = 0.0 if terminated[-1] else 1.0
     rows.step_type[at][0], rows.step_type[at][-1] = FIRST, LAST
 
 
-def _read(dataset: Any, leaf: Any, rows: int) -> np.ndarray:
-  """Return the `rows` rows of a leaf, after a check of the type and the size of its dataset."""
-  if not _holds_jpeg(dataset, leaf):
+def _read(array: _Array, leaf: Any, rows: int) -> np.ndarray:
+  """Return the `rows` rows of a leaf, after a check of the type and the size of its array."""
+  if not _holds_jpeg(array, leaf):
     kinds = {'b': 'b', 'f': 'f'}.get(np.dtype(leaf.dtype).kind, 'iu')
-    _check_array(dataset, (rows, *leaf.shape), kinds)
-    values: np.ndarray = dataset[()]
-    return values
-  if dataset.shape[0] != rows:
-    raise UsageError(f'{dataset.name} has {dataset.shape[0]} images, expected {rows}')
+    _check_array(array, (rows, *leaf.shape), kinds)
+    return array.read()
+  shape = array.shape or ()
+  if shape[0] != rows:
+    raise UsageError(f'{array.name} has {shape[0]} images, expected {rows}')
   limit = JPEG_HEADER + 4 * _row_bytes(leaf)
-  if dataset.ndim == 2 and dataset.shape[1] > limit:
-    raise UsageError(
-      f'{dataset.name} has images of {dataset.shape[1]:,} bytes, expected at most {limit:,}'
-    )
-  return _decode(dataset, leaf)
+  if len(shape) == 2 and shape[1] > limit:
+    raise UsageError(f'{array.name} has images of {shape[1]:,} bytes, expected at most {limit:,}')
+  return _decode(array, leaf, rows)
 
 
 def _row_bytes(leaf: Any) -> int:
   return math.prod(leaf.shape) * np.dtype(leaf.dtype).itemsize
 
 
-def _check_array(dataset: Any, shape: tuple[int, ...], kinds: str) -> None:
-  """Refuse a dataset of another shape or kind of numbers. Nothing is read."""
-  if dataset.shape != shape or dataset.dtype.kind not in kinds:
+def _check_array(array: _Array, shape: tuple[int, ...], kinds: str) -> None:
+  """Refuse an array of another shape or kind of numbers. Nothing is read."""
+  if array.shape != shape or array.dtype.kind not in kinds:
     raise UsageError(
-      f'{dataset.name} is {dataset.dtype}{list(dataset.shape or ())}, expected '
+      f'{array.name} is {array.dtype}{list(array.shape or ())}, expected '
       f'{" or ".join({"b": "bool", "i": "int", "u": "uint", "f": "float"}[k] for k in kinds)}'
       f'{list(shape)}'
     )
-  if dataset.nbytes > (limit := memory_limit()):  # of wider numbers than the space has
+  if array.nbytes > (limit := memory_limit()):  # of wider numbers than the space has
     raise UsageError(
-      f'{dataset.name} is {dataset.dtype} of {dataset.nbytes:,} bytes, expected at most {limit:,}'
+      f'{array.name} is {array.dtype} of {array.nbytes:,} bytes, expected at most {limit:,}'
     )
 
 
@@ -313,34 +354,36 @@ def _fit(values: np.ndarray, leaf: Any, name: str, is_action: bool) -> np.ndarra
   return np.clip(fitted, low, high)
 
 
-def _holds_jpeg(dataset: Any, leaf: Any) -> bool:
-  """Return whether each row of a dataset is a JPEG, as Minari writes images."""
+def _holds_jpeg(array: _Array, leaf: Any) -> bool:
+  """Return whether each row of an array is a JPEG, as Minari writes images."""
   import h5py
 
   if np.dtype(leaf.dtype) != np.uint8 or len(leaf.shape) not in (2, 3):
     return False
-  varying = h5py.check_vlen_dtype(dataset.dtype)
+  dimensions = len(array.shape or ())
+  varying = h5py.check_vlen_dtype(array.dtype)
   if varying is not None:
-    return bool(varying == np.uint8) and dataset.ndim == 1
-  return bool(dataset.dtype == np.uint8) and dataset.ndim == 2
+    return bool(varying == np.uint8) and dimensions == 1
+  return bool(array.dtype == np.uint8) and dimensions == 2
 
 
-def _decode(dataset: Any, leaf: Any) -> np.ndarray:
-  """Return the images [n, ...] of a dataset of JPEGs."""
+def _decode(array: _Array, leaf: Any, rows: int) -> np.ndarray:
+  """Return the images [rows, ...] of an array of JPEGs."""
   try:
     from PIL import Image
   except ImportError as e:
     raise MissingExtra(why_not('--log', 'logs', e)) from e
-  images = np.empty((dataset.shape[0], *leaf.shape), np.uint8)
-  for i in range(len(images)):
-    data = dataset[i]
+  import h5py
+
+  images, dataset = np.empty((rows, *leaf.shape), np.uint8), h5py.Dataset(array.id)
+  for i in range(rows):
     try:
-      image = Image.open(io.BytesIO(data.tobytes()), formats=('JPEG',))
+      image = Image.open(io.BytesIO(dataset[i].tobytes()), formats=('JPEG',))
       if image.size != leaf.shape[1::-1]:
-        raise UsageError(f'{dataset.name} has an image of {image.size}, expected {leaf.shape}')
+        raise UsageError(f'{array.name} has an image of {image.size}, expected {leaf.shape}')
       images[i] = np.array(image, np.uint8)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
       if isinstance(e, UsageError):
         raise
-      raise UsageError(f'{dataset.name} has an image that cannot be read: {e}') from e
+      raise UsageError(f'{array.name} has an image that cannot be read: {e}') from e
   return images
