@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,14 @@ from podrace.errors import MissingExtra, UnknownName, UsageError
 from podrace.experiments.suites import suite as suites
 from podrace.run import compile_cache
 from podrace.run.directory import check_directory
+from podrace.settings.record import to_json
+from podrace.settings.validation import validate
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text, results, results_alone, tell
 from podrace.system.scheduling import cores
 
 if TYPE_CHECKING:
+  from podrace.experiments.suites.records import Record
   from podrace.experiments.suites.reproduce import Reproduction
   from podrace.settings.config import Config
 
@@ -107,7 +110,7 @@ def _run_all(plan: Reproduction) -> int:
   from podrace.experiments.suites.page import summarize
   from podrace.experiments.suites.reproduce import reproduce
 
-  records = reproduce(plan, tell)
+  records = _with_settings_of(plan, reproduce(plan, tell))
   numbers = summarize(plan.suite, records)
   for task, agents in numbers.items():
     for agent, row in agents.items():
@@ -117,6 +120,20 @@ def _run_all(plan: Reproduction) -> int:
     'recorded': len(records), 'scores': numbers,
   })  # fmt: skip
   return 0
+
+
+def _with_settings_of(plan: Reproduction, records: Mapping[str, Record]) -> dict[str, Record]:
+  """Return the records that have the settings of the suite; names the ones that are left out."""
+  ran = {p.name for p in plan.programs}
+  others = [p for p in plan.suite.programs if p.name in records and p.name not in ran]
+  configs = _configure_all(plan.suite, others)
+  differ = [p.name for p in others if records[p.name].differences(p, to_json(configs[p.name]))]
+  if differ:
+    tell(
+      f'left out below, as they were recorded with other settings: {", ".join(differ)}; --again '
+      'trains them again'
+    )
+  return {name: record for name, record in records.items() if name not in differ}
 
 
 def _run_alone(plan: Reproduction) -> int:
@@ -179,6 +196,7 @@ def _configure(suite: suites.Suite, program: suites.Program) -> Config:
     config = configure.parse_words(program.command, 'podrace reproduce')
     evaluated = configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
     _check_evaluation(config, evaluated)
+    validate(config)
   except MissingExtra as e:
     raise UsageError(f'{program.name}: {e}; --only leaves out parts of {suite.name}') from e
   except (UsageError, UnknownName) as e:

@@ -78,6 +78,8 @@ class Recording:
         raise UsageError(f'{option} must be {low} to {high - 1}, not {getattr(self, name)}')
     if not 0 <= self.noise <= 1:
       raise UsageError(f'--noise must be a share of actions, 0 to 1, not {self.noise:g}')
+    if self.noise and self.way == RANDOM:
+      raise UsageError(f'--random draws every action at random: leave out --noise {self.noise:g}')
 
 
 def _check_keys(space: Any, env: str) -> None:

@@ -163,6 +163,8 @@ BAD = [
   ("[pairs.'catch/ppo']", "[pairs.'catch/dqn']", "pairs has 'catch/dqn'"),
   ('{ cartpole', '{ pong', "published has a task 'pong'"),
   ("'495.1 +-", "'about 495.1 +-", "cartpole has the score 'about 495.1"),
+  ("'495.1 +-", "'nan +-", "cartpole has the score 'nan"),
+  ('--log-every 320', '--log-every -5', '--log-every'),
   ('--devices 1', '--devices 1 --seeds 3', 'train of catch/impala has --seeds'),
   ('--devices 1', '--devices 1 --total_steps=9', 'has --total-steps'),
   ('--devices 1', '--devices "1', 'train of catch/impala is'),
@@ -223,7 +225,7 @@ def test_an_environment_that_cannot_evaluate_is_named_before_training(
   )
   (tmp_path / 'tiny.toml').write_text(text)
   done = command('reproduce', *arguments(tmp_path, '--only', 'catch/impala', '--jobs', '1'))
-  assert done.returncode == 1 and 'another observation space' in done.stderr.splitlines()[-1]
+  assert done.returncode == 2 and 'another observation space' in done.stderr.splitlines()[-1]
   assert not list((tmp_path / 'runs').glob('*/checkpoints'))
 
 
@@ -359,6 +361,28 @@ def test_other_settings_are_named_and_not_mixed(
     capsys, 'reproduce', *arguments(folder, '--only', 'catch/ppo', '--seeds', '1')
   )
   assert code == 2 and 'agent.learning_rate: 0.001 -> 0.003' in err and 'runs/catch.ppo.0' in err
+
+
+def test_records_of_other_settings_are_left_out_of_the_scores(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  changed = TINY.replace('--agent ppo', '--agent ppo --agent.learning-rate 3e-3', 1)
+  (folder / 'tiny.toml').write_text(changed)
+  code, out, err = called(capsys, 'reproduce', *arguments(folder, '--only', 'catch/impala'))
+  assert code == 0 and all(name in err for name in ('cartpole.ppo.0', 'catch.ppo.0', 'catch.ppo.1'))
+  scores = json.loads(out)['scores']
+  assert json.loads(out)['recorded'] == 2
+  assert {task: [*agents] for task, agents in scores.items()} == {
+    'catch': ['impala'], 'cartpole': ['impala'],
+  }  # fmt: skip
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: Capture) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  args = [str(tmp_path / 'tiny.toml'), '--to', '/proc/x', '--dir', str(tmp_path / 'runs')]
+  code, _, err = called(capsys, 'reproduce', *args)
+  assert code in (1, 2) and '/proc/x' in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -434,6 +434,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, capsys: Captu
     (['cartpole', '--scripted', '--random'], 'one of them'),
     (['cartpole', '--random', '--episodes', '0'], '--episodes'),
     (['cartpole', '--random', '--noise', '2'], '--noise'),
+    (['cartpole', '--random', '--noise', '0.5'], '--noise'),
     (['nowhere'], 'nowhere'),
     ([], 'run directory or preset'),
   ],

@@ -70,8 +70,8 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     say: receives progress messages.
 
   Raises:
-    UsageError: if a record or a begun run has other settings.
-    RunError: if a program fails. The remaining programs run first.
+    UsageError: if a record or a begun run has other settings, or a program does not accept its own.
+    RunError: if a program fails. The remaining programs run first, in both cases.
   """
   check_settings(plan, say)
   remaining = {plan.run_dir(p): p for p in plan.programs if not _is_recorded(plan, p)}
@@ -81,9 +81,10 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     f'are recorded in {plan.to}; the rest takes {format_time(watch.estimate.seconds_left())}, '
     f'{plan.jobs} at a time'
   )
+  for folder in (plan.folder, plan.to):
+    with failing(folder):
+      make_user_folder(folder)
   with failing(plan.folder):
-    make_user_folder(plan.folder)
-    make_user_folder(plan.to)
     paths = list(remaining)
     while paths:
       processes.run_trials(
@@ -93,7 +94,8 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
       paths, watch.held = watch.held, []
   if watch.failed:
     count = f'{len(watch.failed)} of {len(remaining)} programs of {plan.suite.name} failed:'
-    raise RunError('\n'.join([count, *watch.failed]))
+    error = UsageError if watch.is_usage else RunError
+    raise error('\n'.join([count, *watch.failed]))
   return read_records(plan.to, plan.suite)
 
 
@@ -103,6 +105,7 @@ class Watch:
   Attributes:
     estimate: the time left.
     failed: a message about each program that failed.
+    is_usage: whether one of them did not accept its settings.
     held: run directories that a child of an earlier, killed `podrace reproduce` uses.
   """
 
@@ -112,6 +115,7 @@ class Watch:
     self._plan, self._remaining, self._say = plan, remaining, say
     self.estimate = Estimate(list(remaining.values()), plan.jobs)
     self.failed: list[str] = []
+    self.is_usage = False
     self.held: list[Path] = []
 
   def end(self, path: Path, code: int) -> None:
@@ -125,8 +129,10 @@ class Watch:
     if not recorded:
       result = f'ended with {code}: {_last_message(path / "output.txt")}'
       self.failed.append(f'{program.name} {result}')
+      self.is_usage |= code == 2
     else:
-      result = describe_scores(read_records(self._plan.to, self._plan.suite)[program.name])
+      record = read_record(self._plan.to, self._plan.suite, program)
+      result = describe_scores(record) if record else 'its record was removed'
     self._show(f'{program.name}: {result}; ')
 
   def line(self, path: Path, values: Line) -> bool:
@@ -196,7 +202,7 @@ def _describe_differences(
   lines = []
   for texts, programs in groups.items():
     record = records.get(programs[0].name)
-    by = f'by commit {record.content["commit"]:.20}' if record else 'begun and not finished'
+    by = f'by commit {record.content["commit"]:.20}' if record else 'begun, not recorded'
     place = record.path if record else plan.run_dir(programs[0])
     more = f', and {len(programs) - 1} like it' if programs[1:] else ''
     lines.append(f'{place}{more}, {by}: {"; ".join(texts)}')

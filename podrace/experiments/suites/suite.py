@@ -9,6 +9,7 @@ A setting of SETTINGS may stand at the top of the file, in `[tasks.TASK]`, `[age
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import shlex
 from collections.abc import Iterator, Mapping
@@ -241,12 +242,14 @@ def _published(row: dict[str, Any], tasks: Any) -> Published:
   scores = {task: str(score) for task, score in row['scores'].items()}
   for task, score in scores.items():
     try:
-      float(score.partition(' ')[0])
+      is_finite = math.isfinite(float(score.partition(' ')[0]))
     except ValueError:
+      is_finite = False
+    if not is_finite:
       raise ValueError(
         f'published, {row["who"]:.50}: {task} has the score {score!r:.50}, expected a number, or a '
         'text that begins with one'
-      ) from None
+      )
   return Published(row['who'], scores, row['protocol'], row['source'])
 
 
