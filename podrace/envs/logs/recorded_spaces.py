@@ -9,7 +9,7 @@ import numpy as np
 
 from podrace.envs.host.spaces import in_jax
 from podrace.envs.spaces import bounds, convert, leaves
-from podrace.errors import UsageError
+from podrace.errors import UnknownName, UsageError
 from podrace.system.files.reading import parse_json
 
 # Errors of NumPy and gymnasium for records that are no spaces.
@@ -41,7 +41,7 @@ def _read_space(text: Any, name: str) -> Any:
     space = _space(parse_json(text.encode()))
     check_keys(space)
     return convert(in_jax, space)
-  except UsageError as e:
+  except (UsageError, UnknownName) as e:
     raise UsageError(f'its {name} {e}') from e
   except _FAULTS as e:
     raise UsageError(f'its {name} cannot be read: {type(e).__name__}: {e}'[:300]) from e
