@@ -88,25 +88,28 @@ def recorded_spaces(log: str, run_dir: Path) -> LogSpaces | None:
     raise UsageError(f'{path}: {e}; restore it, or train on the data set anew') from e
 
 
+def check_spaces_of(config: Config, env: Any) -> None:
+  """Raise UsageError if the log has other spaces than the environment. Reads its metadata alone."""
+  from podrace.envs.logs.minari_files import read_spaces
+  from podrace.envs.logs.recorded_spaces import check_spaces
+
+  check_spaces(LogSpaces(config.log, *read_spaces(config.log)), env, config.env)
+
+
 def environment(config: Config, log: Any, env: Any) -> Any:
   """Return the environment that replays a log.
 
   Args:
     config: the configuration.
     log: its data set.
-    env: the environment in which a part acts, an `Environment` or a `HostSpec`; None if none does.
-
-  Raises:
-    UsageError: if the spaces differ.
+    env: the environment in which a part acts, an `Environment` or a `HostSpec`, with the spaces of
+      the log; None if none does.
   """
   from podrace.envs.host.base import HostSpec
   from podrace.envs.logs.log_environment import LogEnvironment
   from podrace.envs.logs.log_pool import host_spec
-  from podrace.envs.logs.recorded_spaces import check_spaces
 
   share = parse_share(config.log_share)
-  if env is not None:
-    check_spaces(log, env, config.env)
   if config.architecture == 'sebulba':
     return host_spec(log, share, env)
   assert not isinstance(env, HostSpec), 'only Sebulba has environments on the host'

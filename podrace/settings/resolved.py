@@ -48,10 +48,18 @@ class Resolved:
 
   @functools.cached_property
   def log(self) -> Any:
-    """The data set of `config.log`, read into memory; None if there is none."""
+    """The data set of `config.log`, read into memory; None if there is none.
+
+    Raises:
+      UsageError: if it is damaged, or of other spaces than the environment.
+    """
     from podrace.envs.logs.minari_files import read_log
 
-    return read_log(self.config.log) if self.config.log else None
+    if not self.config.log:
+      return None
+    if self.config.env:  # first, as reading a large data set takes a minute
+      log_settings.check_spaces_of(self.config, self.acting.env)
+    return read_log(self.config.log)
 
   @functools.cached_property
   def acting(self) -> Resolved:

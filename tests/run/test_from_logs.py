@@ -90,6 +90,17 @@ def test_another_data_set_is_refused_on_resume(
   assert code == 2 and 'SHA-256' in err, err
 
 
+def test_spaces_are_compared_before_steps_are_read(
+  cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  path = shutil.copytree(cartpole, tmp_path / 'log')
+  (path / 'data' / 'main_data.hdf5').write_bytes(b'')  # else reported, as damaged
+  code, _, err = called(
+    capsys, 'train', *BC, '--env', 'podrace:catch', '--log', str(path), *SIZES, '--run-dir', str(tmp_path / 'run')
+  )  # fmt: skip
+  assert code == 2 and 'observation space' in err, err
+
+
 def test_the_clone_of_a_policy_is_as_good(cartpole: Path, tmp_path: Path, capsys: Capture) -> None:
   """From recorded actions alone; evaluated in an environment that the run does not have."""
   run = tmp_path / 'run'
