@@ -601,6 +601,7 @@ def test_a_learner_that_waits_notices_that_its_directory_is_gone(
   addresses = addresses_in(tmp_path)
   with ReplayServer(addresses.replay[0]), pytest.raises(errors.RunError, match='was removed'):
     loop.train(tiny(), run_dir, addresses=addresses, quiet=True)
+  assert looks < 100
 
 
 def test_a_learner_needs_all_keys_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
