@@ -42,9 +42,7 @@ from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
 UNROLLS_PUBLISH_SECONDS = 0.05  # likewise without replay, which makes the policy's lag matter less
-WAIT_SECONDS = (
-  10.0  # for experience in one call, after which the run looks after itself and waits on
-)
+WAIT_SECONDS = 10.0  # for experience in one call: between calls the run looks after itself
 log = logging.getLogger('podrace.distributed')
 
 
