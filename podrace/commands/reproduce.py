@@ -15,7 +15,7 @@ from podrace.experiments.suites import suite as suites
 from podrace.run import compile_cache
 from podrace.run.directory import check_directory
 from podrace.settings.record import to_json
-from podrace.settings.validation import validate
+from podrace.settings.resolved import resolve
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text, results, results_alone, tell
 from podrace.system.scheduling import cores
@@ -196,7 +196,7 @@ def _configure(suite: suites.Suite, program: suites.Program) -> Config:
     config = configure.parse_words(program.command, 'podrace reproduce')
     evaluated = configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
     _check_evaluation(config, evaluated)
-    validate(config)
+    resolve(config)
   except MissingExtra as e:
     raise UsageError(f'{program.name}: {e}; --only leaves out parts of {suite.name}') from e
   except (UsageError, UnknownName) as e:
