@@ -15,7 +15,6 @@ from podrace.experiments.suites import suite as suites
 from podrace.run import compile_cache
 from podrace.run.directory import check_directory
 from podrace.settings.record import to_json
-from podrace.settings.resolved import resolve
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_json, print_text, results, results_alone, tell
 from podrace.system.scheduling import cores
@@ -192,6 +191,8 @@ def _configure_all(suite: suites.Suite, programs: Sequence[suites.Program]) -> d
 
 def _configure(suite: suites.Suite, program: suites.Program) -> Config:
   """Return the configuration of a program, as `podrace train` makes it."""
+  from podrace.settings.resolved import resolve
+
   try:
     config = configure.parse_words(program.command, 'podrace reproduce')
     evaluated = configure.parse(config, list(program.evaluation.options), 'podrace reproduce')
