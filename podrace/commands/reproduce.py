@@ -124,9 +124,9 @@ def _run_all(plan: Reproduction) -> int:
 def _with_settings_of(plan: Reproduction, records: Mapping[str, Record]) -> dict[str, Record]:
   """Return the records that have the settings of the suite; names the ones that are left out."""
   ran = {p.name for p in plan.programs}
-  others = [p for p in plan.suite.programs if p.name in records and p.name not in ran]
-  configs = _configure_all(plan.suite, others)
-  differ = [p.name for p in others if records[p.name].differences(p, to_json(configs[p.name]))]
+  skipped = [p for p in plan.suite.programs if p.name in records and p.name not in ran]
+  configs = _configure_all(plan.suite, skipped)
+  differ = [p.name for p in skipped if records[p.name].differences(p, to_json(configs[p.name]))]
   if differ:
     tell(
       f'left out below, as they were recorded with other settings: {", ".join(differ)}; --again '

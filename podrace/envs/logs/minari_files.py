@@ -161,7 +161,7 @@ def _open_member(group: Any, path: str, name: str) -> Any:
 
 
 def _group(group: Any, path: str, name: str) -> Any:
-  """Return the identifier of a group within a group, whose path is `path`."""
+  """Return the identifier of the group `name` in the group at `path`."""
   import h5py
 
   member = _open_member(group, path, name)
@@ -171,7 +171,7 @@ def _group(group: Any, path: str, name: str) -> Any:
 
 
 def _array(group: Any, path: str, name: str) -> _Array:
-  """Return a dataset of a group, whose path is `path`."""
+  """Return the dataset `name` in the group at `path`."""
   import h5py
 
   member = _open_member(group, path, name)
