@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -122,15 +124,25 @@ def _run_all(plan: Reproduction) -> int:
 
 
 def _with_settings_of(plan: Reproduction, records: Mapping[str, Record]) -> dict[str, Record]:
-  """Return the records that have the settings of the suite; names the ones that are left out."""
+  """Return the records that have the settings of the suite; names the ones that are left out.
+
+  Programs that did not run may need a library that is missing here. Their records are left out too.
+  """
   ran = {p.name for p in plan.programs}
   skipped = [p for p in plan.suite.programs if p.name in records and p.name not in ran]
-  configs = _configure_all(plan.suite, skipped)
-  differ = [p.name for p in skipped if records[p.name].differences(p, to_json(configs[p.name]))]
+  configs: dict[str, Config] = {}
+  for _, programs in itertools.groupby(skipped, lambda p: (p.task, p.agent)):
+    with contextlib.suppress(UsageError):
+      configs |= _configure_all(plan.suite, [*programs])
+  differ = [
+    p.name
+    for p in skipped
+    if p.name not in configs or records[p.name].differences(p, to_json(configs[p.name]))
+  ]
   if differ:
     tell(
-      f'left out below, as they were recorded with other settings: {", ".join(differ)}; --again '
-      'trains them again'
+      'left out below, as they have other settings than the suite, or settings that cannot be read '
+      f'here: {", ".join(differ)}'
     )
   return {name: record for name, record in records.items() if name not in differ}
 
