@@ -387,6 +387,7 @@ def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path, capsys: Captur
   args = [str(tmp_path / 'tiny.toml'), '--to', '/proc/x', '--dir', str(tmp_path / 'runs')]
   code, _, err = called(capsys, 'reproduce', *args)
   assert code in (1, 2) and '/proc/x' in err.splitlines()[-1]
+  assert not list((tmp_path / 'runs').glob('*'))
 
 
 @pytest.mark.parametrize(
