@@ -201,6 +201,15 @@ def test_atari_has_the_actions_that_were_asked_for() -> None:
   assert len(list(arrivals(name, 30))) == 30
 
 
+def test_frames_of_atari_have_the_size_that_was_asked_for() -> None:
+  spec = host.make('ale:pong,size=42')
+  assert spec.observation_space.shape == (4, 42, 42)
+  small, large = (recorded(f'ale:pong,max_frames=400{x}')[0].timestep for x in (',size=42', ''))
+  # Both are of one picture: a pixel of the small one has the mean of four.
+  means = large.observation.reshape(-1, 4, 42, 2, 42, 2).mean((3, 5))
+  assert abs(small.observation - means).mean() < 2
+
+
 def test_sticky_actions_make_other_games() -> None:
   """Of the same seed and the same actions."""
   plain, sticky = (
@@ -722,6 +731,8 @@ def test_a_worker_whose_run_is_gone_ends_without_a_word(capfd: pytest.CaptureFix
     ('ale:pong,stick=0.1', r"'stick' \(nearest: sticky"),
     ('ale:pong,sticky=1.5', 'sticky .*1.5'),
     ('ale:pong,stack=0', 'ale:pong: stack '),
+    ('ale:pong,size=0', 'size '),
+    ('ale:pong,size=211', 'size .* 210.* 211'),
     ('ale:pong,frame_skip=0', 'frame_skip '),
     ('ale:pong,max_frames=0', 'max_frames '),
     ('ale:pong,noop_max=-1', 'noop_max .* -1'),

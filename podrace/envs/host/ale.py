@@ -1,7 +1,7 @@
 """Atari through ale-py's vector environment, in C++ threads. The ROMs are part of ale-py.
 
 The protocol is that of Mnih et al. 2015 and Machado et al. 2018 (arXiv 1709.06009): 84 x 84 grey
-frames, 4 stacked, 4 repeats of an action with the maximum over the last two, up to 30 no-ops at
+frames (`size`), 4 stacked, 4 repeats of an action with the maximum over the last two, up to 30 no-ops at
 the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped. Options: `sticky`
 (the probability that an action is repeated; 0.25 is Machado's protocol), `full_actions` (all 18),
 `episodic_life` (the loss of a life ends an episode for learning, but not the reported game).
@@ -33,12 +33,14 @@ DEFAULTS: dict[str, Value] = dict(
   clip_rewards=True,
   frame_skip=4,
   stack=4,
+  size=84,
   noop_max=30,
   fire_reset=True,
   max_frames=108_000,
 )
 
 
+SCREEN_HEIGHT = 210
 # If its pool is saved, an environment is seeded anew after SEED_RESETS resets, or after SEED_STEPS
 # steps where an episode depends on the ones before. That loads the ROM: as long as some 300 steps.
 SEED_RESETS, SEED_STEPS = 200, 20_000
@@ -59,7 +61,12 @@ def make(name: str, options: Mapping[str, Value]) -> HostSpec:
     raise UnknownName(
       f'ale:{name}: sticky is a probability, from 0 to below 1, not {values["sticky"]}'
     )
-  at_least(f'ale:{name}', values, stack=1, frame_skip=1, max_frames=1, noop_max=0)
+  at_least(f'ale:{name}', values, stack=1, size=1, frame_skip=1, max_frames=1, noop_max=0)
+  if values['size'] > SCREEN_HEIGHT:
+    raise UnknownName(
+      f'ale:{name}: size must be at most {SCREEN_HEIGHT}, the height of the screen, '
+      f'not {values["size"]}'
+    )
   probe: Any = vector(name, values, 1, 1, 1)
   action_space: Any = gymnasium.spaces.Discrete(int(probe.single_action_space.n), dtype=np.int32)
   return HostSpec(
@@ -83,7 +90,8 @@ def vector(
 
   `pictures` are ale-py's options for observations.
   """
-  pictures = {'stack_num': values['stack'], **pictures}
+  size = values['size']
+  pictures = {'stack_num': values['stack'], 'img_height': size, 'img_width': size} | pictures
   return AtariVectorEnv(
     name,
     num_envs,
