@@ -104,10 +104,6 @@ class HostError(Exception):
   """An environment on the host broke its contract; the message names it and the field."""
 
 
-class SignalReceived(BaseException):
-  """A signal came, which ends all waits of a process that works for a learner."""
-
-
 class RunFinished(Exception):
   """The learner's run is complete."""
 

@@ -25,7 +25,7 @@ from podrace.architectures.sebulba import (
   make_program,
 )
 from podrace.distributed import learner_client, replay
-from podrace.distributed.learner_client import Newest, Patience
+from podrace.distributed.learner_client import Ending, Newest, Patience
 from podrace.distributed.net.process_metrics import Measures, Meter
 from podrace.distributed.parameters import ACTING
 from podrace.distributed.run_identity import COMMON, OF_LOG, Addresses
@@ -103,17 +103,19 @@ def act(config: Config, options: Options) -> int:
       f'--local-envs {options.environments} is more than the run has: --num-envs {config.num_envs}'
     )
   try:
-    return learner_client.run_to_end(lambda: act_until_finished(resolved, options))
+    return learner_client.run_to_end(lambda ending: act_until_finished(resolved, options, ending))
   except ActorFailed as e:
     raise RunError(f'{config.env}: {e}') from e
 
 
-def act_until_finished(resolved: Resolved, options: Options) -> None:
+def act_until_finished(resolved: Resolved, options: Options, ending: Ending) -> None:
   """Act in the environments that the learner has lent, anew each time that it lends other ones."""
   first = 0
   while True:
     try:
-      Acting(resolved, options, first).run()
+      acting = Acting(resolved, options, first)
+      ending.calls(acting.newest.close)
+      acting.run()
     except errors.EnvironmentsMoved as e:
       first = e.first
       log.info('the learner has lent other environments, from %d on: they begin anew', first)
@@ -205,6 +207,7 @@ class Acting:
     )  # fmt: skip
 
     def write(unroll: Unroll) -> None:
+      streams.highest = self.newest.highest
       for part in unroll.parts:
         streams.add(part, unroll.serial)
 

@@ -170,9 +170,15 @@ class Feed:
   Args:
     source: makes the batches.
     episodes: the table of finished episodes, None if this process does not read it.
+    highest: the highest priority before.
+
+  Attributes:
+    highest: the highest priority so far.
   """
 
-  def __init__(self, source: Sampled | Queued | Labelled, episodes: Any) -> None:
+  def __init__(
+    self, source: Sampled | Queued | Labelled, episodes: Any, highest: float = 1.0
+  ) -> None:
     self._source, self._table, self._episodes = source, source.table, episodes
     self._drawn: ClosableQueue[Draw] = ClosableQueue(source.ahead)
     self._learned: ClosableQueue[tuple[np.ndarray, Array]] = ClosableQueue(PREFETCH)
@@ -180,6 +186,7 @@ class Feed:
     self._totals = Totals()
     self._closed = self._has_failed = False
     self._next: Draw | None = None  # drawn and not yet taken
+    self.highest = highest
     works = [self._sample, self._prioritise, *([self._listen] if episodes is not None else [])]
     self._workers = [
       Worker(work.__name__, functools.partial(self._run, work), self._close_after_failure)
@@ -261,6 +268,7 @@ class Feed:
       values = own_rows(priority).astype(np.float64)
       if np.isfinite(values).all():  # else neither is the loss, which ends the run
         self._table.update_priorities(key, values)
+        self.highest = max(self.highest, float(values.max()))
 
   def _listen(self) -> None:
     while not self._closed:

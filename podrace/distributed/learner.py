@@ -24,7 +24,7 @@ from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed, Labelled, Queued, Sampled
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.publishing import Publishing
-from podrace.distributed.run_identity import Addresses, check, run_name
+from podrace.distributed.run_identity import HIGHEST, Addresses, check, run_name
 from podrace.distributed.run_tables import (
   episodes_table,
   replay_table,
@@ -95,6 +95,7 @@ class DistributedSource:
     self._lags: list[np.ndarray] = []  # of unrolls or labels, in updates, since the last `read`
     self._steps = 0  # environment steps so far
     self._taken = 0  # batches of the update at hand
+    self._first_highest = 1.0  # priority, when this process begins
     self._cancelled: Callable[[], bool] = lambda: False
 
   def open(self) -> None:
@@ -133,14 +134,21 @@ class DistributedSource:
     """Publish the parameters, and start to read batches."""
     assert self._publishing is not None, 'start before open'  # which makes the tables
     update = int(jax.device_get(state.update))
-    self._publishing.publish(update, state.train.params)
+    self._publishing.publish(update, state.train.params, *self._highest())
     self._count_steps(update)
-    self._feed = Feed(self._source, self._episodes_table)
+    self._feed = Feed(self._source, self._episodes_table, self._first_highest)
+
+  def _highest(self) -> list[tuple[str, np.ndarray]]:
+    """Return the highest priority so far, which acting processes give to new windows."""
+    if not (self._windows and self._windows.prioritised):
+      return []
+    highest = self._feed.highest if self._feed else self._first_highest
+    return [(HIGHEST, np.array(highest, np.float64))]
 
   def publish(self, update: int, params: Any) -> None:
     """Publish the parameters, if the last version is old enough."""
     assert self._publishing is not None
-    self._publishing.publish_now_and_then(update, params)
+    self._publishing.publish_now_and_then(update, params, *self._highest())
 
   def _check(self) -> None:
     """Raise ReplayFailed if a thread has failed."""
@@ -235,8 +243,11 @@ class DistributedSource:
     lags, self._lags = np.concatenate([np.zeros(0), *self._lags]), []
     counts = self._feed.counts()
     online = self._source.read() if isinstance(self._source, Labelled) else (0, 0)
-    every = everyones([lags.max(initial=0), lags.sum(), len(lags), *online, *counts.values()])
-    lag_sum, unrolls, acted, learned, *sums = every[:, 1:].sum(0).tolist()
+    every = everyones(
+      [lags.max(initial=0), self._feed.highest, lags.sum(), len(lags), *online, *counts.values()]
+    )
+    self._feed.highest = float(every[:, 1].max())
+    lag_sum, unrolls, acted, learned, *sums = every[:, 2:].sum(0).tolist()
     metrics: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
     if learned:
       metrics['labels_online'] = acted / learned
@@ -248,10 +259,12 @@ class DistributedSource:
   def _save_statistics(self) -> dict[str, Any]:
     if self._feed is not None:
       self._episodes += self._feed.episodes()
-    return {'episodes': dataclasses.asdict(self._episodes)}
+    highest = self._feed.highest if self._feed else self._first_highest
+    return {'episodes': dataclasses.asdict(self._episodes), 'highest': highest}
 
   def _restore_statistics(self, saved: dict[str, Any]) -> None:
     self._episodes = Totals(**saved.get('episodes', {}))
+    self._first_highest = saved.get('highest', 1.0)
 
   def finish(self, state: State) -> None:
     """Publish that the run is complete, and wait for the acting processes to leave."""

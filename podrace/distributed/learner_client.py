@@ -6,18 +6,23 @@ import contextlib
 import dataclasses
 import logging
 import math
+import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 
 from podrace import tables
 from podrace.distributed import parameters, replay
 from podrace.distributed.net.address import check_address
+from podrace.distributed.net.frame import short
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.net.safe_text import plain
 from podrace.distributed.run_identity import (
   FINISHED,
+  HIGHEST,
   RECORD,
   Addresses,
   describe_differences,
@@ -25,10 +30,11 @@ from podrace.distributed.run_identity import (
   read_record,
   record,
 )
-from podrace.errors import EnvironmentsMoved, RunFinished, SignalReceived, UsageError
+from podrace.errors import EnvironmentsMoved, RunFinished, UsageError
 from podrace.fields import flag
 from podrace.settings.config import Config
 from podrace.system.process import on_signals
+from podrace.system.signals import GRACE_SECONDS
 from podrace.system.threads import Worker
 
 log = logging.getLogger('podrace.distributed')
@@ -92,34 +98,58 @@ def check_addresses(addresses: Addresses) -> None:
     check_address(address, a.keys, a.insecure, '--connect-replay')
 
 
-def run_to_end(work: Callable[[], None]) -> int:
-  """Call `work`, which raises at its end; returns the exit code.
+class Ending:
+  """The end of a process's work at a signal, from any thread."""
 
-  The end is that of the run, a signal, or a TimeoutError after too long a wait.
+  def __init__(self) -> None:
+    self._lock, self._has_begun = threading.Lock(), False
+    self._end: Callable[[], None] = lambda: None
+
+  def calls(self, end: Callable[[], None]) -> None:
+    """Set the function that ends the work's waits. Call it at once if the end has begun."""
+    with self._lock:
+      self._end = end
+      has_begun = self._has_begun
+    if has_begun:
+      end()
+
+  def begin(self) -> None:
+    """End the work's waits, now and from now on."""
+    with self._lock:
+      self._has_begun = True
+      end = self._end
+    end()
+
+
+def run_to_end(work: Callable[[Ending], None]) -> int:
+  """Call `work` in a thread, which raises at its end; returns the exit code.
+
+  The end is that of the run, a signal, or a TimeoutError after too long a wait. The main thread
+  waits for signals alone: an exception of a handler could leave a lock locked, or get lost.
   """
-  received = 0
-
-  def on_signal(signum: int, frame: Any) -> None:
-    nonlocal received
-    if not received:
-      received = signum
-      raise SignalReceived
-
-  with contextlib.suppress(SignalReceived), on_signals(on_signal):
-    try:
-      work()
-    except RunFinished:
-      log.info('the run is complete')
-    except TimeoutError as e:
-      log.error('giving up: %s', e)
-      return 1
-  return 128 + received if received else 0
+  ending = Ending()
+  events: queue.SimpleQueue[int] = queue.SimpleQueue()  # reentrant, as handlers put into it
+  with on_signals(lambda signum, _: events.put(signum)):
+    worker = Worker('work', lambda: work(ending), lambda: events.put(0))
+    if received := events.get():
+      ending.begin()
+      with contextlib.suppress(queue.Empty):  # of the work's end, or of another signal
+        events.get(timeout=GRACE_SECONDS)
+      return 128 + received
+  try:
+    worker.check()
+  except RunFinished:
+    log.info('the run is complete')
+  except TimeoutError as e:
+    log.error('giving up: %s', e)
+    return 1
+  return 0
 
 
 class Newest:
   """The newest parameters of one learner's run.
 
-  Owner: the process's main thread, which calls `close`.
+  Owner: the process's work, which calls `close`, as its `Ending` does.
   Ends when: it is closed. Calls that wait then raise `tables.Closed`.
 
   Args:
@@ -136,6 +166,7 @@ class Newest:
     run: the name of the learner's run, '' until it is known.
     version: the version of the parameters returned last, -1 for none.
     first: the number of the first environment that the learner had lent by then.
+    highest: the highest priority so far, of new windows for which acting computes none.
   """
 
   def __init__(
@@ -163,7 +194,7 @@ class Newest:
       first,
       self.measures,
     )
-    self.run, self.version, self.first = '', -1, first
+    self.run, self.version, self.first, self.highest = '', -1, first, 1.0
 
   @property
   def is_stale(self) -> bool:
@@ -197,6 +228,7 @@ class Newest:
     self._check(*read_record(leaves.pop(RECORD, None)))
     if leaves.pop(FINISHED, None) is not None:
       raise RunFinished
+    self.highest = _read_highest(leaves.pop(HIGHEST, None))
     self.version = published.version
     shapes = jax.eval_shape(lambda key: self._agent.init(key).params, jax.random.key(0))
     return jax.tree.map(jax.numpy.asarray, from_leaves(shapes, leaves))
@@ -263,3 +295,13 @@ class Newest:
   def close(self) -> None:
     """End all calls that wait."""
     self._reader.close()
+
+
+def _read_highest(published: np.ndarray | None) -> float:
+  """Return the published highest priority, 1 without one; raise UsageError for no such number."""
+  if published is None:
+    return 1.0
+  is_number = published.shape == () and published.dtype == np.float64
+  if not (is_number and 0 <= published < math.inf):
+    raise UsageError(f'the learner publishes {short(published)} as the highest priority')
+  return float(published)

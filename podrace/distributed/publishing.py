@@ -88,11 +88,11 @@ class Publishing:
       raise ReplayFailed(str(e)) from e
     self._at = time.monotonic()
 
-  def publish_now_and_then(self, update: int, params: Any) -> None:
-    """Publish the parameters if the last version is old enough. A failure is left to `check`."""
+  def publish_now_and_then(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:
+    """Publish as `publish`, if the last version is old enough. A failure is left to `check`."""
     if time.monotonic() > self._at + self._every:
       with contextlib.suppress(ReplayFailed):
-        self.publish(update, params)
+        self.publish(update, params, *more)
 
   @property
   def failed(self) -> bool:

@@ -29,6 +29,7 @@ from podrace.system.files.reading import read_json
 from podrace.topology import on_host
 
 RECORD, FINISHED = '.run', '.finished'  # names of the arrays that are published besides parameters
+HIGHEST = '.highest'  # likewise, [] f64: the highest priority so far
 RUN = 'run'  # the key of the run's name in the record; tables have that name, too
 OF_LOG = ('log', 'log_share')  # fields about a log; copies of it may be in other places
 DIFFERENCES = 10  # the most that are listed

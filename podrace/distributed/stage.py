@@ -20,7 +20,7 @@ import jax
 
 from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import learner_client, replay
-from podrace.distributed.learner_client import Newest, Patience
+from podrace.distributed.learner_client import Ending, Newest, Patience
 from podrace.distributed.net.process_metrics import Meter
 from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import COMMON, OF_LOG, Addresses
@@ -126,13 +126,19 @@ def run(duty: Duty, config: Config, args: Sequence[str], options: Options) -> in
   give_way()  # the learner needs its cores more than newer targets; before JAX starts its threads
   resolved = resolve(learner_client.with_fixed(config))
   learner_client.check_addresses(options.addresses)
-  return learner_client.run_to_end(lambda: Stage(duty, resolved, options).run())
+
+  def work(ending: Ending) -> None:
+    stage = Stage(duty, resolved, options)
+    ending.calls(stage.newest.close)
+    stage.run()
+
+  return learner_client.run_to_end(work)
 
 
 class Stage:
   """A process that refreshes windows of replay with the learner's newest parameters.
 
-  Owner: the main thread of the process, which calls `run`.
+  Owner: the work of the process, which calls `run`.
   Ends when: the run is complete, or something fails. Both raise from `run`.
   """
 
@@ -149,7 +155,7 @@ class Stage:
     self._addresses = options.addresses
     self._steps_per_update = config.steps_per_update
     measure = self._rate.meter.read
-    self._newest = Newest(
+    self.newest = Newest(
       options.addresses, config, agent, options.patience, duty.role, measure=measure
     )
     self._params: tuple[int, Any] = (-1, None)  # and their version, which is the first
@@ -157,13 +163,11 @@ class Stage:
   def run(self) -> None:
     """Work until the run is complete, or something fails. Both raise."""
     with contextlib.ExitStack() as stack:
-      stack.callback(self._newest.close)
-      self._take(self._newest.get())
-      client, follower = stack.enter_context(
-        self._newest.replay_client(self._addresses, self._take)
-      )
+      stack.callback(self.newest.close)
+      self._take(self.newest.get())
+      client, follower = stack.enter_context(self.newest.replay_client(self._addresses, self._take))
       place = Place(
-        client, self._layout, self._space, self._newest.run, self._batch_size, self._steps
+        client, self._layout, self._space, self.newest.run, self._batch_size, self._steps
       )
       source, sink = self._duty.connect(place)
       # Compile before the first windows arrive, which would else be old when written.
@@ -179,7 +183,7 @@ class Stage:
     with source as batches:
       while True:
         follower.check()
-        self._newest.wait_while_stale()
+        self.newest.wait_while_stale()
         batch = next(batches)
         self._key, key = jax.random.split(self._key)
         version, params = self._params
@@ -193,7 +197,7 @@ class Stage:
     return max(self._params[0], 0) * self._steps_per_update
 
   def _take(self, params: Any) -> None:
-    self._params = self._newest.version, params
+    self._params = self.newest.version, params
 
 
 class Rate:

@@ -291,9 +291,13 @@ def check_columns(name: str, known: Signature | None, signature: Signature) -> N
   Raises:
     ValueError: If the items lack a column.
   """
-  leaves = known.leaves if known else signature.leaves
+  if known is None:
+    return
+  leaves = set(known.leaves)
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
-    raise ValueError(f'table {name!r}: items are ({_brief(leaves)}), and have no ({_brief(other)})')
+    raise ValueError(
+      f'table {name!r}: items are ({_brief(known.leaves)}), and have no ({_brief(other)})'
+    )
 
 
 def _brief(leaves: Sequence[Leaf]) -> str:

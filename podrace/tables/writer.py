@@ -16,7 +16,7 @@ from typing import Any
 from podrace.tables.blocking import Cancelled, InFlight, RateLimited, Wait, deadline_of
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.history import History
-from podrace.tables.items import NEW, Item
+from podrace.tables.items import END_OF_KEYS, NEW, Item
 from podrace.tables.table import Table
 
 
@@ -174,8 +174,8 @@ class Writer:
     """Submit an item to its table, and return its key. Wait for it if max_in_flight is 0."""
     if not table.takes_from(self._store):
       raise ValueError(f'table {table.name!r} is on another store than the writer')
-    if key is not None and (key := operator.index(key)) < 1:
-      raise ValueError(f'{key=} must be above 0')
+    if key is not None and not 1 <= (key := operator.index(key)) < END_OF_KEYS:
+      raise ValueError(f'{key=} must be above 0 and below 2^62')
     self._check_open()
     signature, parts = self._history.parts(trajectory, num_steps)
     deadline = deadline_of(timeout)

@@ -521,7 +521,7 @@ def test_a_process_moves_to_other_environments(
   ):
     publisher.publish(1, leaves)
     ended, thread = in_background(
-      lambda: acting_process.act_until_finished(resolve(config), options)
+      lambda: acting_process.act_until_finished(resolve(config), options, learner_client.Ending())
     )
     until(lambda: ended or '0 to 1 of 4' in caplog.text)
     table = client.table('unrolls')

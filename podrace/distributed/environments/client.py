@@ -19,7 +19,7 @@ import numpy as np
 from podrace import errors
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.environments.client_options import ClientOptions, group_sizes, make_spec
-from podrace.distributed.environments.environment_messages import WireError
+from podrace.distributed.environments.environment_messages import NUMBERS, WireError
 from podrace.distributed.environments.group_thread import GroupFailed, GroupThread
 from podrace.distributed.net.frame import Kind
 from podrace.distributed.net.link import Link, LinkHandler, Refused
@@ -62,7 +62,7 @@ class EnvironmentClient(LinkHandler):
     )
     self.start = self.link.start
     self.groups: list[GroupThread] = []
-    self._meter = Meter()
+    self._meter, self._deadline = Meter(), answer_timer.AnswerDeadline(o.deadline)
     self._lives = 0
     self.signum = 0
 
@@ -92,8 +92,9 @@ class EnvironmentClient(LinkHandler):
           f'{self._spec.name} failed:\n{group.worker.message(errors.HostError, errors.RunError)}'
         )
       since = group.busy_since
-      if since is not None and not group.watches_itself and now - since > self._options.deadline:
-        raise GroupFailed(f'{self._spec.name}: no answer for {now - since:.0f} s')
+      silence = 0.0 if since is None or group.watches_itself else now - since
+      if self._deadline.passed(group.index, silence):
+        raise GroupFailed(f'{self._spec.name}: no answer for {silence:.0f} s')
     with self.link.changed:
       if not self.done:
         self.link.changed.wait(seconds)
@@ -109,9 +110,8 @@ class EnvironmentClient(LinkHandler):
   def _send_step(self, group: GroupThread, arrays: list[Any]) -> None:
     group.busy_since = None
     self._meter.add(steps_per_s=group.size)
-    self.link.send(
-      environment_messages.STEP, group.index, group.seq, arrays=arrays, within=group.session
-    )
+    number, session = group.seq % NUMBERS, group.session
+    self.link.send(environment_messages.STEP, group.index, number, arrays=arrays, within=session)
 
   def _group_ended(self) -> None:
     with self.link.changed:
@@ -167,7 +167,7 @@ class EnvironmentClient(LinkHandler):
       if group is None or group.worker is not None:
         raise WireError(f'a start of group {index}, which there is not or has begun')
       group.start()
-    elif group is None or group.seq != fields[1] or group.busy_since is not None:
+    elif group is None or group.seq % NUMBERS != fields[1] or group.busy_since is not None:
       raise WireError(f'actions {fields[1]} for group {index}, which has not asked for them')
     else:
       actions = self._layout.actions(arrays[0], group.size)

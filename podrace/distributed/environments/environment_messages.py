@@ -32,6 +32,7 @@ OF_CLIENTS, OF_LEARNERS = (
 )
 
 GROUPS = 256  # of one client
+NUMBERS = 2**32  # of steps: 0 follows the last one
 RECORD = np.dtype(
   [
     ('life', '<u4'),  # changes when the environment is restarted
@@ -64,7 +65,7 @@ def _leaf(path: str, space: Any) -> list[Any]:
     limits = [int(space.start), int(space.n)]
   elif kind == 'MultiDiscrete':
     limits = [int(x) for x in space.nvec.reshape(-1)]
-  elif kind == 'Box':
+  elif kind == 'Box' and space.low.size:
     limits = [float(f(x)) for x in (space.low, space.high) for f in (np.min, np.max)]
   else:
     limits = []
@@ -127,14 +128,15 @@ def _joined(frames: Sequence[Buffer], buffer: np.ndarray | None = None) -> Buffe
 
 def is_bounded(x: np.ndarray, bound: float) -> bool:
   """Return whether all numbers are at most `bound` in size, which is false for NaN."""
-  return not x.size or bool(x.max() <= bound and x.min() >= -bound)
+  # As floats of Python: in float16 the bound would be infinite.
+  return not x.size or (float(x.max()) <= bound and float(x.min()) >= -bound)
 
 
 def not_bounded(what: str, x: np.ndarray, bound: float) -> WireError:
   """Return the error for numbers of which one is larger than `bound`."""
   if not np.isfinite(x).all():
     return WireError(f'{what} that is NaN or infinite')
-  wrong = float(x[np.abs(x) > bound][0])
+  wrong = float(x[np.abs(x.astype(np.float64)) > bound][0])
   return WireError(f'{what} of {wrong:g}, expected at most {bound:g} in size: clip or scale it')
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from podrace.distributed.environments import environment_messages
-from podrace.distributed.environments.environment_messages import Layout, WireError
+from podrace.distributed.environments.environment_messages import NUMBERS, Layout, WireError
 from podrace.distributed.environments.groups import WITH_SLOTS, ClientState, EnvironmentGroup
 from podrace.distributed.environments.incoming import GroupStep, IncomingSteps
 from podrace.distributed.environments.pool import Arrivals, RemotePool
@@ -179,7 +179,7 @@ class Server(ServiceHandler):
     group = peer.state.groups.get(index)
     if group is not None and group.state == 'gone':
       return None
-    if group is None or group.state != 'stepping' or group.seq != seq:
+    if group is None or group.state != 'stepping' or group.seq % NUMBERS != seq:
       state = f'in turn {group.seq}, {group.state}' if group else 'which has not entered'
       raise WireError(f'timesteps {seq} of group {index}, {state}')
     return group
@@ -236,7 +236,7 @@ class Server(ServiceHandler):
       if group.state == 'gone':  # since its timesteps were taken
         self.slots.release(group)
         continue
-      now, seq = time.monotonic(), group.seq
+      now, seq = time.monotonic(), group.seq % NUMBERS
       group.state, group.since = 'stepping', now
       group.seq += 1
       answered += group.size

@@ -35,6 +35,7 @@ from podrace.system.threads import Worker
 
 HELLO_SECONDS = 1.0  # between HELLOs of a connection that must wait, unless it is a Unix socket
 METRICS_SECONDS = 10.0  # between METRICS
+CLOSE_SECONDS = 10.0  # for the thread's end: it may need a lock that an interrupted thread has kept
 
 NO_PODRACE = 'somebody listens there who is no podrace, or one of another time'
 
@@ -184,14 +185,14 @@ class Link:
       self._worker.check()
 
   def close(self, reason: str = 'closed') -> None:
-    """End the session and the thread."""
+    """End the session and the thread, for whose end it waits CLOSE_SECONDS at most."""
     self._bye = reason
     with self.changed:
       self.closed = True
       self.changed.notify_all()
     self.wake()
     if self._worker is not None:
-      self._worker.wait()
+      self._worker.wait(CLOSE_SECONDS)
 
   # --- the thread
 

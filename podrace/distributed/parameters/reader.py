@@ -61,7 +61,6 @@ class Parameters(link.LinkHandler):
   Attributes:
     first: the number of the first environment in this session, or in the last one.
     changed: notified when a version comes, or a session begins or ends.
-    fetched: versions that came with bytes.
 
   Raises:
     SecurityError: see podrace.distributed.net.keys.
@@ -93,6 +92,7 @@ class Parameters(link.LinkHandler):
     keys = None if keys is None else Path(keys)
     self.link = Link(address, keys, insecure, self, self.changed)
     self.link.ping_every = self._max_staleness / 3
+    self.link.patience = min(self.link.patience, self.link.ping_every)
     self.link.start()
 
   @property

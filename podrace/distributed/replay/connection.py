@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from podrace.distributed.net.frame import Kind, WireError, short
@@ -168,7 +169,15 @@ class ReplayConnection(LinkHandler):
   def ask(
     self, kind: Kind, *args: Any, arrays: Sequence[Any] = (), end: float = math.inf
   ) -> ServiceCall:
-    """Send a request, and send it again in each new session until it is answered."""
+    """Send a request, and send it again in each new session until it is answered.
+
+    Raises:
+      TypeError: for an argument that a message cannot have. Here, as the link's thread would end.
+    """
+    try:
+      msgpack.packb(args)
+    except (TypeError, ValueError, OverflowError) as e:
+      raise TypeError(f'{kind.name} cannot be sent with {short(args)}: {e}') from e
     with self.changed:
       self.check_open()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)

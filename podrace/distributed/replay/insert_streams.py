@@ -144,12 +144,14 @@ class InsertStream:
     done: list[int] = []
     waiting: list[int] = []
     groups: list[tuple[ServedTable, list[tuple[int, Item]]]] = []
-    lost = 0
+    # First, as it may raise.
+    newer = next((n for n in details['number'].tolist() if n > self.number), None)
+    lost = 0 if newer is None else self._count_lost(newer)
     for (number, key, priority, table, s), item_parts in zip(
       details.tolist(), parts_of_items, strict=True
     ):
       if number > self.number:
-        lost += self._count_lost(number) + len(self.unheard)
+        lost += len(self.unheard)
         self.number, self.unheard = number, set()
       elif number in self.missing:
         self.missing.discard(number)

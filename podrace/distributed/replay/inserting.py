@@ -179,8 +179,13 @@ class Inserting:
       line = f'{lost} items of {peer.name} are lost with an earlier process'
       self._listener.log(line, logging.WARNING)
     refused: dict[int, str] = {}
-    for served, items in groups:
-      refused |= self._put(peer, served, items, taken)
+    try:
+      for served, items in groups:
+        refused |= self._put(peer, served, items, taken)
+    except BaseException:  # such as a MemoryError: the client sends these items again
+      numbers = {number for _, items in groups for number, _ in items}
+      stream.missing |= numbers.difference(done, waiting)
+      raise
     if len(stream.waiting) > replay_messages.MOST_ITEMS:
       raise WireError(f'items beyond the {replay_messages.MOST_ITEMS} that may wait')
     stream.release(self._store, released)

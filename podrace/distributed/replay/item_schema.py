@@ -187,11 +187,17 @@ def _read_column(
   kind, row = replay_messages.read_spec([dtype, shape])
   if (low is None) != (high is None):
     raise ValueError(f'column {name!r} with one bound')
+  if not all(x is None or _is_of_numbers(x) for x in (low, high)):
+    raise ValueError(f'column {name!r}: bounds that are not numbers or nested lists of them')
   limits = [None if x is None else np.array(x, np.float64) for x in (low, high)]
   for x in limits:
     if x is not None and (np.isnan(x).any() or np.broadcast_shapes(x.shape, row) != row):
       raise ValueError(f'column {name!r}: bounds {x.shape} for rows of {row}')
   return SchemaColumn(Leaf(name, kind, row, single), rows, *limits)
+
+
+def _is_of_numbers(x: Any) -> bool:
+  return type(x) in (int, float) or (type(x) is list and all(map(_is_of_numbers, x)))
 
 
 def describe_difference(current: Any, requested: Any) -> str:

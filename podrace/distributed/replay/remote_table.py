@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
 
 import numpy as np
@@ -116,7 +117,8 @@ class RemoteTable:
     return Sampler(lambda: self._draw(n, at_least, None, peek), prefetch, timeout)
 
   def _draw(self, n: int, at_least: int | None, timeout: float | None, peek: bool) -> ShardedSample:
-    least = n if at_least is None else at_least
+    n, peek = operator.index(n), bool(peek)
+    least = n if at_least is None else operator.index(at_least)
     if not 1 <= least <= n <= replay_messages.MOST_ITEMS:
       raise ValueError(
         f'table {self.name!r}: {at_least=} of {n=}, expected 1 <= at_least <= n <= '

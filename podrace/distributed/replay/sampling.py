@@ -184,10 +184,12 @@ class Sampling:
     if items:
       try:
         frames = sample_frames(request.draws)
-      except ValueError as e:
-        self._refuse(request, str(e))
+      except (ValueError, MemoryError) as e:
+        self._refuse(request, str(e) or 'there is no memory for its message')
         return
       signature = self._signature_number(peer, items[0].signature)
+      if request.over:  # the session ended, as it had too much to read
+        return
     self._forget(request)
     size = sum(memoryview(f).nbytes for f in frames)
     window.answered += 1

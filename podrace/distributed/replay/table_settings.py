@@ -6,6 +6,8 @@ import math
 import re
 from typing import Any
 
+import numpy as np
+
 from podrace import tables
 from podrace.distributed.net.frame import NUMBER
 from podrace.tables.chunks import ChunkStore
@@ -50,11 +52,15 @@ def pack_settings(
     sampler=sampler.name,
     remover=remover.name,
     rate_limiter=[rate_limiter.name, *map(float, rate_limiter.numbers)],
-    max_size=max_size,
-    max_bytes=max_bytes,
-    max_times_sampled=max_times_sampled,
+    max_size=_plain(max_size),
+    max_bytes=_plain(max_bytes),
+    max_times_sampled=_plain(max_times_sampled),
   )
   return details | ({RUN: run} if run else {}) | ({CONTENTS: contents} if contents else {})
+
+
+def _plain(x: Any) -> Any:
+  return x.item() if isinstance(x, np.generic) else x
 
 
 def make_table(name: str, store: ChunkStore, details: Any) -> tables.Table:

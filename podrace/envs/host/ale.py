@@ -1,10 +1,11 @@
 """Atari through ale-py's vector environment, in C++ threads. The ROMs are part of ale-py.
 
 The protocol is that of Mnih et al. 2015 and Machado et al. 2018 (arXiv 1709.06009): 84 x 84 grey
-frames (`size`), 4 stacked, 4 repeats of an action with the maximum over the last two, up to 30 no-ops at
-the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped. Options: `sticky`
-(the probability that an action is repeated; 0.25 is Machado's protocol), `full_actions` (all 18),
-`episodic_life` (the loss of a life ends an episode for learning, but not the reported game).
+frames (`size`), 4 stacked, 4 repeats of an action with the maximum over the last two, up to 30
+no-ops at the start. Rewards are clipped to -1, 0, 1 for learning, and reported unclipped. Options:
+`sticky` (the probability that an action is repeated; 0.25 is Machado's protocol), `full_actions`
+(all 18), `episodic_life` (the loss of a life ends an episode for learning, but not the reported
+game).
 """
 
 from __future__ import annotations
