@@ -56,6 +56,7 @@ from podrace.envs.host.episodes import Totals
 from podrace.errors import UsageError
 from podrace.launch.engines.manifests import SERVER_FILES
 from podrace.networks import ActorCritic
+from podrace.replay.labels import TABLE
 from podrace.replay.layout import named
 from podrace.replay.streams import Streams
 from podrace.run import build, loop
@@ -421,9 +422,9 @@ def addresses_in(folder: Path) -> run_identity.Addresses:
   return run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
 
 
-def tiny(**more: Any) -> Config:
+def tiny(agent: Any = None, **more: Any) -> Config:
   return Config(
-    Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
+    agent or Impala(network=ActorCritic(hidden=(4,))), architecture='sebulba', num_envs=4, unroll_length=2,
     total_steps=10**6, lag='async', replay='service', devices=1, actor_threads=1, **more,
   )  # fmt: skip
 
@@ -729,6 +730,45 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   assert actor.wait() == 1, actor.output
   assert 'ZeroDivisionError' in actor.output
   assert learner.process.is_alive()
+
+
+@pytest.mark.parametrize('highest', [9.0, None])
+def test_new_windows_have_the_highest_priority_of_the_learner(
+  highest: float | None, tmp_path: Path
+) -> None:
+  agent = DQN(buffer=settings(capacity=64, priority_exponent=1.0, min_size=16, batch_size=8))
+  config, addresses = tiny(agent=agent), addresses_in(tmp_path)
+  told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
+  leaves = [*to_leaves(resolve(config).agent.init(jax.random.key(0)).params),
+            (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
+  with (
+    ReplayServer(addresses.replay[0]),
+    service.connect(addresses.replay) as client,
+    parameters.Publisher(addresses.parameters, environments=4) as publisher,
+  ):
+    more = [] if highest is None else [(run_identity.HIGHEST, np.array(highest))]
+    publisher.publish(1, [*leaves, *more])
+    acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
+    ended, thread = in_background(acting.run)
+    until(lambda: ended or TABLE in client.connections[0].sizes)
+    assert client.table(TABLE).sample(1, timeout=60, peek=True).priority == [highest or 1.0]
+    publisher.publish(2, [*leaves, (run_identity.HIGHEST, np.array(np.nan))])
+    thread.join(120)
+    assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
+
+
+def test_a_feed_knows_the_highest_priority() -> None:
+  updated: list[float] = []
+  table = SimpleNamespace(
+    sampler=lambda size, ahead: contextlib.nullcontext(itertools.repeat(None)),
+    update_priorities=lambda key, values: updated.extend(values),
+  )
+  source = SimpleNamespace(table=table, size=1, ahead=1, prioritised=True, batches=lambda _: [None])
+  with contextlib.closing(Feed(source, None, 2.0)) as feed:  # type: ignore[arg-type]
+    for priorities in ([1.0, 0.5], [7.0, np.nan], [3.0, 1.0]):
+      feed.update(np.arange(2), jnp.array(priorities), lambda: False)
+    until(lambda: updated[-1:] == [1.0])
+    assert (updated, feed.highest) == ([1.0, 0.5, 3.0, 1.0], 3.0)
 
 
 @pytest.mark.parametrize('case', ['n-step', 'stacked sequences'])

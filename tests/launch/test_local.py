@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ from podrace.errors import UsageError
 from podrace.launch import Supervisor
 from podrace.launch.program import Backoff, Node, Program, literal
 from podrace.launch.supervisor.guard import WATCHDOG
+from podrace.launch.supervisor.replica import LocalStarter
 from podrace.launch.supervisor.screen import Screen
 
 WAITS = 'import signal; print("up"); signal.pause()'
@@ -143,6 +145,24 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
   missing = Program((Node('main', ('no-such-program',), main=True),))
   assert Supervisor(missing, tmp_path, lambda name, line: said.append(line)).run() == 2
   assert 'no-such-program' in said[0]
+
+
+def test_a_process_that_cannot_be_started_for_now_is_started_later(
+  tmp_path: Path, monkeypatch: Any
+) -> None:
+  start, calls = LocalStarter.__call__, 0
+
+  def fail_once(self: LocalStarter, *args: Any) -> Any:
+    nonlocal calls
+    calls += 1
+    if calls == 1:
+      raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    return start(self, *args)
+
+  monkeypatch.setattr(LocalStarter, '__call__', fail_once)
+  main = Node('main', (sys.executable, '-c', ''), main=True, restart=Backoff(first=0.0))
+  assert Supervisor(Program((main,)), tmp_path, lambda name, line: None).run() == 0
+  assert calls == 2
 
 
 @pytest.mark.parametrize(('signum', 'code'), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -23,6 +23,7 @@ from shorthand import Patch, slow_after
 from podrace import cli
 from podrace.distributed.environments import client as environment_client
 from podrace.distributed.environments import environment_messages
+from podrace.distributed.environments import server as environment_server
 from podrace.distributed.environments.client import EnvironmentClient, run_all
 from podrace.distributed.environments.client_options import ClientOptions, group_sizes
 from podrace.distributed.environments.group_thread import GroupFailed, GroupThread
@@ -55,6 +56,20 @@ def test_it_steps_environments_and_they_are_whole(tmp_path: Path) -> None:
     found = lives(learner.arrivals)
     assert len(found) == 4
     assert_whole(found)
+
+
+def test_numbers_of_steps_begin_anew_after_the_last_one(tmp_path: Path, monkeypatch: Patch) -> None:
+  """Here after 4 steps, at both ends."""
+  for end in (environment_client, environment_server):
+    monkeypatch.setattr(end, 'NUMBERS', 4)
+  env = host.make('envpool:CartPole-v1')
+  with Learner(env, slots=8) as learner:
+    client = EnvironmentClient(ClientOptions(learner.address, env.name, num_envs=8), env)
+    worker = Worker('client', lambda: run_all([client]))
+    until(lambda: both_step(learner, 10) or not worker.alive)
+    client.stop(signal.SIGTERM)
+    worker.join(60)
+    assert not learner.server.counts['malformed']
 
 
 def test_its_groups_are_as_many_as_the_learner_advises(tmp_path: Path) -> None:

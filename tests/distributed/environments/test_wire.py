@@ -47,6 +47,18 @@ def test_what_is_no_schema_differs(theirs: Any) -> None:
   assert 'schema' in line
 
 
+def test_a_space_without_elements_has_no_limits() -> None:
+  one = environment_messages.schema(spaces.Box(0, 1, (0,), np.float32), spaces.Discrete(2))
+  assert one['observation'] == [['observation', '<f4', [0], 'Box', []]]
+
+
+@pytest.mark.parametrize('dtype', ['<f2', '<f4', '<f8'])
+@pytest.mark.parametrize('wrong', [np.inf, -np.inf, np.nan])
+def test_numbers_that_are_not_finite_are_not_bounded(wrong: float, dtype: str) -> None:
+  assert environment_messages.is_bounded(np.array([1, -2], dtype), 1e9)
+  assert not environment_messages.is_bounded(np.array([1, wrong], dtype), 1e9)
+
+
 def test_missing_and_further_arrays_differ() -> None:
   one = schema()
   further = {**one, 'observation': [*one['observation'], ['observation/x', '<f4', [], 'Box', []]]}

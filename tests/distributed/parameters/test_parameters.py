@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -157,6 +158,11 @@ def test_staleness_is_bounded_and_said(caplog: pytest.LogCaptureFixture) -> None
     reader.close()
   with pytest.raises(ValueError, match='max_staleness'):
     parameters.Parameters(publisher.address, max_staleness=0.0)
+
+
+def test_a_reader_confirms_its_version_often_enough() -> None:
+  with contextlib.closing(parameters.Parameters('tcp://127.0.0.1:9', max_staleness=0.15)) as reader:
+    assert reader.link.patience <= reader.link.ping_every == pytest.approx(0.05)
 
 
 def test_a_publisher_that_comes_back_goes_on() -> None:

@@ -135,6 +135,7 @@ def test_an_older_table_takes_its_runs_contents(server: ReplayServer) -> None:
   7, [], [[]], [['x', 'O', [], True, 1, None, None]], [['x', '<f4', [], True, 0, None, None]],
   [['x', '<f4', [], True, 1, 0.0, None]], [['x', '<f4', [], True, 1, [0.0, 0.0], 1.0]],
   [['x', '<f4', [], True, 1, float('nan'), 1.0]], [['x', '<f4', [], True, 1, 'a', 'b']], [COLUMNS[0]] * 2,
+  [['x', '<f4', [], True, 1, b'0', b'1']], [['x', '<f4', [2], True, 1, [0, b'0'], 1]],
 ])  # fmt: skip
 def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
   with pytest.raises(ValueError):
@@ -144,6 +145,25 @@ def test_contents_that_are_none(wrong: Any, server: ReplayServer) -> None:
       with pytest.raises(replay.Refused):
         client.table('it', **{**SIMPLE, 'contents': wrong})
       assert 'it' not in server.tables
+
+
+def test_items_of_a_message_that_failed_are_sent_again(
+  server: ReplayServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  check, calls = ItemSchema.check, 0
+
+  def fail_once(self: ItemSchema, item: Any) -> None:
+    nonlocal calls
+    calls += 1
+    if calls == 1:
+      raise MemoryError
+    check(self, item)
+
+  monkeypatch.setattr(ItemSchema, 'check', fail_once)
+  with replay.connect(server.address) as client:
+    client.table('it', **ITEMS)
+    write(client)
+    assert calls == 2 and len(client.table('it')) == 1
 
 
 def test_requested_checkpoints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,6 +454,20 @@ def test_an_unheard_refusal_is_heard_in_the_next_session() -> None:
     assert server.failure is None and not server.counts['malformed']
 
 
+def test_arguments_of_other_types_do_not_end_a_client() -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **(SIMPLE | {'max_size': np.int64(7)}))
+    writer = fill(client, table, 2)
+    for key in (0, 2**62, 2**63):
+      with pytest.raises(ValueError, match=str(key)):
+        writer.create_item(table, 1.0, num_steps=1, key=key)
+    with pytest.raises(TypeError, match='UPDATE'):
+      table._shards.connections[0].ask(replay_messages.UPDATE, object())
+    writer.close(timeout=30)
+    sample = table.sample(np.int32(2), np.int64(1), timeout=30, peek=np.bool_(True))
+    assert len(sample.key) == 2 and table.info().max_size == 7
+
+
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(insert_streams, 'REFUSED_ITEMS', 3)
   one = insert_streams.InsertStream(10)
