@@ -165,6 +165,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     needs = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
     settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}
   try:
+    settings = {name: _plain(value) for name, value in settings.items()}
     config = dataclasses.replace(config, **settings, agent=_replace_nested(config.agent, changes))
     check_types(config)
   except ValueError as e:
@@ -184,8 +185,15 @@ def _replace_nested(settings: Any, changes: dict[str, Any]) -> Any:
   for name, value in changes.items():
     old = getattr(settings, name)
     is_nested = isinstance(value, dict) and dataclasses.is_dataclass(old)
-    values[name] = _replace_nested(old, value) if is_nested else value
+    values[name] = _replace_nested(old, value) if is_nested else _plain(value)
   return dataclasses.replace(settings, **values)
+
+
+def _plain(value: Any) -> Any:
+  """Return a scalar of NumPy or JAX as Python's, also in a tuple. Lists become tuples."""
+  if isinstance(value, tuple | list):
+    return tuple(map(_plain, value))
+  return value.item() if getattr(value, 'shape', None) == () else value
 
 
 def train(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import numbers
 import types
@@ -42,18 +43,31 @@ KINDS: dict[str, tuple[type, str]] = {
 def check_types(settings: Any) -> None:
   """Raise ValueError for the first field with a value of another type than declared.
 
-  Checks float, int, bool and str only, and skips arrays.
+  Skips arrays. Of classes that are not podrace's it checks float, int, bool and str only.
   """
+  hints = _hints(settings.__class__)
   for field in dataclasses.fields(settings):
-    declared = field.type if isinstance(field.type, str) else getattr(field.type, '__name__', '')
-    kind = KINDS.get(declared.removeprefix('Annotated[').partition(',')[0])
     value = getattr(settings, field.name)
-    if kind is None or hasattr(value, 'dtype'):
+    if hasattr(value, 'dtype') and not isinstance(value, numbers.Number):
       continue
-    if not _is_instance(value, kind[0]):
+    if field.name in hints:
+      wrong = mismatch(value, hints[field.name])
+    else:
+      declared = field.type if isinstance(field.type, str) else getattr(field.type, '__name__', '')
+      kind = KINDS.get(declared.removeprefix('Annotated[').partition(',')[0])
+      wrong = '' if kind is None or _is_instance(value, kind[0]) else kind[1]
+    if wrong:
       raise ValueError(
-        f'{field.name.rstrip("_")} of {type(settings).__name__} must be {kind[1]}, not {value!r}'
+        f'{field.name.rstrip("_")} of {type(settings).__name__} must be {wrong}, not {value!r:.200}'
       )
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+  """Return the types of the fields of one of podrace's classes; empty for any other."""
+  return (
+    typing.get_type_hints(cls, include_extras=True) if cls.__module__.startswith('podrace.') else {}
+  )
 
 
 def _is_instance(value: Any, kind: type) -> bool:
@@ -77,8 +91,9 @@ def item_types(declared: Any, count: int) -> list[Any]:
 
 
 def mismatch(value: Any, declared: Any) -> str:
-  """Return a description of `declared` if a value from JSON does not have that type, else ''.
+  """Return a description of `declared` if a value does not have that type, else ''.
 
+  The value is that of a field, or from JSON, with lists for tuples and objects for dataclasses.
   Does not compare types that JSON does not have, such as arrays and classes of users.
   """
   origin, args = typing.get_origin(declared), typing.get_args(declared)
@@ -86,12 +101,14 @@ def mismatch(value: Any, declared: Any) -> str:
     return mismatch(value, args[0])
   if origin is Literal:
     fits = any(type(value) is type(x) and value == x for x in args)
-    return '' if fits else f'one of {", ".join(map(str, args))}'
+    return '' if fits else f'one of {", ".join(map(repr, args))}'
   if origin in (typing.Union, types.UnionType):
     wrong = [mismatch(value, x) for x in args]
     return '' if '' in wrong else ' or '.join(wrong)
   if origin is tuple:
-    if not isinstance(value, list) or (args[-1] is not Ellipsis and len(value) != len(args)):
+    if not isinstance(value, list | tuple) or (
+      args[-1] is not Ellipsis and len(value) != len(args)
+    ):
       return 'a list' if args[-1] is Ellipsis else f'a list of {len(args)}'
     each = zip(value, item_types(declared, len(value)), strict=True)
     return next((f'a list, each of it {x}' for v, t in each if (x := mismatch(v, t))), '')
@@ -100,7 +117,8 @@ def mismatch(value: Any, declared: Any) -> str:
   kind = KINDS.get(declared.__name__) if isinstance(declared, type) else None
   if kind is not None:
     return '' if _is_instance(value, kind[0]) else kind[1]
-  return 'an object' if dataclasses.is_dataclass(declared) and not isinstance(value, dict) else ''
+  plain = value is None or isinstance(value, str | numbers.Number | list | tuple)
+  return 'an object' if dataclasses.is_dataclass(declared) and plain else ''
 
 
 # --- ranges -------------------------------------------------------------------------------------
@@ -116,8 +134,9 @@ class Range(NamedTuple):
   is_limit: bool = False  # 0 and infinity mean no limit
 
   def __contains__(self, value: object) -> bool:
-    assert isinstance(value, int | float)
-    x = 0.0 if abs(value) < SMALLEST else value  # as in float32
+    assert isinstance(value, numbers.Real)
+    number = float(value)
+    x = 0.0 if abs(number) < SMALLEST else number  # as in float32
     above = x > self.low if self.without_low else x >= self.low
     return above and (x < self.high if self.without_high else x <= self.high)
 
@@ -143,7 +162,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('learning_rate', 'actor_learning_rate', 'critic_learning_rate'), POSITIVE),
   **dict.fromkeys(('temperature_learning_rate', 'value_learning_rate'), POSITIVE),
   **dict.fromkeys(('policy_learning_rate', 'initial_temperature', 'rescale_epsilon'), POSITIVE),
-  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value', 'min_std'), POSITIVE),
+  **dict.fromkeys(('dirichlet_alpha', 'sampled_temperature', 'max_value'), POSITIVE),
   **dict.fromkeys(('samples_per_insert', 'replay_ratio'), POSITIVE),
   **dict.fromkeys(('max_grad_norm', 'max_update', 'clip', 'clip_value'), LIMIT),
   **dict.fromkeys(('clip_rho', 'clip_pg_rho', 'clip_advantage'), LIMIT),
@@ -207,7 +226,7 @@ def check_fields(settings: Any) -> None:
   for field in dataclasses.fields(settings):
     values, limits = getattr(settings, field.name), range_of(settings, field.name)
     for value in values if isinstance(values, tuple) else (values,):
-      if limits not in (None, ANY) and isinstance(value, int | float) and value not in limits:
+      if limits not in (None, ANY) and isinstance(value, numbers.Real) and value not in limits:
         raise ValueError(f'{field.name.rstrip("_")} must be {limits}, not {value}')
 
 

@@ -2,7 +2,8 @@
 
 PPO and PQN share this. Each minibatch takes its own random steps of *every* environment. That needs
 no sort, and an update is the same on any number of devices, except for random numbers that the loss
-draws. With a recurrent network a minibatch has whole unrolls.
+draws. With a recurrent network a minibatch has whole unrolls, which each device draws among its
+own: there an update depends on the number of devices.
 """
 
 from __future__ import annotations

@@ -71,10 +71,12 @@ class PopArt:
     rate = jnp.where(valid > 0, self.rate, 0.0)
     weight = statistics.weight + rate * (1 - statistics.weight)
     rate = rate / jnp.maximum(weight, 1e-30)
-    between = rate * second - jnp.square(rate * first)  # not below 0, up to rounding
+    between = rate * second - jnp.square(rate * first)
+    # Of equal targets it is rounding, a part of 1e-7 of the squares.
+    between = jnp.where(between > 1e-6 * rate * second, between, 0.0)
     return Statistics(
       mean=statistics.mean + rate * units.std * first,
-      var=(1 - rate) * statistics.var + jnp.square(units.std) * jnp.maximum(between, 0.0),
+      var=(1 - rate) * statistics.var + jnp.square(units.std) * between,
       weight=weight,
     )
 
@@ -191,7 +193,13 @@ def learn(
     params=after.params._replace(network=raw_head(after.params.network, units))
   )
   known = (statistics.weight > 0) & (statistics.var > 0)
-  params, rest = jax.tree.map(lambda new, old: jnp.where(known, new, old), after, before)
+  # What else is in the parameters, as statistics of observations, follows from the beginning.
+  network, rest = jax.tree.map(
+    lambda new, old: jnp.where(known, new, old),
+    (after.params.network, after.rest),
+    (before.params.network, before.rest),
+  )
+  params = after.params._replace(network=network)
   statistics = agent.popart.follow(statistics, units, metrics)
   metrics = metrics | dict(value_mean=statistics.mean, value_std=jnp.sqrt(statistics.var))
   return TrainState(params, PopArtRest(statistics, rest)), priority, metrics

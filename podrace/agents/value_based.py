@@ -80,8 +80,8 @@ def select_action(values: Array, action: Array) -> Array:
 def follow(target: Any, online: Any, steps: Array, period: int, rate: float) -> Any:
   """Return the target parameters after `steps` gradient steps.
 
-  They are a copy every `period` steps. With `rate` less than 1 they are Polyak's average: they move
-  by that share at every step, and `period` is 1.
+  They are a copy every `period` steps. With `rate` less than 1 they move by that share every
+  `period` steps: with a `period` of 1 they are Polyak's average.
   """
   now = steps % period == 0
   moved = optax.incremental_update(online, target, rate)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from podrace import hooks
 from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
@@ -89,7 +90,7 @@ def load_opponent(
     )
   check_chain(run_dir, config.env)
   resolved = Resolved(dataclasses.replace(config, env=_without_trained(config.env))).acting
-  agent = resolved.agent
+  agent = hooks.innermost(resolved.agent)
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)
   ids = jnp.zeros(1, jnp.int32)

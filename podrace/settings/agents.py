@@ -80,6 +80,7 @@ def bind_run(config: Basics, env: Any) -> Any:
     UsageError: if it is no agent, or one of podrace's that cannot act in the environment.
     ValueError: if a network cannot be built for the spaces.
   """
+  from podrace.agents.search import check_discount
   from podrace.envs.states import takes_turns
 
   check_jax()  # again: a module of the user may have changed JAX's settings
@@ -93,7 +94,10 @@ def bind_run(config: Basics, env: Any) -> Any:
       f'take --agent {" or ".join([*([", ".join(fit[:-1])] if fit[1:] else []), fit[-1]])}'
     )
   agent = hooks.innermost(config.agent)
-  if takes_turns(env) and 'environment' not in {f.name for f in dataclasses.fields(agent)}:
+  plans = 'environment' in {f.name for f in dataclasses.fields(agent)}
+  if plans and hasattr(agent, 'discount'):
+    check_discount(agent.discount, env)
+  if takes_turns(env) and not plans:
     raise UsageError(
       f'in {config.env} two players take turns, and {name} would learn from both as one: '
       'take --agent muzero, or another opponent, such as opponent=random'

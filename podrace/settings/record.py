@@ -53,6 +53,8 @@ def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
     return [_plain(v, whole=whole) for v in value]
   if value is None or isinstance(value, bool | int | float | str):
     return value
+  if getattr(value, 'shape', None) == ():  # a number of NumPy or JAX
+    return value.item()
   return {'repr': repr(value)}  # can be compared, but not made again
 
 

@@ -229,6 +229,29 @@ def test_the_deviation_has_bounds() -> None:
   assert reference.sigma == 90.0
 
 
+def test_statistics_of_observations_do_not_wait_for_targets_that_differ() -> None:
+  agent = PPO(network(hidden=(16,)), normalize_values=True, normalize_observations=True)
+  train, made = agent.init(jax.random.key(0)), trajectory(0)
+  steps = made.timesteps
+  made = made._replace(timesteps=steps._replace(reward=np.zeros_like(steps.reward), observation=steps.observation + 50))  # fmt: skip
+  train, _ = update(agent, train, made)
+  assert float(train.rest.statistics.var) == 0
+  assert train.params.observation.mean[0] == pytest.approx([50] * FEATURES, abs=2)
+
+
+@pytest.mark.parametrize('target', [0.1, 1 / 3, 1e-3, 70.0])
+def test_rounding_of_equal_targets_is_no_difference(target: float) -> None:
+  first, square = np.float32(target), np.float32(target) * np.float32(target)
+  moments = {'value_valid': 0.5, 'value_target': first / 2, 'value_target_square': square / 2}
+  start = popart.Statistics(jnp.float32(0), jnp.float32(1), jnp.float32(0))
+  sums = jax.tree.map(jnp.float32, moments)
+  followed = PopArt().follow(start, Units(jnp.float32(0), jnp.float32(1)), sums)
+  assert (float(followed.mean), float(followed.var)) == (pytest.approx(target), 0)
+  sums['value_target_square'] = jnp.float32(square * 1.01 / 2)
+  followed = PopArt().follow(start, Units(jnp.float32(0), jnp.float32(1)), sums)
+  assert float(followed.var) == pytest.approx(0.01 * square, rel=1e-3)
+
+
 def test_steps_between_episodes_move_nothing() -> None:
   """All steps are masked: there are no targets."""
   agent, made = LINEAR['impala'], trajectory(0)

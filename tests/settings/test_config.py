@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
+import podrace
 from podrace.agents import AGENTS, agents_for
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.envs.own.catch import Catch
 from podrace.errors import UsageError
@@ -38,6 +40,7 @@ from podrace.settings.record import (
   unrecorded_options,
   with_unrecorded,
 )
+from podrace.settings.resolved import resolve
 from podrace.settings.validation import validate
 
 SOURCE = Path(configs.__file__).parents[1]
@@ -313,3 +316,45 @@ def test_settings_of_another_type(make: Any, message: str) -> None:
 def test_numbers_of_numpy_and_jax_are_numbers() -> None:
   PPO(learning_rate=np.float32(1e-3), epochs=np.int64(4))
   PPO(learning_rate=jnp.float32(1e-3), discount=1)
+
+
+@pytest.mark.parametrize(('settings', 'named'), [
+  (dict(agent={'optimizer': 'sgd'}), ('optimizer', 'adam', 'sgd')),
+  (dict(agent={'network': {'core': 'rnn'}}), ('core', 'gru', 'rnn')),
+  (dict(agent={'network': {'hidden': 64}}), ('hidden', '64')),
+  (dict(agent={'network': None}), ('network', 'None')),
+  (dict(agent={'popart': 3}), ('popart', '3')),
+  (dict(agent={'discount': np.float32(1.5)}), ('discount', '1.5')),
+  (dict(lag=0), ('lag', "'0'", '0')), (dict(architecture='Sebulba'), ('architecture', 'sebulba')),
+  (dict(envs='x'), ('envs', 'remote')), (dict(seeds=np.bool_(True)), ('seeds', 'True')),
+])  # fmt: skip
+def test_values_from_python_are_held_to_their_types(
+  settings: dict[str, Any], named: tuple[str, ...]
+) -> None:
+  with pytest.raises(UsageError) as refused:
+    podrace.configure('catch', **settings)
+  assert all(x in str(refused.value) for x in named), refused.value
+
+
+@pytest.mark.parametrize('make', [
+  lambda: MuZero(search='mcts'), lambda: QNetwork(head='c51'), lambda: QNetwork(torso='cnn'),
+])  # fmt: skip
+def test_choices_of_settings_are_checked_when_they_are_made(make: Any) -> None:
+  with pytest.raises(ValueError, match='one of'):
+    make()
+
+
+def test_scalars_of_numpy_are_recorded_as_numbers() -> None:
+  agent = {'learning_rate': np.float32(1e-3), 'network': {'hidden': [np.int64(8)]}}
+  config = podrace.configure('catch', seed=np.arange(3)[1], agent=agent)
+  record = to_json(config)
+  assert from_json(record) == config and record['seed'] == 1
+  assert config.agent.network.hidden == (8,)
+  record = to_json(Config(Impala(discount=np.float32(0.5))))  # type: ignore[arg-type]
+  assert from_json(record).agent.discount == 0.5
+
+
+def test_a_discount_for_two_players_is_refused_on_the_host_too() -> None:
+  for env in ('gymnasium:CartPole-v1', 'gymnax:CartPole-v1'):
+    with pytest.raises((UsageError, ValueError), match='discount'):
+      resolve(Config(MuZero(discount=-1.0), env=env, architecture='sebulba')).agent

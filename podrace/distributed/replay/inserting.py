@@ -74,9 +74,6 @@ class Inserting:
   def join(self, peer: Peer) -> InsertStream:
     """Return the stream of a client, which continues over its new connection."""
     client = peer.key, peer.client
-    known = self.streams.get(client)
-    if known is not None and known.peer is not None:
-      self._listener.drop(known.peer, 'its stream goes on over another connection')
     stream = self.streams.pop(client, None) or InsertStream()
     self.streams[client] = stream  # as the newest
     stream.peer = peer
@@ -171,8 +168,7 @@ class Inserting:
       excess = f'its writers keep {stream.kept_bytes:,} bytes of steps'
       self._refuse_client(peer, excess, self._most_bytes)
       return
-    taken = stream.take_items(details, parts, refs)
-    done, waiting, groups, lost = taken
+    done, waiting, groups, lost = taken = stream.take_items(details, parts, refs)
     counts['repeated'] += len(done) + len(waiting)
     if lost:
       counts['lost'] += lost
@@ -182,9 +178,9 @@ class Inserting:
     try:
       for served, items in groups:
         refused |= self._put(peer, served, items, taken)
-    except BaseException:  # such as a MemoryError: the client sends these items again
-      numbers = {number for _, items in groups for number, _ in items}
-      stream.missing |= numbers.difference(done, waiting)
+    except BaseException:  # such as a MemoryError: the client sends the items again
+      stream.missing.update(*([n for n, _ in items] for _, items in groups))
+      stream.missing.difference_update(done, waiting)
       raise
     if len(stream.waiting) > replay_messages.MOST_ITEMS:
       raise WireError(f'items beyond the {replay_messages.MOST_ITEMS} that may wait')

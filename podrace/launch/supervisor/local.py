@@ -33,7 +33,8 @@ PROCESSES = 'processes.lock'  # in logs/: locked until all processes of a launch
 TICK = 0.2  # seconds between reads of announcements, files that another process writes
 PATIENCE = 30.0  # seconds after which a message names a process that waits for an announcement
 BAD_USAGE = 2  # an exit code that a restart does not change
-NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)  # likewise
+# Likewise. Other errors, such as too many processes for now, may pass.
+NO_PROGRAM = (errno.ENOENT, errno.EACCES, errno.ENOEXEC, errno.ENOTDIR)
 
 Say = Callable[[str, str], None]  # (name of a replica, line)
 Look = Callable[[list[Replica]], None]
@@ -139,7 +140,6 @@ class Supervisor:
     except OSError as e:
       self._tell(replica, f'{words[0]} cannot be started: {e.strerror}')
       replica.due = None
-      # Others, such as too many processes for now, may pass.
       self._fail(replica, BAD_USAGE if e.errno in NO_PROGRAM else 1)
       return
     assert replica.process is not None
