@@ -119,4 +119,6 @@ def bandit(noise: float = 10.0, choices: int = 5) -> NextStepReset:
 
 
 def key_to_door(length: int = 23) -> NextStepReset:
+  if length < 3:
+    raise ValueError(f'length {length}: the key, an apple and the door need at least 3 steps')
   return NextStepReset(KeyToDoor(length))

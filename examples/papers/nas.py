@@ -236,15 +236,13 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   figure.legend(*mean.get_legend_handles_labels(), loc='outside upper center', ncols=4)
 
 
-def main() -> None:
-  if sys.argv[1:2] == ['launch']:
+if __name__ == '__main__':
+  if sys.argv[1:2] == ['launch'] and len(sys.argv) == 3:
     from podrace.launch import run
 
     sys.exit(run(program(sys.argv[2]), sys.argv[2]))
+  if sys.argv[1:]:
+    sys.exit('usage: python nas.py, or python nas.py launch DIRECTORY')
   for method, runs in measure(range(3)).items():
     columns = ([x[key] for x in runs.values()] for key in ('last', 'best', 'cached', 'busy'))
     print(f'{method:20}', *('{:8.3f} +- {:.3f}'.format(*interval(x)) for x in columns))
-
-
-if __name__ == '__main__':
-  main()

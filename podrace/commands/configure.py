@@ -20,7 +20,7 @@ from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
 from podrace.errors import UsageError, unknown
 from podrace.fields import flag, negate, whole_number
 from podrace.settings import defaults, foreign_names, user_code
-from podrace.settings.agents import agent_name, default_agent, unknown_agent
+from podrace.settings.agents import agent_class, agent_name, default_agent, unknown_agent
 from podrace.settings.config import Basics, Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.validation import needs_sebulba
@@ -101,6 +101,8 @@ def allowed_modules(options: Options) -> list[str]:
   if '--allow-code' in options:  # act does not take it
     allowed += options.every('--allow-code')
   user_code.look_here(allowed)
+  if module is not None:  # it may have the class from another one, which the record names
+    allowed.append(agent_class(requested_agent(options) or '').__module__)
   return allowed
 
 

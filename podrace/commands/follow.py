@@ -43,6 +43,8 @@ def run(args: list[str]) -> int:
     raise not_a_run(path)
   names = [n for n in options.text('--metrics').split(',') if n]
   every = options.number('--every')
+  if not every:
+    raise UsageError('--every must be more than 0 seconds')
   if sys.stdout.isatty():
     _live(path, names, every, '--once' in options)
   else:

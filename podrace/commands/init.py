@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from podrace.errors import UsageError
-from podrace.system.files import UTF8, create
+from podrace.system.files import UTF8, write_whole
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text
 
@@ -55,10 +55,18 @@ def run(args: list[str]) -> int:
     raise UsageError(
       f'there is a module {file} already, which {file}.py would hide: give another name'
     )
-  for path, template in targets.items():
-    text = (TEMPLATES / template).read_text(encoding=UTF8)
-    with create(path) as opened:
-      opened.write(_fill(text, file, name))
+  texts = {
+    path: _fill((TEMPLATES / template).read_text(encoding=UTF8), file, name)
+    for path, template in targets.items()
+  }
+  try:
+    for path, text in texts.items():
+      write_whole(path, text)
+  except OSError:
+    for path in targets:
+      path.unlink(missing_ok=True)
+    raise
+  for path in targets:
     print_text(f'wrote {path}')
   print_text(f'train: {KINDS[kind].format(file=file, name=name)}')
   print_text(f'test:  python -m pytest {folder / f"test_{file}.py"}')

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import fnmatch
 import itertools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,8 +83,12 @@ def run(args: list[str]) -> int:
   if '--page' in options:
     from podrace.experiments.suites.page import write_page
 
+    page = Path(options.text('--page'))
+    check_directory(page.parent, '--page')
+    if page.is_dir():
+      raise UsageError(f'--page {page} is a directory: name a file in it')
     check_recorded(suite, to)
-    print_json(write_page(suite, to, Path(options.text('--page'))))
+    print_json(write_page(suite, to, page))
     return 0
   from podrace.experiments.suites.reproduce import Reproduction
 
@@ -102,13 +107,14 @@ def check_recorded(suite: suites.Suite, to: Path) -> None:
   from podrace.experiments.suites.records import record_path
   from podrace.experiments.suites.reproduce import Reproduction, check_settings
 
-  recorded = [p for p in suite.programs if record_path(to, p).exists()]
+  recorded = [p for p in suite.programs if os.path.lexists(record_path(to, p))]
   configs = _configure_all(suite, recorded)
   check_settings(Reproduction(suite, recorded, configs, to, to, 1, False), tell)
 
 
 def _run_all(plan: Reproduction) -> int:
   from podrace.experiments.suites.page import summarize
+  from podrace.experiments.suites.records import check_hashes
   from podrace.experiments.suites.reproduce import reproduce
 
   records = _with_settings_of(plan, reproduce(plan, tell))
@@ -120,6 +126,8 @@ def _run_all(plan: Reproduction) -> int:
     'suite': plan.suite.name, 'to': str(plan.to), 'programs': len(plan.suite.programs),
     'recorded': len(records), 'scores': numbers,
   })  # fmt: skip
+  if plan.suite.hashes:
+    check_hashes(plan.suite, records)
   return 0
 
 
@@ -246,7 +254,7 @@ def _list_programs(programs: Sequence[suites.Program], to: Path, folder: Path) -
   for p in programs:
     line, _ = last_line(folder / p.name / 'metrics.jsonl')
     state = f'step {line["step"]:,} of {p.steps:,}' if line else 'not begun'
-    state = 'recorded' if record_path(to, p).exists() else state
+    state = 'recorded' if os.path.lexists(record_path(to, p)) else state
     print_text(f'{p.name:{width}} {format_time(p.seconds):>8}  {state}', file=results())
 
 

@@ -45,4 +45,8 @@ def _ask(count: int, bytes_: int) -> bool:
   if not sys.stdin.isatty():
     raise UsageError('standard input is no terminal for the question: add --yes')
   subject = 'this run' if count == 1 else f'these {count} runs'
-  return input(f'delete {subject} and free {size(bytes_)}? [y/N] ').strip().lower() in ('y', 'yes')
+  try:
+    answer = input(f'delete {subject} and free {size(bytes_)}? [y/N] ')
+  except EOFError:  # Ctrl-D
+    return False
+  return answer.strip().lower() in ('y', 'yes')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from podrace.commands.shared_options import CLIENT_INSECURE, CLIENT_KEYS
+from podrace.errors import UsageError
 from podrace.system.options import Command, Option, Options
 
 COMMAND = Command(
@@ -27,10 +28,12 @@ def run(args: list[str]) -> int:
   net.require()
   from podrace.distributed.net import dashboard
 
+  if not (every := options.number('--every')):
+    raise UsageError('--every must be more than 0 seconds')
   return dashboard.run(
     address,
     options.path('--keys'),
     '--insecure' in options,
     '--once' in options,
-    options.number('--every'),
+    every,
   )

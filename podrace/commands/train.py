@@ -271,8 +271,9 @@ def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> L
   is_known = summary['episode_return'] is not None
   returned = f'{format_return(summary)}{suffix}' if is_known else 'no episode ended'
   out = Lasting(results())
-  speed = f'{summary["steps_per_s"]:,.0f} steps/s'
-  print_text(f'done: step {summary["step"]:,}, {returned}, {speed}', file=out)
+  rate = summary['steps_per_s']
+  speed = '' if rate is None else f', {rate:,.0f} steps/s'
+  print_text(f'done: step {summary["step"]:,}, {returned}{speed}', file=out)
   print_text(f'run directory: {run_dir}', file=out)
   return out
 

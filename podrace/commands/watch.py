@@ -82,7 +82,10 @@ def window(fps: int) -> Callable[[Any], None]:
     raise UsageError(f'--live needs tkinter and Pillow: {e}') from e
   import time
 
-  root = tkinter.Tk()
+  try:
+    root = tkinter.Tk()
+  except tkinter.TclError as e:
+    raise UsageError(f'--live: {e}') from e
   root.title('podrace watch')
   label = tkinter.Label(root)
   label.pack()

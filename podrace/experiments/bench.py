@@ -97,6 +97,8 @@ def _measure(
   say('measuring the run')
   state = driver.init(jax.random.clone(keys))
   rates['combined'], shares, by_thread = measure_combined(driver, state, keys, seconds)
+  if not all(rates.values()):
+    raise RunError(f'nothing was measured in {seconds:g} s a stage: give more --seconds')
   rates['parallel'] = 1 / sum(1 / r for r in stages)
   if not set(acting.devices) & set(driver.mesh.devices.flat):
     rates['minimum'] = min(stages)

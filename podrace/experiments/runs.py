@@ -137,7 +137,7 @@ def planned_steps(record: dict[str, Any]) -> int:
   """Return the steps of a recorded run, in whole updates."""
   update = record.get('num_envs', 1) * record.get('unroll_length', 1)
   if record.get(KIND) == 'discover':  # like `Discovery.steps_per_update`
-    groups = len(record['env'].split()) * max(1, len(record['widths']))
+    groups = max(1, len(record['env'].split())) * max(1, len(record['widths']))
     update *= groups * record['agents'] * (record['agent_updates'] + 1)
   total: int = -(-record['total_steps'] // update) * update
   return total

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,24 @@ def export(
     )
   if keys := [k for k in _keys(env.observation_space) if not isinstance(k, str)]:
     raise UsageError(
-      f'{env.name}: its observation has the keys {keys}, and a policy names its inputs by texts: '
+      f'{config.env}: its observation has the keys {keys}, and a policy names its inputs by texts: '
       'rename them in a wrapper, and train with it'
     )
   agent = greedily(agent)
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
+  with _without_draft(folder):
+    return write_policy(folder, config, agent, env, params, step)
+
+
+@contextlib.contextmanager
+def _without_draft(folder: Path) -> Iterator[None]:
+  """Remove the draft of `folder` at the end, unless it was moved, and at a signal."""
   remove = functools.partial(remove_files, draft_path(folder))
   with undone_by_signals(remove):
-    return write_policy(folder, config, agent, env, params, step)
+    try:
+      yield
+    finally:
+      remove()
 
 
 def draft_path(folder: Path) -> Path:

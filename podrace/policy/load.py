@@ -116,7 +116,7 @@ def _read_description(folder: Path) -> dict[str, Any]:
     raise PolicyError(f'{folder} holds no policy: {POLICY} is not there{hint}')
   if not isinstance(about, dict) or about.get('version') not in READ:
     raise PolicyError(f'{folder / POLICY} is not a policy of version {" or ".join(map(str, READ))}')
-  if lacking := {'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
+  if lacking := {'agent', 'sha256', 'network', 'action', 'observation_space', 'state'} - set(about):
     raise PolicyError(f'{folder / POLICY} lacks {", ".join(sorted(lacking))}')
   hashes = about['sha256']
   if not isinstance(hashes, dict) or not set(hashes) <= {PARAMS, CONFIG, PROGRAM, GRAPH}:

@@ -16,14 +16,13 @@ from podrace import hooks
 from podrace.run.learning_history import RECENT, Fall, History
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
-from podrace.system.files.schema import COUNT, TEXT, Member, needed
+from podrace.system.files.schema import DIAGNOSES, DIAGNOSIS
 
 FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 MANY = 20  # lines of a run that is long enough to judge its learning
 FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no target, has changed
-ENTRY = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
-SCHEMA = {'diagnostics': needed(Member('a list', each=Member('an object', members=ENTRY)))}
+SCHEMA = {'diagnostics': dataclasses.replace(DIAGNOSES, needed=True)}
 
 
 def _support(agent: Any) -> tuple[float, float] | None:
@@ -264,7 +263,7 @@ class Diagnostics:
   ) -> None:
     self._agent, self._replays = agent, replays
     self._history = History(hooks.innermost(agent), total_steps, warm)
-    self.made: list[dict[str, Any]] = []  # ENTRY
+    self.made: list[dict[str, Any]] = []  # DIAGNOSIS
 
   def add(self, line: dict[str, Any]) -> list[str]:
     """Return the messages of new diagnoses after a line of metrics."""
@@ -309,4 +308,5 @@ def read_diagnostics(run_dir: Path) -> list[dict[str, Any]]:
     UnreadableFile: if the file is damaged.
   """
   record = read_object(run_dir / FILE, SCHEMA)
-  return [] if record is None else list(record['diagnostics'])
+  entries = [] if record is None else record['diagnostics']
+  return [{name: entry[name] for name in DIAGNOSIS} for entry in entries]

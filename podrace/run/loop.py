@@ -21,10 +21,9 @@ from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.directory import changes_of, continued, last_line, read_record, saved_steps
-from podrace.run.evaluate import eval_env
 from podrace.run.log import Log as RunLog
 from podrace.run.opening import Console, RunOptions, open_directory, open_run, read_finished
-from podrace.run.periodic_evaluation import Evaluations
+from podrace.run.periodic_evaluation import Evaluations, check_evaluations
 from podrace.run.run_end import note_end
 from podrace.run.save_and_resume import Saves
 from podrace.run.saved_params import best_step
@@ -89,8 +88,7 @@ def train(
     if warm_start and not saved_steps(options.run_dir):
       warm_start.params  # noqa: B018, refuses parameters that do not fit
     program = assemble(resolved, server, addresses, options.run_dir)
-    if config.eval_env and jax.process_index() == 0:
-      eval_env(resolved.acting, config.eval_env, '--eval-env')
+    check_evaluations(resolved)
     warn_if_too_short(config, program, console.warn)
     run = Run(config, program, options, console, config.seeds, server)
     if addresses is not None:
@@ -285,7 +283,6 @@ class Run:
     state = self._restore()
     if self.leader:
       changed = changes_of(self.config, self.run_dir)
-      (self.run_dir / 'summary.json').unlink(missing_ok=True)  # of a run that goes on
       note_changes(self.run_dir, max(self.saves.saved, 0), changed)
       if self.callbacks.ended and self.saves.saved == last_change(self.run_dir):
         self.callbacks.ended = ''  # the run goes on from there
@@ -336,6 +333,8 @@ class Run:
       stack.callback(self.evaluations.close)
       self.log.check_lines('eval.jsonl', self.evaluations.lines)
       self.evaluations.resume(state.train.params)
+    if self.leader:  # now nothing can refuse the run, which goes on
+      (self.run_dir / 'summary.json').unlink(missing_ok=True)
     self.program.start(state, keys)
 
   def _oldest_checkpoint(self) -> int:

@@ -93,6 +93,8 @@ def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
       reason = reason or str(e)  # the reason of the newest checkpoint
   if not skipped:
     raise UsageError(f'{run_dir} has no checkpoint yet')
+  if checkpoint == NEWEST and checkpoints.steps() != skipped:  # the run has saved meanwhile
+    return _read(resolved, run_dir, checkpoint)
   raise RunError(f'none of the {len(skipped)} checkpoints in {run_dir} can be read: {reason}')
 
 

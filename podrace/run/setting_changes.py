@@ -6,6 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
+from podrace.errors import UnreadableFile
 from podrace.settings.record import Change
 from podrace.system.files import write_json
 from podrace.system.files.reading import read_object
@@ -48,4 +49,8 @@ def read_changes(run_dir: Path) -> list[dict[str, Any]]:
     UnreadableFile: if the file is damaged.
   """
   record = read_object(run_dir / FILE, SCHEMA)
-  return [] if record is None else list(record['changes'])
+  entries = [] if record is None else list(record['changes'])
+  for entry in entries:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in entry['settings'].values()):
+      raise UnreadableFile(run_dir / FILE, 'has a setting without its old and its new value')
+  return entries

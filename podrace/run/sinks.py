@@ -13,7 +13,7 @@ from typing import Any
 
 from podrace.errors import UsageError, unknown
 from podrace.run.metrics import Line, Sink, read
-from podrace.system.files import WANDB, make_folder, open_new
+from podrace.system.files import WANDB, make_folder, write_whole
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.importing import why_not
 
@@ -60,8 +60,7 @@ class WandB:
 
     record = run_dir / 'wandb-id'  # the directory's name may not be unique
     if not os.path.lexists(record):
-      with open_new(record) as file:
-        file.write(secrets.token_hex(8) + '\n')
+      write_whole(record, secrets.token_hex(8) + '\n')
     self._run = wandb.init(
       project=os.environ.get('WANDB_PROJECT', 'podrace'),
       id=_run_id(record),

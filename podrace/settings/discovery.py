@@ -93,8 +93,8 @@ def validate(config: Discovery) -> None:
   storage.check_fits('that is to be learned', config.agent.fits(config.rule))
   if not config.env.split():
     raise UsageError('--env needs the name of an environment, LIB:NAME')
-  check_basics(config)
   check_at_least(config, 1, 'agents', 'agent_updates', 'lifetime', 'capacity')
+  check_basics(config)
   check_at_least(config, 0, 'replayed', 'max_meta_update')
   for complaint in _complaints(config):
     raise UsageError(complaint)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import textwrap
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -210,6 +211,8 @@ class Options:
       raise UsageError(f'{name} takes a number, not {self.text(name)!r}') from None
     if not (math.isfinite(value) and value >= 0):
       raise UsageError(f'{name} takes a number of at least 0, not {self.text(name)!r}')
+    if value > threading.TIMEOUT_MAX:
+      raise UsageError(f'{name} takes at most {threading.TIMEOUT_MAX:g}, not {self.text(name)!r}')
     return value
 
 

@@ -357,4 +357,4 @@ def test_scalars_of_numpy_are_recorded_as_numbers() -> None:
 def test_a_discount_for_two_players_is_refused_on_the_host_too() -> None:
   for env in ('gymnasium:CartPole-v1', 'gymnax:CartPole-v1'):
     with pytest.raises((UsageError, ValueError), match='discount'):
-      resolve(Config(MuZero(discount=-1.0), env=env, architecture='sebulba')).agent
+      assert resolve(Config(MuZero(discount=-1.0), env=env, architecture='sebulba')).agent

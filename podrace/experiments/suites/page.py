@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,13 @@ from podrace.errors import UsageError
 from podrace.experiments import plot, statistics
 from podrace.experiments.curves import Band, CurveGroup
 from podrace.experiments.labels import NAME
-from podrace.experiments.suites.records import Record, failing, read_records
+from podrace.experiments.suites.records import (
+  Record,
+  failing,
+  have_equal_hashes,
+  read_records,
+  runs_of_equal_seeds,
+)
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.system.files import make_user_folder, write_whole
 from podrace.system.output import printable
@@ -148,13 +155,9 @@ def _table(suite: Suite, pairs: Pairs) -> str:
 def _hashes(suite: Suite, pairs: Pairs) -> str:
   rows = []
   for task in suite.tasks:
-    by_seeds: dict[tuple[int, ...], list[dict[str, Any]]] = {}
-    for (t, _), some in pairs.items():
-      for record in some if t == task else ():
-        by_seeds.setdefault(tuple(record.content['seeds']), []).append(record.content)
-    compared = [runs for runs in by_seeds.values() if len(runs) > 1]
+    compared = runs_of_equal_seeds(itertools.chain(*pairs.values()), task)
     if compared:
-      same = all(len({x['params_sha256'] for x in runs}) == 1 for runs in compared)
+      same = all(map(have_equal_hashes, compared))
       killed = [f'{step:,}' for runs in compared for x in runs for step in x.get('killed_at', ())]
       first = compared[0][0]['params_sha256'][:16]
       rows.append([task, ', '.join(killed) or 'never', first, 'yes' if same else '**no**'])

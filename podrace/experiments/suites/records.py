@@ -9,7 +9,7 @@ import itertools
 import json
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,6 @@ class Record:
   path: Path
   content: dict[str, Any]
 
-  @property
-  def pair(self) -> tuple[str, str]:
-    """The task and the agent."""
-    return self.content['task'], self.content['agent']
-
   def scores(self, name: str) -> np.ndarray:
     """Return a score of each seed that has one: `evaluated`, or `training`, its last tenth."""
     return np.array([x for x in self.content[name] if x is not None], float)
@@ -73,6 +68,42 @@ class Record:
     now['evaluation'] = describe_evaluation(program.evaluation)
     old = {'config': complete(self.content['config']), **was}
     return [str(c) for c in changes(old, {'config': config, **now})]
+
+
+def runs_of_equal_seeds(records: Iterable[Record], task: str) -> list[list[dict[str, Any]]]:
+  """Return the contents of a task's records, grouped by their seeds, where there are several."""
+  by_seeds: dict[tuple[int, ...], list[dict[str, Any]]] = {}
+  for record in records:
+    if record.content['task'] == task:
+      by_seeds.setdefault(tuple(record.content['seeds']), []).append(record.content)
+  return [runs for runs in by_seeds.values() if len(runs) > 1]
+
+
+def have_equal_hashes(runs: Sequence[Mapping[str, Any]]) -> bool:
+  """Return whether runs ended with the same parameters."""
+  hashes = {x['params_sha256'] for x in runs}
+  return len(hashes) == 1 and '' not in hashes
+
+
+def check_hashes(suite: Suite, records: Mapping[str, Record]) -> None:
+  """Check the demand `compare = 'hashes'`, and that programs were killed as often as they should.
+
+  Raises:
+    RunError: naming the tasks and programs.
+  """
+  wrong = [
+    f'{task}: {", ".join(x["agent"] for x in runs)} ended with other parameters'
+    for task in suite.tasks
+    for runs in runs_of_equal_seeds(records.values(), task)
+    if not have_equal_hashes(runs)
+  ]
+  for program in suite.programs:
+    if (record := records.get(program.name)) is None:
+      continue
+    if (kills := len(record.content.get('killed_at', ()))) < program.kills:
+      wrong.append(f'{program.name} was killed {kills} times of {program.kills} before its end')
+  if wrong:
+    raise RunError('\n  '.join([f'{suite.name} does not hold:', *wrong]))
 
 
 def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:

@@ -23,7 +23,7 @@ from podrace.experiments.suites.records import (
 )
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.experiments.sweep import processes
-from podrace.run.directory import differences_of, is_running, locked
+from podrace.run.directory import differences_of, locked
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -85,13 +85,10 @@ def reproduce(plan: Reproduction, say: Callable[[str], None]) -> dict[str, Recor
     with failing(folder):
       make_user_folder(folder)
   with failing(plan.folder):
-    paths = list(remaining)
-    while paths:
-      processes.run_trials(
-        [(path, _child_arguments(plan, remaining[path])) for path in paths],
-        plan.jobs, watch.end, watch.line, say, lambda path: _is_recorded(plan, remaining[path]),
-      )  # fmt: skip
-      paths, watch.held = watch.held, []
+    processes.run_trials(
+      [(path, _child_arguments(plan, program)) for path, program in remaining.items()],
+      plan.jobs, watch.end, watch.line, say, lambda path: _is_recorded(plan, remaining[path]),
+    )  # fmt: skip
   if watch.failed:
     count = f'{len(watch.failed)} of {len(remaining)} programs of {plan.suite.name} failed:'
     error = UsageError if watch.is_usage else RunError
@@ -106,7 +103,6 @@ class Watch:
     estimate: the time left.
     failed: a message about each program that failed.
     is_usage: whether one of them did not accept its settings.
-    held: run directories that a child of an earlier, killed `podrace reproduce` uses.
   """
 
   def __init__(
@@ -116,15 +112,11 @@ class Watch:
     self.estimate = Estimate(list(remaining.values()), plan.jobs)
     self.failed: list[str] = []
     self.is_usage = False
-    self.held: list[Path] = []
 
   def end(self, path: Path, code: int) -> None:
     """Take the exit code of a program."""
     program = self._remaining[path]
     recorded = _is_recorded(self._plan, program)  # perhaps by another `podrace reproduce`
-    if code and not recorded and is_running(path):
-      self.held.append(path)
-      return
     self.estimate.end(program.name)
     if not recorded:
       result = f'ended with {code}: {_last_message(path / "output.txt")}'
@@ -240,6 +232,7 @@ def run_program(
   from podrace.run.loop import train
 
   config, run_dir = plan.configs[program.name], plan.run_dir(program)
+  make_user_folder(plan.folder)
   if program.evaluation.env:  # a mistake shows before training
     eval_env(Resolved(config).acting, program.evaluation.env, 'eval_env')
   killed_at = kill_repeatedly(program, run_dir, say) if program.kills else []

@@ -24,6 +24,7 @@ from podrace.settings.record import (
 )
 from podrace.system.files import check_folder, make_user_folder, write_whole
 from podrace.system.files.reading import read_json, read_object
+from podrace.system.output import tell
 
 Trials = list[dict[str, Any]]  # settings, score, state, run (and member) of each trial
 
@@ -208,15 +209,16 @@ def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
 
 
 def _draw(sweep: Sweep, trials: Trials) -> str | None:
-  """Draw the returns by each varied field. Return None without matplotlib."""
+  """Draw the returns by each varied field. Say why, and return None, if that is impossible."""
   from podrace.experiments import plot
 
-  try:
-    import matplotlib  # noqa: F401
-  except ImportError:
-    return None
   out = sweep.folder / 'sweep.png'
-  plot.draw_sweep(trials, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
+  try:
+    plot.check_out(out)
+    plot.draw_sweep(trials, {name: _is_log(space) for name, space in sweep.spaces.items()}, out)
+  except UsageError as e:
+    tell(f'there is no picture: {e}')
+    return None
   return str(out)
 
 

@@ -35,7 +35,8 @@ class Trial:
   """
 
   def __init__(self, command: list[str], run_dir: Path) -> None:
-    self.run_dir, self._read, self.ends_by = run_dir, 0, math.inf
+    self.command, self.run_dir = command, run_dir
+    self._read, self.ends_by = 0, math.inf
     with open_append(make_folder(run_dir) / 'output.txt') as output:
       words = python('-m', 'podrace', *command)
       self._process = ChildProcess(words, stdout=output, stderr=output)
@@ -112,7 +113,7 @@ def run_trials(
   """Run trials, `jobs` at a time. Finished trials are not run again.
 
   A killed sweep leaves running trials behind. A trial that another process still runs is waited
-  for.
+  for, also if that process has the run directory only after the trial has begun here.
 
   Args:
     trials: run directory and command of each trial, read when a process is free.
@@ -126,33 +127,58 @@ def run_trials(
     Stopped: on a signal, after the trials have saved.
   """
   running: list[Trial] = []
-  waiting = iter(trials)
-  orphan: tuple[Path, list[str]] | None = None
+  waiting = _WaitingTrials(trials, say)
+
+  def end(trial: Trial, code: int) -> None:
+    if code and not finished(trial.run_dir) and is_running(trial.run_dir):
+      waiting.again.append((trial.run_dir, trial.command))
+    else:
+      ended(trial.run_dir, code)
+
   with Stop() as stop, contextlib.ExitStack() as stack:
     stack.callback(_stop_trials, running)
     while True:
       if stop.signum:
         raise Stopped(stop.signum)
-      while len(running) < jobs and (trial := orphan or next(waiting, None)) is not None:
+      while len(running) < jobs and (trial := waiting.take()) is not None:
         path, command = trial
-        if is_running(path):
-          if orphan is None:
-            say(f'waits for {path}, which is still training: the sweep before was killed')
-          orphan = trial
-          break
-        orphan = None
         if finished(path):
           ended(path, 0)
         else:
           running.append(Trial(command, path))
-      if not running and orphan is None:
+      if not running and waiting.orphan is None:
         return
-      _update_trials(running, ended, line)
+      _update_trials(running, end, line)
       time.sleep(POLL)
 
 
+class _WaitingTrials:
+  """Trials that do not run yet, each a run directory and a command.
+
+  Attributes:
+    again: trials whose run directory was in use when they began.
+    orphan: the next trial, if another process still runs it.
+  """
+
+  def __init__(self, trials: Iterable[tuple[Path, list[str]]], say: Callable[[str], None]) -> None:
+    self._trials, self._say = iter(trials), say
+    self.again: list[tuple[Path, list[str]]] = []
+    self.orphan: tuple[Path, list[str]] | None = None
+
+  def take(self) -> tuple[Path, list[str]] | None:
+    """Return the next trial; None if there is none, or another process runs it."""
+    trial = self.orphan or next(self._trials, None) or (self.again.pop(0) if self.again else None)
+    if trial is not None and is_running(trial[0]):
+      if self.orphan is None:
+        self._say(f'waits for {trial[0]}, which is still training: the sweep before was killed')
+      self.orphan = trial
+      return None
+    self.orphan = None
+    return trial
+
+
 def _update_trials(
-  running: list[Trial], ended: Callable[[Path, int], None], line: Callable[[Path, Line], bool]
+  running: list[Trial], end: Callable[[Trial, int], None], line: Callable[[Path, Line], bool]
 ) -> None:
   """Hand on new lines, stop trials that are to end, and remove trials that have ended."""
   for trial in list(running):
@@ -165,4 +191,4 @@ def _update_trials(
       trial.finish(0.0)
     if code is not None:
       running.remove(trial)
-      ended(trial.run_dir, code if trial.ends_by == math.inf else 0)
+      end(trial, code if trial.ends_by == math.inf else 0)

@@ -172,6 +172,13 @@ def check_libraries() -> None:
     raise UsageError(why_not('a video', 'video', e)) from e
 
 
+def check_filming(resolved: Resolved, env: str = '') -> None:
+  """Raise UsageError if the run's environment, or the one named `env`, cannot be filmed."""
+  check_libraries()
+  made = resolved.make_env(env) if env else resolved.env
+  stages.make_stage(env or resolved.config.env, made).close()
+
+
 def play_episode(
   stage: Stage,
   act: Callable[[Any, Any, Any], tuple[Any, Any]],

@@ -108,16 +108,23 @@ def open_lock(path: Path) -> IO[str]:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-  """Write a file completely or not at all."""
+  """Write a file completely or not at all.
+
+  Raises:
+    OSError: with the name of the file, also if the disk is full.
+  """
   draft = path.with_name(path.name + '.new')
-  with open_new(draft, 'w' if isinstance(content, str) else 'wb') as file:
-    file.write(content)
-    file.flush()
-    os.fsync(file.fileno())
   try:
+    with open_new(draft, 'w' if isinstance(content, str) else 'wb') as file:
+      file.write(content)
+      file.flush()
+      os.fsync(file.fileno())
     os.replace(draft, path)
-  except OSError:  # a directory has the name
-    draft.unlink()
+  except OSError as e:
+    with contextlib.suppress(OSError):
+      draft.unlink()
+    e.filename = str(path)
+    e.filename2 = None
     raise
   sync(path.parent)
 

@@ -11,6 +11,7 @@ import os
 import stat
 import struct
 import sys
+import tokenize
 import tomllib
 import zipfile
 import zlib
@@ -24,6 +25,7 @@ from podrace.system.files.schema import Member, check_members
 
 RECORD_BYTES = 2**22  # largest JSON file of a run directory or a policy
 DEPTH = 64  # of nested JSON
+_OF_HEADERS = (MemoryError, TypeError, tokenize.TokenError)  # NumPy's, for headers of .npy
 
 
 def open_regular(path: Path | str, follow: bool = False) -> io.BufferedReader:
@@ -119,6 +121,12 @@ def parse_json(data: bytes, finite: bool = False) -> Any:
     raise ValueError(f'is nested deeper than {DEPTH}') from None
   except ValueError as e:  # also of bytes that are no UTF-8
     raise ValueError(f'is not JSON: {e}') from e
+  _check_values(value, finite)
+  return value
+
+
+def _check_values(value: Any, finite: bool) -> None:
+  """Raise ValueError for values that are nested too deep, and numbers that are too large."""
   left = [(value, 1)]
   while left:
     x, depth = left.pop()
@@ -128,15 +136,16 @@ def parse_json(data: bytes, finite: bool = False) -> Any:
       left.extend((child, depth + 1) for child in (x.values() if isinstance(x, dict) else x))
     elif isinstance(x, int | float) and not _is_in_range(x, finite):
       raise ValueError('has a number that is too large or not finite')
-  return value
 
 
 def parse_toml(data: bytes) -> dict[str, Any]:
   """Return the tables of TOML in UTF-8; raises ValueError with the reason."""
   try:
-    return tomllib.loads(data.decode())
+    tables = tomllib.loads(data.decode())
   except RecursionError:
     raise ValueError('is nested too deep') from None
+  _check_values(tables, finite=False)
+  return tables
 
 
 def _is_in_range(x: float, finite: bool) -> bool:
@@ -202,7 +211,7 @@ def read_npz(source: bytes | io.BufferedReader, limit: int | None = None) -> dic
       return {name: _array(archive, x, np) for name, x in zip(names, infos, strict=True)}
   except (zipfile.BadZipFile, zlib.error, lzma.LZMAError) as e:
     raise ValueError(f'it is no intact .npz: {e}') from e
-  except (OSError, EOFError, KeyError, RuntimeError, struct.error, SyntaxError) as e:
+  except (OSError, EOFError, KeyError, RuntimeError, struct.error, SyntaxError, *_OF_HEADERS) as e:
     # RuntimeError: a member is encrypted, or NotImplementedError: packed by an unknown method
     raise ValueError(f'it is no intact .npz: {type(e).__name__}: {e}') from e
 

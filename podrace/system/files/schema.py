@@ -105,6 +105,8 @@ def is_number(x: Any) -> bool:
 
 _RATE = Member('a number', 0, LARGEST, null=True)
 _EACH = Member('a list', each=NUMBER)
+DIAGNOSIS = {'name': needed(TEXT), 'step': needed(COUNT), 'message': needed(TEXT)}
+DIAGNOSES = Member('a list', each=Member('an object', members=DIAGNOSIS))
 SUMMARY = {
   'step': COUNT,
   'episode_return': NUMBER,
@@ -112,6 +114,7 @@ SUMMARY = {
   'steps_per_s': _RATE,
   'compile_s': NUMBER,
   'ended': TEXT,
+  'diagnostics': DIAGNOSES,
 }
 LINE = {
   'step': needed(COUNT),
