@@ -61,6 +61,8 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   if not options.arguments:
     raise UsageError('plot needs runs, or directories of runs: podrace plot RUN...')
+  if '--records' in options and '--suite' not in options:
+    raise UsageError('--records is for --suite: name the suite, or leave it out')
   out = Path(options.text('--out'))
   x, center = options.text('--x'), options.text('--center')
   _check('--x', x, X)
@@ -79,8 +81,6 @@ def run(args: list[str]) -> int:
   result: dict[str, Any] = {'out': str(out)}
   result['runs'] = len({c.run for g in groups for c in g.curves})
   result['curves'] = sum(len(g.curves) for g in groups)
-  if '--records' in options and '--suite' not in options:
-    raise UsageError('--records is for --suite: name the suite, or leave it out')
   if '--suite' in options:
     if others := {'--metric', '--x', '--center', '--aggregate', '--normalize'} & {*options.names}:
       raise UsageError(f'--suite compares returns by its own scale: leave out {min(others)}')

@@ -122,8 +122,9 @@ def discover(
 
   config = continued(config, Path(run_dir))
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
+  program = build_discovery(config)
   with open_run(config, options, seeds=1) as console:
-    run = Run(config, build_discovery(config), options, console)
+    run = Run(config, program, options, console)
     run.after_save = write_rule
     return run.carry_out()
 

@@ -206,15 +206,15 @@ PRESETS: Mapping[str, Preset] = {
     {'env': 'podrace:grasp', 'num_envs': 32, 'unroll_length': 8, 'total_steps': 200_000},
   ),
   'dqn-pong': Preset(
-    'Double, dueling, prioritised n-step DQN on Atari Pong under Sebulba.',
+    'Double, dueling, prioritised n-step DQN on small frames of Atari Pong under Sebulba.',
     'dqn',
-    {'learning_rate': 1e-4, 'n_step': 3, 'target_period': 2_000, 'epsilon': 0.01,
+    {'learning_rate': 2e-4, 'n_step': 3, 'target_period': 1_000, 'epsilon': 0.01,
       'epsilon_steps': 50_000}
     | _network(torso='impala', hidden=(256,), dueling=True)
-    | _buffer(capacity=200_000, batch_size=32, min_size=20_000, samples_per_insert=8.0,
+    | _buffer(capacity=200_000, batch_size=32, min_size=10_000, samples_per_insert=8.0,
       priority_exponent=0.5, importance_exponent=0.4),
-    {'env': 'ale:pong', 'architecture': 'sebulba', 'num_envs': 16, 'unroll_length': 8,
-      'total_steps': 2_000_000},
+    {'env': 'ale:pong,size=60', 'architecture': 'sebulba', 'num_envs': 16, 'unroll_length': 8,
+      'total_steps': 700_000},
   ),
   'r2d2-pong': Preset(
     "R2D2 on Atari Pong under Sebulba: shorter sequences than SEED RL's, learned from more often.",

@@ -758,6 +758,12 @@ BAD = [
    '--agent.buffer.batch-size 4000 is more than --agent.buffer.capacity 2000'),
   (['train', '--agent.normalize-rewards', 'maybe'], 'maybe'),
   (['bench', 'sebulba', '--seconds', '-1'], "--seconds takes a number of at least 0, not '-1'"),
+  (['top', 'tcp://127.0.0.1:1', '--every', '1e300'], '--every takes at most'),
+  (['top', 'tcp://127.0.0.1:1', '--every', '0'], '--every must be more than 0'),
+  (['discover', '--agents', '0'], '--agents must be at least 1'),
+  (['discover', '--agent-updates', '-1'], '--agent-updates must be at least 1'),
+  (['train', '--env', 'envpool:CartPole-v1', '--devices', '1', '--eval-every', '1000', '--eval-video'], "can't be drawn"),
+  (['plot', '.', '--records', 'x'], '--records is for --suite'),
 ]  # fmt: skip
 
 

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from children import environment
 from shorthand import Capture
 from test_runs import called
 
+from podrace import cli
 from podrace.agents import AGENTS
 from podrace.cli import COMMANDS
 from podrace.commands import completion
@@ -154,3 +158,19 @@ def test_bash_completes(tmp_path: Path, capsys: Capture) -> None:
   for shell in ('zsh', 'fish'):
     assert 'podrace completion words' in called(capsys, 'completion', shell)[1]
   assert called(capsys, 'completion', 'tcsh')[0] == 2
+
+
+def test_a_full_disk_leaves_neither_file(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+  calls = 0
+
+  def fill(descriptor: int) -> None:
+    nonlocal calls
+    calls += 1
+    if calls == 3:  # of the second file, after those of the first one and of the directory
+      raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, 'fsync', fill)
+  with pytest.raises(SystemExit) as end:
+    cli.main(['init', 'env', 'Mine', '--dir', str(tmp_path)])
+  assert end.value.code == 1 and 'test_mine.py' in capsys.readouterr().err
+  assert not list(tmp_path.iterdir())

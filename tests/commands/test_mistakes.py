@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from podrace import cli
+from podrace.commands import rm, train, watch
+from podrace.errors import UsageError
 
 # Arguments of `podrace train` -> texts that the message has.
 OTHER_NAMES = {
@@ -251,3 +256,30 @@ def test_a_setting_without_a_type_is_named(
       cli.main(['train', '--agent', 'untyped_agent:Mine', words, '1'])
     message = capsys.readouterr().err
     assert exit_.value.code == 2 and text in message and message.count('\n') == 1
+
+
+def test_ctrl_d_at_the_question_deletes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
+  def end(question: str) -> str:
+    raise EOFError
+
+  monkeypatch.setattr('builtins.input', end)
+  monkeypatch.setattr(sys, 'stdin', SimpleNamespace(isatty=lambda: True))
+  assert rm._ask(1, 10) is False
+
+
+def test_a_display_that_is_gone_is_named(monkeypatch: Any) -> None:
+  monkeypatch.setenv('DISPLAY', ':9999')
+  with pytest.raises(UsageError, match='--live'):
+    watch.window(30)
+
+
+def test_a_run_without_a_speed_is_described(tmp_path: Path, capsys: Any) -> None:
+  train.print_summary(tmp_path, {'step': 7, 'episode_return': 1.0, 'steps_per_s': None})
+  assert 'step 7' in capsys.readouterr().out
+
+
+def test_settings_nested_too_deep_are_refused(tmp_path: Path, capsys: Any) -> None:
+  (tmp_path / 'a.toml').write_text('.'.join('a' * 3_000) + ' = 1')
+  with pytest.raises(SystemExit) as end:
+    cli.main(['train', '--config', str(tmp_path / 'a.toml')])
+  assert end.value.code == 2 and 'nested' in capsys.readouterr().err

@@ -357,3 +357,8 @@ def test_a_thousand_runs_are_listed_without_jax(tmp_path: Path) -> None:
   )
   assert done.returncode == 0, done.stderr
   assert len(done.stdout.splitlines()) == 1001
+
+
+def test_a_foreign_record_without_an_environment_has_planned_steps() -> None:
+  record = {'command': 'discover', 'env': ' ', 'widths': [], 'agents': 1, 'agent_updates': 1}
+  assert runs.planned_steps({**record, 'total_steps': 7, 'num_envs': 2, 'unroll_length': 2}) == 8

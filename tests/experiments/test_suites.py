@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -25,7 +26,7 @@ from podrace.errors import RunError, UsageError
 from podrace.experiments import plot
 from podrace.experiments.suites import suite as suites
 from podrace.experiments.suites.kills import kill_repeatedly
-from podrace.experiments.suites.records import thin, write_record
+from podrace.experiments.suites.records import check_hashes, read_records, thin, write_record
 from podrace.experiments.suites.reproduce import Estimate, Reproduction, Watch, check_settings
 
 ROOT = Path(__file__).parents[2]
@@ -250,6 +251,8 @@ def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> N
     (['classic', '--to', '/dev/null'], '--to /dev/null'),
     (['classic', '--to', 'x', '--page', 'x.md'], 'x has no record of classic'),
     (['classic', '--page', 'x.html'], '--page x.html'),
+    (['classic', '--page', '/dev/null/x.md'], '--page /dev/null'),
+    (['classic', '--page', '/'], '--page /'),
     (['classic', '--task', 'x'], '--only TASK/AGENT'),
   ],
 )
@@ -626,6 +629,13 @@ def test_hashes_are_compared_within_a_seed(
   args = arguments(tmp_path, '--page', str(tmp_path / 'x.md'))
   assert called(capsys, 'reproduce', *args)[0] == 0
   assert f'| {"a" * 16} | {same} |' in (tmp_path / 'x.md').read_text()
+  suite = suites.load(str(tmp_path / 'tiny.toml'))
+  recorded = read_records(tmp_path / 'records', suite)
+  with contextlib.nullcontext() if same == 'yes' else pytest.raises(RunError, match='catch'):
+    check_hashes(suite, recorded)
+  killed = dataclasses.replace(suite.programs[0], kills=3)
+  with pytest.raises(RunError, match=rf'{killed.name} was killed 0 times of 3'):
+    check_hashes(dataclasses.replace(suite, programs=(killed,)), recorded)
 
 
 def test_a_page_of_one_agent_whose_tasks_share_an_environment(

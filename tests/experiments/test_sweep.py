@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
-from podrace.experiments.sweep import processes, settings, together
+from podrace.experiments import plot
+from podrace.experiments.sweep import plan, processes, settings, together
 from podrace.experiments.sweep.proposals import OptunaStudy
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
 from podrace.policy.export import export
@@ -415,3 +417,38 @@ def test_a_sweep_waits_for_what_a_killed_one_left_behind(tmp_path: Path) -> None
   orphan.wait()
   orphan.stdout.close()
   assert codes == [0] and len(said) == 1 and 'is still training' in said[0]
+
+
+def test_a_trial_whose_directory_was_in_use_begins_again(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The process of a killed sweep has the directory only after the new trial has begun."""
+  uses, codes = iter([False, True, True, False]), iter([2, 0])
+  ends: list[tuple[Path, int]] = []
+
+  class Trained(processes.Trial):
+    def __init__(self, command: list[str], run_dir: Path) -> None:
+      self.command, self.run_dir, self.ends_by = command, run_dir, np.inf
+      self.code_ = next(codes)
+
+    code = property(lambda self: self.code_)
+    new_lines = terminate = finish = lambda self, *args: iter(())
+
+  monkeypatch.setattr(processes, 'Trial', Trained)
+  monkeypatch.setattr(processes, 'is_running', lambda path: next(uses))
+  monkeypatch.setattr(processes, 'POLL', 0.0)
+  trials = [(tmp_path / 'one', ['train'])]
+  processes.run_trials(trials, 1, lambda *end: ends.append(end), finished=lambda path: False)
+  assert ends == [(tmp_path / 'one', 0)] and next(codes, None) is None
+
+
+def test_a_picture_that_cannot_be_drawn_does_not_end_a_sweep(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+  def no_backend(path: Path) -> None:
+    raise UsageError('no such backend')
+
+  monkeypatch.setattr(plot, 'check_out', no_backend)
+  sweep: Any = SimpleNamespace(folder=tmp_path, spaces={})
+  assert plan._draw(sweep, []) is None
+  assert 'no such backend' in capsys.readouterr().err

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from damages import make
@@ -19,10 +20,16 @@ from safetensors.numpy import save
 from shorthand import Patch
 from test_damaged_directories import ends
 
+from podrace.agents.impala import Impala
 from podrace.agents.rules import disco, storage
+from podrace.envs.own.catch import Catch
 from podrace.errors import PolicyError, UsageError
+from podrace.networks import ActorCritic
+from podrace.policy import export as export_module
 from podrace.policy import load_policy
 from podrace.run import opponents
+from podrace.settings.agents import bind
+from podrace.settings.config import Config
 from podrace.system.files.reading import read_npz
 
 ABOUT: dict[str, Any] = {
@@ -323,3 +330,29 @@ def test_the_opponent_of_an_opponent_may_be_damaged(tmp_path: Path) -> None:
   os.mkfifo(tmp_path / 'b' / 'config.json')
   with ends(), pytest.raises(UsageError, match='FIFO'):
     opponents.check_chain(tmp_path / 'a', env)
+
+
+def test_an_export_that_fails_leaves_no_draft(tmp_path: Path, monkeypatch: Patch) -> None:
+  def fail(*args: Any) -> bytes:
+    raise MemoryError
+
+  agent = bind(Impala(ActorCritic(hidden=(4,))), Catch())
+  params = agent.init(jax.random.key(0)).params
+  monkeypatch.setattr(export_module, '_export_program', fail)
+  with pytest.raises(MemoryError), export_module._without_draft(tmp_path / 'policy'):
+    export_module.write_policy(tmp_path / 'policy', Config(agent), agent, Catch(), params, 0)
+  assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('header', [
+  b"{'descr': '<f4', 'fortran_order': False, 'shape': (3,", b"{'descr': '<f4', 'shape': (10**18,)}",
+  b"{'descr': '<f4', 'fortran_order': False, 'shape': (1 << 62, 1 << 62)}",
+  b"{'descr': [1, 2], 'fortran_order': False, 'shape': (3,)}", b"{[]: 1}", b"'" * 40, b"(" * 200,
+])  # fmt: skip
+def test_headers_of_arrays_that_numpy_cannot_read_are_refused(header: bytes) -> None:
+  data = b'\x93NUMPY\x01\x00' + len(header).to_bytes(2, 'little') + header + bytes(64)
+  archive = io.BytesIO()
+  with zipfile.ZipFile(archive, 'w') as file:
+    file.writestr('a.npy', data)
+  with pytest.raises(ValueError):
+    read_npz(archive.getvalue(), 10**6)

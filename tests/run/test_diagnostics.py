@@ -302,3 +302,9 @@ def test_a_damaged_file_is_refused(record: dict[str, Any], tmp_path: Path) -> No
   (tmp_path / 'diagnostics.json').write_text(json.dumps(record))
   with pytest.raises(UnreadableFile, match=r'diagnostics\.json'):
     read_diagnostics(tmp_path)
+
+
+def test_further_members_of_a_diagnosis_are_left_out(tmp_path: Path) -> None:
+  entry = '{"name": "a", "step": 1, "message": "b", "more": NaN}'
+  (tmp_path / 'diagnostics.json').write_text(f'{{"diagnostics": [{entry}]}}')
+  assert read_diagnostics(tmp_path) == [{'name': 'a', 'step': 1, 'message': 'b'}]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from podrace.agents.impala import Impala
-from podrace.errors import UsageError
+from podrace.errors import UnreadableFile, UsageError
 from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.networks import ActorCritic
@@ -72,3 +72,21 @@ def test_a_start_that_ended_early_and_its_repetition_are_one_change(tmp_path: Pa
 )
 def test_only_more_steps_need_no_override(change: Change, is_needed: bool) -> None:
   assert needs_override(change) == is_needed
+
+
+def test_a_refused_resume_leaves_the_summary(tmp_path: Path) -> None:
+  run = tmp_path / 'run'
+  go_on(run)
+  before = (run / 'summary.json').read_bytes()
+  (run / 'changes.json').write_text('{"changes": 7}')
+  with pytest.raises(UsageError, match='changes'):
+    go_on(run, total_steps=1280)
+  assert (run / 'summary.json').read_bytes() == before
+
+
+@pytest.mark.parametrize('pair', ['3', '[3]', '[1, 2, 3]', 'null'])
+def test_a_change_without_its_two_values_is_refused(pair: str, tmp_path: Path) -> None:
+  entry = f'{{"step": 640, "date": "", "settings": {{"seed": {pair}}}}}'
+  (tmp_path / 'changes.json').write_text(f'{{"changes": [{entry}]}}')
+  with pytest.raises(UnreadableFile, match=r'changes\.json'):
+    read_changes(tmp_path)

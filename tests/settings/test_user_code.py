@@ -259,3 +259,15 @@ def test_the_run_directory_may_be_a_link(tmp_path: Path) -> None:
   (tmp_path / 'name').symlink_to(tmp_path / 'run')
   config = Config(agent=PRESETS['catch']().agent, num_envs=8, unroll_length=4, total_steps=32)
   assert loop.train(config, tmp_path / 'name', quiet=True)['step'] == 32
+
+
+def test_an_agent_from_another_module_of_the_user_goes_on(tmp_path: Path) -> None:
+  """`mine` has it from `other`, which the record names."""
+  (tmp_path / 'other.py').write_text(AGENT)
+  (tmp_path / 'mine.py').write_text('from other import Agent\n')
+  words = ['train', '--agent', 'mine:Agent', '--run-dir', 'run', '--agent.network.hidden', '4']
+  for steps in ('2000', '4000'):
+    done = podrace(tmp_path, *words, '--total-steps', steps)
+    assert done.returncode == 0, done.stderr
+  done = podrace(tmp_path, 'train', '--run-dir', 'run')
+  assert done.returncode == 2 and '--allow-code other' in done.stderr

@@ -209,3 +209,21 @@ def test_links_of_weights_and_biases_are_its_own(tmp_path: Path) -> None:
   (tmp_path / 'wandb' / 'run-1').mkdir(parents=True)
   (tmp_path / 'wandb' / 'latest-run').symlink_to('run-1')
   files.check_folder(tmp_path, '--run-dir')
+
+
+@pytest.mark.parametrize('before', ['old', None])
+def test_a_full_disk_leaves_what_was_there_and_is_named(
+  before: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  path = tmp_path / 'file'
+  if before is not None:
+    path.write_text(before)
+
+  def full(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, 'fsync', full)
+  with pytest.raises(OSError, match='No space left') as failure:
+    files.write_whole(path, 'new')
+  assert failure.value.filename == str(path)
+  assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])

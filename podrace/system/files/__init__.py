@@ -123,9 +123,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
   except OSError as e:
     with contextlib.suppress(OSError):
       draft.unlink()
-    e.filename = str(path)
-    e.filename2 = None
-    raise
+    raise OSError(e.errno, e.strerror, str(path)) from e
   sync(path.parent)
 
 
