@@ -32,7 +32,8 @@ class Group:
 
 
 def sebulba(num_envs: int, threads: int, preset: str = 'pong') -> Any:
-  return partial(items.bench, preset, '--num-envs', str(num_envs), '--actor-threads', str(threads))
+  size = '--num-envs', str(num_envs), '--actor-threads', str(threads)
+  return partial(items.bench, preset, '--env', 'ale:pong', *size)
 
 
 minatar = partial(items.anakin, preset='minatar-breakout')
