@@ -30,7 +30,9 @@ def rate(preset: str, replay: Any, seconds: float) -> dict[str, float]:
   buffer = dataclasses.replace(config.agent.buffer, min_size=MIN_SIZE, capacity=20_000)
   agent = dataclasses.replace(config.agent, buffer=buffer)
   env = config.env.partition(',')[0]  # frames of the usual size
-  config = dataclasses.replace(config, env=env, agent=agent, architecture='sebulba', replay=replay, lag='1')
+  config = dataclasses.replace(
+    config, env=env, agent=agent, architecture='sebulba', replay=replay, lag='1'
+  )
   driver = build_sebulba(resolve(config))
   driver.compile()
   keys = jax.vmap(jax.random.key)(np.array([0], np.uint32))

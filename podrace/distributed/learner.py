@@ -246,7 +246,7 @@ class DistributedSource:
     every = everyones(
       [lags.max(initial=0), self._feed.highest, lags.sum(), len(lags), *online, *counts.values()]
     )
-    self._feed.highest = float(every[:, 1].max())
+    self._feed.highest = max(self._feed.highest, float(every[:, 1].max()))
     lag_sum, unrolls, acted, learned, *sums = every[:, 2:].sum(0).tolist()
     metrics: dict[str, float] = dict(zip(counts, map(int, sums), strict=True))
     if learned:

@@ -22,7 +22,7 @@ from podrace.run.evaluate import eval_env, make_returns, summarize_returns
 from podrace.run.metrics import JsonLines, read
 from podrace.run.saved_params import SUFFIX, BestParams, read_params, write_params
 from podrace.settings.resolved import Resolved
-from podrace.system.files import make_folder, remove
+from podrace.system.files import make_folder
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
 
@@ -72,9 +72,6 @@ class Evaluations:
     self._folder = make_folder(run_dir / 'to-evaluate')
     for draft in self._folder.glob(f'*{SUFFIX}.new'):  # of a process that was killed
       draft.unlink()
-    if (videos := run_dir / 'videos').is_dir() and not videos.is_symlink():
-      for draft in videos.glob('.draft-*'):  # likewise
-        remove(draft)
     self.lines = JsonLines(run_dir / 'eval.jsonl', resumed_at)
     lines = read(run_dir / 'eval.jsonl')
     done = {line['step']: line.get('episode_return_mean') for line in lines}
