@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import queue
@@ -38,6 +39,7 @@ from podrace.system.signals import GRACE_SECONDS
 from podrace.system.threads import Worker
 
 log = logging.getLogger('podrace.distributed')
+RECORD_BYTES = 2**15  # of a record in HELLO; a larger one is compared with the first parameters
 FIXED = {
   'architecture': 'sebulba',
   'lag': 'async',
@@ -193,6 +195,7 @@ class Newest:
       environments,
       first,
       self.measures,
+      text if len(text := json.dumps(self._record)) < RECORD_BYTES else '',
     )
     self.run, self.version, self.first, self.highest = '', -1, first, 1.0
 

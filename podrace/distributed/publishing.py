@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from podrace.distributed.run_identity import (
   RECORD,
   RUN,
   Addresses,
+  differences,
   record,
   to_leaves,
   worker_command,
@@ -70,7 +72,14 @@ class Publishing:
     self._publisher: parameters.Publisher | None = None
     if jax.process_index() == 0:
       self._publisher = parameters.Publisher(
-        a.parameters, a.keys, a.insecure, a.peer_timeout, a.announce, config.num_envs, program
+        a.parameters,
+        a.keys,
+        a.insecure,
+        a.peer_timeout,
+        a.announce,
+        config.num_envs,
+        program,
+        functools.partial(differences, record(config)),
       )
 
   def publish(self, update: int, params: Any, *more: tuple[str, np.ndarray]) -> None:

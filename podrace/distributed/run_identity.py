@@ -25,7 +25,7 @@ from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.record import argument, changes, option, to_json, words
 from podrace.system.files import write_json
-from podrace.system.files.reading import read_json
+from podrace.system.files.reading import parse_json, read_json
 from podrace.topology import on_host
 
 RECORD, FINISHED = '.run', '.finished'  # names of the arrays that are published besides parameters
@@ -124,6 +124,17 @@ def describe_differences(learner: dict[str, Any], here: dict[str, Any]) -> list[
   ]
   more = len(lines) - DIFFERENCES
   return [plain(x) for x in lines[:DIFFERENCES]] + ([f'and {more} more'] if more > 0 else [])
+
+
+def differences(learner: dict[str, Any], text: str) -> list[str]:
+  """Describe how the record of a client differs, which has come from it as JSON."""
+  try:
+    there = parse_json(text.encode())
+  except ValueError as e:
+    return [f'its record {e}']
+  if not isinstance(there, dict):
+    return ['its record is no object']
+  return describe_differences(learner, there)
 
 
 def worker_command(command: str, config: Config, addresses: Addresses) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import logging
@@ -501,6 +502,29 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     thread.join(120)
     assert len(ended) == 1 and isinstance(ended[0], UsageError), ended
     assert all(name in str(ended[0]) for name in ("'two-2'", "'one-1'"))
+
+
+def test_a_spare_with_other_settings_is_refused_at_once(tmp_path: Path) -> None:
+  config, addresses = tiny(), addresses_in(tmp_path)
+  compare = functools.partial(run_identity.differences, run_identity.record(config))
+  with parameters.Publisher(addresses.parameters, environments=4, differences=compare) as publisher:
+    publisher.leases.held['another'] = range(4)
+    other = dataclasses.replace(config, unroll_length=3)
+    with pytest.raises(service.Refused, match=r'--unroll-length: .* 2, .* 3'):
+      acting_process.Acting(resolve(other), acting_process.Options(addresses)).run()
+    acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
+    ended, thread = in_background(acting.run)
+    until(lambda: ended or publisher.waited_for)
+    assert not ended
+    acting.newest.close()
+    thread.join(60)
+
+
+@pytest.mark.parametrize(
+  'text', ['{', '7', '[' * 100 + ']' * 100, '{"agent": 1}', '{"env": {"a": 2}}']
+)
+def test_a_record_that_is_none_differs(text: str) -> None:
+  assert run_identity.differences(run_identity.record(tiny()), text)
 
 
 def test_a_process_moves_to_other_environments(

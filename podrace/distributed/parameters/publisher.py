@@ -17,7 +17,7 @@ import numpy as np
 
 from podrace.distributed.net import listener, process_metrics, session_messages
 from podrace.distributed.net.announce import Announcement
-from podrace.distributed.net.frame import Kind, WireError
+from podrace.distributed.net.frame import Kind, WireError, short
 from podrace.distributed.net.listener import Listen, Listener, Peer, Serving
 from podrace.distributed.net.safe_text import label
 from podrace.distributed.parameters import leases
@@ -86,6 +86,7 @@ class Publisher(listener.ServiceHandler):
     announce: how the address is announced.
     environments: of the run. Each acting process leases some for its session.
     program: returns the learner's part of a report. Called by the publisher's thread.
+    differences: returns a line for each setting in which a reader's record is of another run.
 
   Attributes:
     address: with the port that was chosen.
@@ -108,8 +109,9 @@ class Publisher(listener.ServiceHandler):
     announce: Announcement | None = None,
     environments: int = 0,
     program: Callable[[], dict[str, Any]] = dict,
+    differences: Callable[[str], list[str]] = lambda record: [],
   ) -> None:
-    self._program = program
+    self._program, self._differences = program, differences
     self.leases = leases.Leases(environments)
     self._over = False
     self._before = self._newest = ParameterVersion(-1, [])
@@ -208,11 +210,16 @@ class Publisher(listener.ServiceHandler):
   # --- the listener's handler
 
   def reasons_against(self, details: dict[str, Any]) -> list[str]:
-    """Refuse a process that requests more environments than the run has."""
+    """Refuse a process of another run, or that requests more environments than the run has.
+
+    It is refused also if it would wait: a spare with other settings could not take over.
+    """
     size, total = leases.read_request(details)[0], self.leases.total
-    if size <= total:
-      return []
-    return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
+    if size > total:
+      return [f'this process wants to act in {size} environments, the run has {total} (--num-envs)']
+    if not isinstance(there := details.get('record', ''), str):
+      return [f'its record is {short(there)}, expected a text']
+    return self._differences(there) if there else []
 
   def why_wait(self, details: dict[str, Any]) -> str:
     """Return why a process must wait for a session, or ''."""

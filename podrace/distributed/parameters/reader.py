@@ -57,6 +57,8 @@ class Parameters(link.LinkHandler):
     environments: in which this process acts. It waits for its session until as many are free.
     first: preferred number of the first environment.
     measure: returns this process's metrics. Called by a thread.
+    record: the record of the run for which this process works, as JSON. A publisher of another run
+      refuses it.
 
   Attributes:
     first: the number of the first environment in this session, or in the last one.
@@ -78,12 +80,13 @@ class Parameters(link.LinkHandler):
     environments: int = 0,
     first: int = 0,
     measure: Callable[[], process_metrics.Measures] = dict,
+    record: str = '',
   ) -> None:
     if max_staleness is not None and not max_staleness > 0:
       raise ValueError(f'{max_staleness=} must be positive')
     self.address, self.changed = address, threading.Condition()
     self._max_staleness = math.inf if max_staleness is None else max_staleness
-    self._role = role
+    self._role, self._record = role, record
     self._environments, self.first, self._measure = environments, first, measure
     self._held: Published | None = None
     self._known = -1  # the newest version that the publisher has named
@@ -170,9 +173,9 @@ class Parameters(link.LinkHandler):
   # --- the link's handler
 
   def hello(self) -> dict[str, Any]:
-    """Return this process's role and request for environments, for HELLO."""
+    """Return this process's role, record and request for environments, for HELLO."""
     lease = dict(environments=self._environments, first=self.first) if self._environments else {}
-    return {'role': self._role, **lease}
+    return {'role': self._role, **({'record': self._record} if self._record else {}), **lease}
 
   def joined(self, details: dict[str, Any]) -> None:
     """Take the leased environments from WELCOME."""

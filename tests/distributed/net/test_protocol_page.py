@@ -330,7 +330,7 @@ def test_the_hello_of_the_page_is_one() -> None:
   assert hello['schema'] == environment_messages.schema(kind.observation_space, kind.action_space)
   assert msgpack.unpackb(msgpack.packb([hello])) == [hello]
   keys = named(PAGE.partition('**HELLO** is')[2].partition('\n\nWhen a client')[0])
-  assert keys == {*hello, 'role', 'environments', 'first'}
+  assert keys == {*hello, 'role', 'environments', 'first', 'record'}
 
 
 # --- limits -----------------------------------------------------------------------------------------
