@@ -322,11 +322,13 @@ def draw(results: dict[str, Any]) -> None:
   figure, axes = plt.subplots(2, len(names), **shape)
   for (top, bottom), name in zip(axes.T, names, strict=True):
     agents, sizes = results[name]['agents'], results[name]['sizes']
-    for agent, one in agents.items():
+    further = results.get(f'{name}, without memory', {'agents': {}})['agents']
+    curves = agents | {f'{agent}, without memory': one for agent, one in further.items()}
+    for agent, one in curves.items():
       x = np.array(one['by_episode'])
       width = max(1, len(x) // 40)
       smooth = np.convolve(x, np.ones(width) / width, 'valid')
-      thick = 1.8 if agent == 'learned' else 1.2
+      thick = 1.8 if agent.startswith('learned') else 1.2
       top.plot(np.arange(len(smooth)) + width / 2, smooth, label=agent, lw=thick)
     for i, shown in enumerate(agents['learned']['shows']):
       labels = ('learned reward of a step', "the policy's entropy") if not i else (None, None)
@@ -336,7 +338,8 @@ def draw(results: dict[str, Any]) -> None:
       for swap in range(sizes['period'], sizes['episodes'], sizes['period'] or 1):
         if sizes['period']:
           axis.axvline(swap, color='0.8', lw=1, zorder=0)
-      axis.legend()
+      if name == names[0]:
+        axis.legend()
     top.set(title=name, ylabel='return of an episode')
     bottom.set(xlabel='episode of the lifetime')
   figure.tight_layout()
