@@ -23,8 +23,8 @@ from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, flatten, sgd
 from podrace.networks import ActorCritic
-from podrace.replay import Buffer, windows
-from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
+from podrace.replay import Buffer
+from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,25 +41,14 @@ class BC:
     check_fields(self)
     recurrent.check_used(self.recurrence, self.network)
 
-  @property
-  def is_recurrent(self) -> bool:
-    """Whether the network has a core."""
-    return recurrent.has_core(self.network)
-
-  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of one step, or sequences."""
-    if self.is_recurrent:
-      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
-    return windows(self.buffer, 1, num_envs, unroll_length, stack=stack)
+  is_recurrent = property(recurrent.is_recurrent)
+  memory = recurrent.memory
+  initial_state = recurrent.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
     network = self.network.init(key)
     return TrainState(network, self.optimiser().init(network))
-
-  def initial_state(self, env_id: Array) -> Any:
-    """Return the state of acting before the first timestep."""
-    return recurrent.begin(self.network, env_id.shape[0]) if self.is_recurrent else ()
 
   def act(
     self,

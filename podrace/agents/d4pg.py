@@ -28,8 +28,8 @@ from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
-from podrace.replay import Buffer, windows
-from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
+from podrace.replay import Buffer
+from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState
 
 
 class D4PGLearned(NamedTuple):
@@ -76,16 +76,9 @@ class D4PG:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
     recurrent.check_used(self.recurrence, self.actor, self.critic)
 
-  @property
-  def is_recurrent(self) -> bool:
-    """Whether the actor or the critic has a core."""
-    return recurrent.has_core(self.actor, self.critic)
-
-  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps, or sequences."""
-    if self.is_recurrent:
-      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
-    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+  is_recurrent = property(recurrent.is_recurrent)
+  memory = recurrent.memory
+  initial_state = recurrent.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -98,10 +91,6 @@ class D4PG:
     """Start from the policy of another run; the critic learns the values of this policy."""
     target = train.rest.target._replace(actor=params)
     return TrainState(params, train.rest._replace(target=target))
-
-  def initial_state(self, env_id: Array) -> Any:
-    """Return the state of acting before the first timestep."""
-    return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
   def act(
     self,

@@ -110,10 +110,7 @@ class DQN:
         f'not n_step {self.n_step} and the head {self.network.head!r}'
       )
 
-  @property
-  def is_recurrent(self) -> bool:
-    """Whether the network has a core."""
-    return recurrent.has_core(self.network)
+  is_recurrent = property(recurrent.is_recurrent)
 
   def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
     """Return the replay: windows of n steps, or sequences."""

@@ -33,13 +33,12 @@ from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, flatten, sgd
 from podrace.networks import ActionValue
-from podrace.replay import Buffer, windows
+from podrace.replay import Buffer
 from podrace.topology import AXIS
 from podrace.types import (
   ActorOutput,
   Array,
   Metrics,
-  Replay,
   Sample,
   TimeStep,
   TrainState,
@@ -95,16 +94,9 @@ class QTOpt:
     if self.is_recurrent and self.labels == 'stage':
       raise ValueError('a stage labels single steps: with a core take --agent.labels learner')
 
-  @property
-  def is_recurrent(self) -> bool:
-    """Whether the network has a core."""
-    return recurrent.has_core(self.network)
-
-  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps, or sequences."""
-    if self.is_recurrent:
-      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
-    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+  is_recurrent = property(recurrent.is_recurrent)
+  memory = recurrent.memory
+  initial_state = recurrent.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -115,10 +107,6 @@ class QTOpt:
   def warm_start(self, train: TrainState, params: QTOptParams) -> TrainState:
     """Start from the parameters of another run."""
     return TrainState(params, train.rest._replace(network=params.theta1))
-
-  def initial_state(self, env_id: Array) -> Any:
-    """Return the state of acting before the first timestep."""
-    return recurrent.begin(self.network, env_id.shape[0]) if self.is_recurrent else ()
 
   def act(
     self,

@@ -100,6 +100,26 @@ def has_core(*networks: Any) -> bool:
   return any(getattr(network, 'core', 'none') != 'none' for network in networks)
 
 
+def is_recurrent(agent: Any) -> bool:
+  """Return whether a network of an agent has a core. It has a `network`, or actor and critic."""
+  return has_core(*(getattr(agent, x, None) for x in ('network', 'actor', 'critic')))
+
+
+def memory(agent: Any, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
+  """Return the replay of an agent: sequences, or windows of `n_step` steps."""
+  if agent.is_recurrent:
+    replay: Replay = agent.recurrence.replay(agent.buffer, num_envs, unroll_length, stack)
+    return replay
+  return windows(agent.buffer, getattr(agent, 'n_step', 1), num_envs, unroll_length, stack=stack)
+
+
+def initial_state(agent: Any, env_id: Array) -> Any:
+  """Return the state of acting before the first timestep: that of `network` or `actor`."""
+  if not agent.is_recurrent:
+    return ()
+  return begin(agent.network if hasattr(agent, 'network') else agent.actor, env_id.shape[0])
+
+
 def check_used(recurrence: Recurrence, *networks: Any) -> None:
   """Raise ValueError if sequences are set, but no network has a core."""
   if recurrence != Recurrence() and not has_core(*networks):

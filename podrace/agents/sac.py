@@ -27,9 +27,9 @@ from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
-from podrace.replay import Buffer, windows
+from podrace.replay import Buffer
 from podrace.topology import AXIS
-from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState
+from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState
 
 
 class SACLearned(NamedTuple):
@@ -74,16 +74,9 @@ class SAC:
     check_fields(self)
     recurrent.check_used(self.recurrence, self.actor, self.critic)
 
-  @property
-  def is_recurrent(self) -> bool:
-    """Whether the actor or the critics have a core."""
-    return recurrent.has_core(self.actor, self.critic)
-
-  def memory(self, num_envs: int, unroll_length: int, stack: int = 0) -> Replay:
-    """Return the replay: windows of n steps, or sequences."""
-    if self.is_recurrent:
-      return self.recurrence.replay(self.buffer, num_envs, unroll_length, stack)
-    return windows(self.buffer, self.n_step, num_envs, unroll_length, stack=stack)
+  is_recurrent = property(recurrent.is_recurrent)
+  memory = recurrent.memory
+  initial_state = recurrent.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -92,10 +85,6 @@ class SAC:
     learned = SACLearned(self.actor.init(actor_key), self.critic.init(critic_key), log_alpha)
     opt_state = self.optimiser().init(learned)
     return TrainState(learned.actor, SACRest(learned.critic, log_alpha, learned.critic, opt_state))
-
-  def initial_state(self, env_id: Array) -> Any:
-    """Return the state of acting before the first timestep."""
-    return recurrent.begin(self.actor, env_id.shape[0]) if self.is_recurrent else ()
 
   def act(
     self,
