@@ -115,9 +115,8 @@ def test_the_settings_of_a_preset_are_told_as_options() -> None:
     text = train_help(preset)
     told = text.partition(f'preset {preset}, which is:\n')[2].partition('\n\n')[0]
     assert f'--total-steps {make().total_steps}' in ' '.join(told.split())
-    assert 'Config(' not in text and '=' not in told.replace(',length=', '').replace(
-      ',state=', ''
-    ).replace(',opponent=', '')
+    assert 'Config(' not in text
+    assert '=' not in re.sub(',(length|state|opponent|size)=', '', told)
 
 
 @pytest.mark.parametrize('preset', [None, *DISCOVERIES])

@@ -885,12 +885,13 @@ def test_differences_of_runs_are_told_in_a_few_lines() -> None:
 
   there, here = (
     run_identity.record(dataclasses.replace(PRESETS[name](), num_envs=n, unroll_length=2))
-    for name, n in (('r2d2-pong', 7), ('dqn-pong', 3))
+    for name, n in (('r2d2-memory', 7), ('memory', 3))
   )
-  differ(there, here, 'r2d2.* dqn', '--num-envs: .* 7.* 3')
+  differ(there, here, 'r2d2.* impala', '--num-envs: .* 7.* 3')
   impala = Impala(network=ActorCritic(hidden=(4, 4)))
   one = run_identity.record(Config(impala))
-  two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5, optimizer='adam\x1b')))
+  two = run_identity.record(Config(dataclasses.replace(impala, lambda_=0.5)))
+  two['agent']['optimizer'] = 'adam\x1b'
   differ(one, two, r'--agent.optimizer: .* adam, .* adam\\x1b', '--agent.lambda: .* 1.0.* 0.5')
   differ(one, one)
   many = {**one, 'agent': {'name': 'impala', **{f'x_{i}': i for i in range(20)}}}
