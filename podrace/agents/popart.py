@@ -193,7 +193,7 @@ def learn(
     params=after.params._replace(network=raw_head(after.params.network, units))
   )
   known = (statistics.weight > 0) & (statistics.var > 0)
-  # What else is in the parameters, as statistics of observations, follows from the beginning.
+  # The rest of the parameters, such as statistics of observations, moves from the beginning.
   network, rest = jax.tree.map(
     lambda new, old: jnp.where(known, new, old),
     (after.params.network, after.rest),
