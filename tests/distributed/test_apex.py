@@ -504,6 +504,16 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     assert all(name in str(ended[0]) for name in ("'two-2'", "'one-1'"))
 
 
+def test_a_learner_refuses_a_record_of_another_run(tmp_path: Path) -> None:
+  config, addresses = tiny(), addresses_in(tmp_path)
+  other = json.dumps(run_identity.record(dataclasses.replace(config, unroll_length=3)))
+  learner = publishing.Publishing(addresses, config, 1.0, 'one-1', dict)
+  reader = parameters.Parameters(addresses.parameters, record=other)
+  refused = pytest.raises(service.Refused, match=r'--unroll-length: .* 2, .* 3')
+  with contextlib.closing(learner), contextlib.closing(reader), refused:
+    reader.get(60)
+
+
 def test_a_spare_with_other_settings_is_refused_at_once(tmp_path: Path) -> None:
   config, addresses = tiny(), addresses_in(tmp_path)
   compare = functools.partial(run_identity.differences, run_identity.record(config))

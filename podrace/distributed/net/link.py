@@ -185,7 +185,7 @@ class Link:
       self._worker.check()
 
   def close(self, reason: str = 'closed') -> None:
-    """End the session and the thread, for whose end it waits CLOSE_SECONDS at most."""
+    """End the session and the thread. Wait for the end of the thread for CLOSE_SECONDS at most."""
     self._bye = reason
     with self.changed:
       self.closed = True
