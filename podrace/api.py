@@ -15,7 +15,7 @@ from podrace.run.callbacks import Callback
 from podrace.run.directory import load_config, read_summary
 from podrace.run.new_directory import name_run, run_directory
 from podrace.settings import user_code
-from podrace.settings.agents import default_agent
+from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.config import Config
 from podrace.settings.defaults import reset_unused, with_defaults
 from podrace.settings.presets import PRESETS
@@ -131,7 +131,8 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   """Return the configuration of a preset, or of an environment and an agent, as `podrace train`.
 
   Args:
-    preset: the name of a preset. None: the defaults of an agent in that kind of environment.
+    preset: the name of a preset. None: the defaults of an agent in that kind of environment, or
+      catch if neither an agent, an environment nor a log is named.
     **settings: fields of `Config`. `agent` is an agent, its name, or a dictionary of changes.
 
   Raises:
@@ -145,22 +146,25 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   if names := settings.keys() - {f.name for f in dataclasses.fields(Config)}:
     raise unknown('setting', min(names), [f.name for f in dataclasses.fields(Config)])
   agent = settings.pop('agent', None)
+  own = None if isinstance(agent, str | dict | None) else agent
   changes = agent if isinstance(agent, dict) else {}
-  if preset is not None:
-    config = PRESETS[preset]()
-    config = dataclasses.replace(config, **reset_unused(config, settings))
-    if isinstance(agent, str):
-      agent = default_agent(agent)
-  else:
-    config = Config(agent=default_agent(agent if isinstance(agent, str) else 'impala'))
-    if 'env' in settings and not isinstance(agent, str | None | dict):
-      config = dataclasses.replace(config, agent=agent)
+  if not (preset or own or isinstance(agent, str) or {'env', 'log'} & settings.keys()):
+    preset = 'catch'
+  if preset is None:
+    config = Config(agent=default_agent('impala'))
     if 'log' in settings:
       settings = {'env': ''} | settings  # the spaces are the log's
-    if 'env' in settings:
-      config = with_defaults(config, settings['env'], settings.get('log', ''))
-  if agent is not None and not isinstance(agent, str | dict):
-    config = dataclasses.replace(config, agent=agent)
+  else:
+    config = PRESETS[preset]()
+    config = dataclasses.replace(config, **reset_unused(config, settings))
+  differs = isinstance(agent, str) and agent != agent_name(config.agent)
+  if differs or own is not None:
+    config = dataclasses.replace(config, agent=own or default_agent(agent))
+  if preset is None or differs:
+    of = settings.get('env', config.env), settings.get('log', config.log)
+    config = with_defaults(config, *of)
+  if own is not None:
+    config = dataclasses.replace(config, agent=own)
   if 'architecture' not in settings:
     needs = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
     settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}

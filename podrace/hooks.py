@@ -35,6 +35,8 @@ The four functions are in `podrace.types.Agent`. The optional members:
 - `settings: int` and `init_members(keys) -> TrainState`: the number of settings of
   hyper-parameters, for runs of several seeds in one program, and the first states of all members.
   Each setting has the same seeds.
+- `diverged(train) -> bool array []`, with `settings`: whether a member learns nothing more, while
+  the members of other settings go on. Without, the run ends if any parameter is not finite.
 - `check_vma = False`: JAX does not prove that `learn` makes the same on all devices. For a `learn`
   with code that does not trace under that check, such as loops with literals as first carries.
 
@@ -135,6 +137,11 @@ def init_members(agent: Any, keys: Any) -> Any:
   import jax
 
   return jax.lax.map(agent.init, keys)
+
+
+def diverged(agent: Any) -> Callable[[TrainState], Array] | None:
+  """Return the function that says whether a member has diverged, or None."""
+  return getattr(agent, 'diverged', None)
 
 
 def gradient_steps(agent: Any) -> int:

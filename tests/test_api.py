@@ -21,6 +21,7 @@ from shorthand import Patch
 import podrace
 from podrace.agents.dqn import DQN
 from podrace.agents.ppo import PPO
+from podrace.commands.configure import parse_words
 from podrace.errors import RunError, UnknownName, UsageError
 from podrace.experiments import runs
 from podrace.run import loop as run
@@ -114,12 +115,27 @@ def test_it_trains_in_a_thread_too(tmp_path: Path) -> None:
     ('catch', {'seeds': 2}, dataclasses.replace(PRESETS['catch'](), seeds=2)),
     ('cartpole', {'agent': {'learning_rate': 0.5}},
      dataclasses.replace(PRESETS['cartpole'](), agent=dataclasses.replace(PRESETS['cartpole']().agent, learning_rate=0.5))),
-    ('catch', {'agent': 'dqn'}, dataclasses.replace(PRESETS['catch'](), agent=DQN())),
     ('catch', {'agent': DQN(double=False)}, dataclasses.replace(PRESETS['catch'](), agent=DQN(double=False))),
   ],
 )  # fmt: skip
 def test_configure(preset: str, settings: Any, expected: Any) -> None:
   assert podrace.configure(preset, **settings) == expected
+
+
+@pytest.mark.parametrize(
+  'words, preset, settings',
+  [
+    ('catch --agent dqn', 'catch', {'agent': 'dqn'}),
+    ('cartpole --agent dqn --num-envs 8', 'cartpole', {'agent': 'dqn', 'num_envs': 8}),
+    ('cartpole --agent ppo', 'cartpole', {'agent': 'ppo'}),
+    ('catch --env gymnax:Asterix-MinAtar --agent ppo', 'catch', {'env': 'gymnax:Asterix-MinAtar', 'agent': 'ppo'}),
+    ('--agent ppo', None, {'agent': 'ppo'}),
+    ('--env gymnax:Acrobot-v1', None, {'env': 'gymnax:Acrobot-v1'}),
+    ('--seeds 2', None, {'seeds': 2}),
+  ],
+)  # fmt: skip
+def test_configure_is_the_command_line(words: str, preset: Any, settings: Any) -> None:
+  assert podrace.configure(preset, **settings) == parse_words(words.split(), 'podrace train')
 
 
 def test_configure_changes_what_is_within() -> None:

@@ -116,7 +116,7 @@ METRICS = (
     'explained_variance',
     '1 minus the mean squared error of the values by the variance of the targets. 1: exact. 0 '
     'or less: no better than a constant.',
-    (*POLICY_GRADIENT, *MODEL_BASED, 'intrinsic'),
+    (*POLICY_GRADIENT, *MODEL_BASED),
   ),
   MetricRow(
     'saturation',

@@ -10,12 +10,14 @@ import copy
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from podrace import hooks
 from podrace.fields import PlainText
-from podrace.learner import Learned
+from podrace.learner import Learned, all_finite
+from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Sample, TimeStep, TrainState
 
 
@@ -96,11 +98,29 @@ class Varied:
     return output
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
-    """Make one update from a sample."""
+    """Make one update from a sample.
+
+    A member whose loss or parameters become NaN or infinite has diverged. It keeps its last finite
+    parameters, learns nothing more, and has NaN for its values.
+    """
     values, rest = train.rest
     agent = with_values(self.agent, values)
     after, priority, metrics = agent.learn(TrainState(train.params, rest), sample, key)
-    return TrainState(after.params, VariedRest(values, after.rest)), priority, metrics
+    finite_loss = lax.pmin(jnp.isfinite(metrics['loss']).astype(jnp.int32), AXIS) == 1
+    fine = finite_loss & all_finite((after.params, values))
+
+    def if_fine(x: Array, y: Array | float) -> Array:
+      return jnp.where(fine, x, y)
+
+    kept = jax.tree.map(if_fine, after, TrainState(train.params, rest))
+    values = {name: if_fine(x, jnp.nan) for name, x in values.items()}
+    metrics = {name: if_fine(x, 0.0) for name, x in metrics.items()}
+    kept = TrainState(kept.params, VariedRest(values, kept.rest))
+    return kept, if_fine(priority, 1.0), metrics
+
+  def diverged(self, train: TrainState) -> Array:
+    """Return whether a member has diverged, [] bool."""
+    return ~all_finite((train.params, train.rest.values))
 
 
 def _value(settings: Any, path: str) -> Any:

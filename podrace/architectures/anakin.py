@@ -26,7 +26,7 @@ from podrace.architectures.protocol import Part
 from podrace.architectures.sharding import train_specs, with_shardings
 from podrace.architectures.unroll import ActorState, actor_on_mesh, pooled
 from podrace.envs.base import batch
-from podrace.hooks import gradient_steps, init_members
+from podrace.hooks import diverged, gradient_steps, init_members
 from podrace.learner import Log, add_to_log, all_finite, empty_log, init_memory
 from podrace.types import Agent, Array, Environment, Replay, TrainState
 
@@ -198,14 +198,20 @@ class Anakin:
 
   @functools.cached_property
   def health(self) -> Any:
-    """State -> (first bad update, all parameters are finite, counts of faults).
+    """State -> (first bad update, all parameters are finite, counts of faults), each by seed.
 
     The first is the update in which the loss was not finite, -1 if there is none. The counts are
     the numbers of environments with each of `podrace.architectures.faults.FAULTS`.
     """
+    has_diverged = diverged(self.agent)
+
+    def is_finite(train: TrainState) -> Array:
+      return all_finite(train.params) if has_diverged is None else ~has_diverged(train)
+
+    finite_by_seed = jax.vmap(is_finite) if self.seeds > 1 else is_finite
 
     def check(state: State) -> tuple[Array, Array, Array]:
-      return state.log.broken, all_finite(state.train.params), count_faults(state.actor.faults)
+      return state.log.broken, finite_by_seed(state.train), count_faults(state.actor.faults)
 
     return jax.jit(check, out_shardings=topology.replicated(self.mesh))
 

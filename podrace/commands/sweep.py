@@ -66,14 +66,24 @@ def run(args: list[str]) -> int:
     raise UsageError(f'--method is {", ".join(METHODS)}, not {method!r}')
   if trials < 1 or options.whole('--jobs') < 1:
     raise UsageError('--trials and --jobs must be at least 1')
-  if '--prune' in options and method != 'tpe':
-    raise UsageError(f'--prune is for --method tpe, not {method}')
+  for option, methods in (
+    ('--prune', ('tpe',)),
+    ('--every', ('pbt',)),
+    ('--trials', METHODS[1:]),
+  ):
+    if option in options and method not in methods:
+      raise UsageError(f'{option} is for --method {" or ".join(methods)}, not {method}')
   from podrace.experiments.sweep import plan, settings
 
   spaces = settings.parse(options.every('--vary'))
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
   config = configure.parse_config(preset, options, 'podrace sweep')
+  logs = options.passed('--log-every') is not None
+  if method == 'pbt' and logs and config.log_every != options.whole('--every'):
+    raise UsageError(
+      f'--log-every {config.log_every}: a population logs at each of its changes; give --every'
+    )
   for sample in settings.sample_options(spaces):  # refuse a bad value before anything is written
     configure.parse(config, sample, 'podrace sweep')
   folder = options.path('--dir') or Path('sweeps') / name_run(preset, config.env, config.log)

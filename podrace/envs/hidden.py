@@ -58,8 +58,8 @@ def read(library: str, name: str, options: dict[str, Value]) -> tuple[int, ...]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ObservationWrapper:
-  """Base of dynamics that change nothing but observations."""
+class DynamicsWrapper:
+  """Base of dynamics around other dynamics: spaces and infos are the inner ones."""
 
   dynamics: Any  # podrace.envs.base.Dynamics
 
@@ -81,7 +81,7 @@ class ObservationWrapper:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PositionsOnly(ObservationWrapper):
+class PositionsOnly(DynamicsWrapper):
   """Dynamics that leave velocities out of observations, which are vectors."""
 
   kept: tuple[int, ...]

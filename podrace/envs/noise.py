@@ -12,13 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.envs.base import NextStepReset
-from podrace.envs.hidden import ObservationWrapper
+from podrace.envs.hidden import DynamicsWrapper
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class NoisyObservations(ObservationWrapper):
+class NoisyObservations(DynamicsWrapper):
   """Dynamics with Gaussian noise on observations, clipped to their space, as in POPGym.
 
   Morad et al. 2023 (arXiv 2303.01859); the deviations of its noisy CartPole are 0.1, 0.2 and 0.3.

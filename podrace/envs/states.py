@@ -11,20 +11,19 @@ import jax
 import numpy as np
 
 from podrace.envs.adapters.adapt import box
-from podrace.envs.base import Dynamics, NextStepReset, infos
+from podrace.envs.base import NextStepReset
+from podrace.envs.hidden import DynamicsWrapper
 from podrace.envs.spaces import STATE
 from podrace.errors import UnknownName
 from podrace.types import Array, Environment, TimeStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class WithState:
+class WithState(DynamicsWrapper):
   """Dynamics that put the state into observations, as a tuple of arrays.
 
   An observation that is no dict becomes the entry `observation` of one.
   """
-
-  dynamics: Dynamics
 
   @functools.cached_property
   def observation_space(self) -> gymnasium.spaces.Dict:
@@ -33,11 +32,6 @@ class WithState:
     parts = dict(inner) if isinstance(inner, gymnasium.spaces.Dict) else {'observation': inner}
     state = gymnasium.spaces.Tuple([_any_value(x) for x in jax.tree.leaves(self._shapes)])
     return gymnasium.spaces.Dict({**parts, STATE: state})
-
-  @property
-  def action_space(self) -> gymnasium.Space:
-    """Space of the actions of one environment."""
-    return self.dynamics.action_space
 
   @functools.cached_property
   def _shapes(self) -> Any:
@@ -62,10 +56,6 @@ class WithState:
     parts = observation if isinstance(observation, dict) else {'observation': observation}
     shown = tuple(_plain(x) for x in jax.tree.leaves(state))
     return state, timestep._replace(observation={**parts, STATE: shown})
-
-  def infos(self, state: Any) -> dict[str, Array]:
-    """Return numbers to log about the episode that ends in `state`."""
-    return infos(self.dynamics, state)
 
 
 def with_state(name: str, env: Environment) -> Environment:

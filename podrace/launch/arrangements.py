@@ -87,29 +87,43 @@ class LaunchRequest:
     """The options for the keys of a process that connects or listens."""
     return ('--keys', '{keys}') if self.keyed else ()
 
-  def command(self, name: str, *more: str, only: tuple[str, ...] | None = None) -> tuple[str, ...]:
+  def command(
+    self,
+    name: str,
+    *more: str,
+    only: tuple[str, ...] | None = None,
+    without: tuple[str, ...] = (),
+  ) -> tuple[str, ...]:
     """Return the command podrace NAME [PRESET] with the arguments of the run, then `more`.
 
     Args:
       name: the name of the command.
       more: further words.
       only: the options to pass, besides the fields of the agent. None: all arguments.
+      without: options that the command does not take.
     """
     preset = () if self.preset is None else (self.preset,)
-    arguments = self.arguments if only is None else tuple(select_options(self.arguments, only))
+    arguments = select_options(self.arguments, only, without=without)
     return ('podrace', name, *preset, *map(literal, arguments), *more)
 
 
 def select_options(
-  arguments: tuple[str, ...], names: tuple[str, ...], of_agent: bool = True
+  arguments: tuple[str, ...],
+  names: tuple[str, ...] | None,
+  of_agent: bool = True,
+  without: tuple[str, ...] = (),
 ) -> list[str]:
-  """Return the options `names` with their values, and with `of_agent` the fields of the agent."""
+  """Return the options `names` with their values, and with `of_agent` the fields of the agent.
+
+  With None for `names`, return all options but those in `without`.
+  """
   selected: list[str] = []
-  taken = False
+  taken = names is None
   for argument in arguments:
     if argument.startswith('--'):
       name = argument.partition('=')[0].replace('_', '-')
-      taken = name in names or (of_agent and name.startswith('--agent.'))
+      taken = names is None or name in names or (of_agent and name.startswith('--agent.'))
+      taken = taken and name not in without
     if taken:
       selected.append(argument)
   return selected
@@ -218,13 +232,23 @@ def learners(request: LaunchRequest) -> Program:
 def _over_service(arrangement: str, request: LaunchRequest) -> tuple[Node, ...]:
   """Return the nodes of replay, the learner and acting processes."""
   request.demand(arrangement, replay='service', lag='async', envs='local', architecture='sebulba')
+  agent = request.config.agent
+  if learns_from_replay(agent) and select_options(
+    request.arguments, ('--max-lag',), of_agent=False
+  ):
+    raise UsageError(
+      f'--as {arrangement}: {agent_name(agent)} learns from replay, where --max-staleness bounds '
+      'the lag; leave out --max-lag'
+    )
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
     '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
     *request.keys, *select_options(request.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
-  learner = request.command('train', '--replay', 'service', '--lag', 'async', *at)
+  learner = request.command(
+    'train', '--replay', 'service', '--lag', 'async', *at, without=('--actor-devices',)
+  )
   actors = request.command(
     'act', *at, *request.keys, '--params', '{learner}',
     '--local-envs', str(request.config.num_envs // request.actors),

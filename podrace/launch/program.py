@@ -32,7 +32,8 @@ class Backoff:
   Attributes:
     first: seconds before the first restart.
     most: the longest pause, in seconds.
-    healthy: seconds of life after which earlier failures no longer count.
+    healthy: seconds of life after which earlier failures no longer count. A learner must have saved
+      a checkpoint as well since its last failure.
     failures: failures in a row with which the program fails.
   """
 

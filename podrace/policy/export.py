@@ -77,7 +77,7 @@ def export(
     raise UsageError(f'{folder} exists already: name a new directory')
   resolved = Resolved(config, run_dir).acting
   agent, env = innermost(resolved.agent), eval_env(resolved)
-  if hasattr(getattr(agent, 'network', None), 'dynamics'):
+  if getattr(agent, 'simulations', 0):
     raise UsageError(
       f'{agent_name(agent)} acts by a search in a model, and export writes policies of one '
       'network only'

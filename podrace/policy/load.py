@@ -18,7 +18,14 @@ from typing import Any
 import numpy as np
 
 from podrace.errors import PolicyError, UnreadableFile
-from podrace.policy.network import STATES, Numpy, Params, PolicyNetwork, flatten_space
+from podrace.policy.network import (
+  COVERED,
+  STATES,
+  Numpy,
+  Params,
+  PolicyNetwork,
+  flatten_space,
+)
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.files.schema import (
   COUNT,
@@ -65,7 +72,8 @@ NETWORK = {
   'atoms': needed(Member('a whole number', 1, 2**20)),
 }
 
-Step = Callable[[list[np.ndarray], Any, int], tuple[np.ndarray, Any]]  # arrays, state, batch
+# Arrays of observations [B, ...], state, which episodes begin [B] -> actions, next state.
+Step = Callable[[list[np.ndarray], Any, np.ndarray], tuple[np.ndarray, Any]]
 
 
 def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
@@ -85,10 +93,7 @@ def load_policy(folder: Path | str, runtime: str = 'numpy') -> Policy:
   about = _read_description(folder)
   files = {name: _read_verified(folder / name, digest) for name, digest in about['sha256'].items()}
   if runtime != 'jax' and about['network'] is None:
-    raise PolicyError(
-      f'{about["agent"]} has a network of its own, or a transformer, or does not take its '
-      "network's best action, so only JAX can run it: take runtime='jax'"
-    )
+    raise PolicyError(f"only JAX runs {folder}: take runtime='jax'. {COVERED}")
   if runtime == 'onnx':
     return Policy(about, _make_onnx_step(about, _require_file(files, GRAPH, folder)))
   from safetensors.numpy import load
@@ -225,8 +230,20 @@ class Policy:
     action, after = self.act_many(_map(lambda x: np.asarray(x)[None], observation), state)
     return action[0], after
 
-  def act_many(self, observations: Any, state: Any = None) -> tuple[np.ndarray, Any]:
-    """Act for a batch of observations [B, ...]. All episodes begin if `state` is None."""
+  def act_many(
+    self, observations: Any, state: Any = None, first: Any = None
+  ) -> tuple[np.ndarray, Any]:
+    """Act for a batch of observations [B, ...].
+
+    Args:
+      observations: as in `act`, with a batch axis.
+      state: None at the first call, then the state that the last call returned.
+      first: [B] bool: the episodes that begin with these observations. Default: all if `state` is
+        None, else none.
+
+    Raises:
+      ValueError: if the observations do not fit their space, or `first` does not fit the batch.
+    """
     arrays = list(_flatten(self.about['observation_space'], observations))
     specs = flatten_space(self.about['observation_space'])
     size = len(arrays[0])
@@ -236,12 +253,23 @@ class Policy:
           f'an observation of shape {list(x.shape[1:])} came, expected {spec["shape"]}'
         )
     typed = [_convert(x, spec) for spec, x in zip(specs, arrays, strict=True)]
-    action, after = self._step(typed, state, size)
+    action, after = self._step(typed, state, _first(size, state, first))
     return self._in_space(action), after
 
   def _in_space(self, x: np.ndarray) -> np.ndarray:
     about = self.about['action']
     return x.astype(about['dtype']).reshape(len(x), *about['shape'])
+
+
+def _first(size: int, state: Any, first: Any) -> np.ndarray:
+  """Return which episodes of a batch begin, [size] bool."""
+  begin = np.full(size, state is None) if first is None else np.asarray(first)
+  if begin.shape != (size,) or begin.dtype != bool:
+    came = f'{begin.dtype} of shape {list(begin.shape)}'
+    raise ValueError(f'first is {came}, expected bool of shape [{size}]')
+  if state is None and not begin.all():
+    raise ValueError('first is False for an episode without a state: give the last state')
+  return begin
 
 
 def _convert(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
@@ -282,16 +310,21 @@ def make_numpy_step(about: dict[str, Any], params: Params) -> Step:
   """Return the step function of the NumPy runtime."""
   network = PolicyNetwork(about, params, Numpy())
 
-  def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:
-    return network.step(arrays, _initial_core_state(about, size) if state is None else state)
+  def step(arrays: list[np.ndarray], state: Any, first: np.ndarray) -> tuple[np.ndarray, Any]:
+    return network.step(arrays, _core_state(about, state, first))
 
   return step
 
 
-def _initial_core_state(about: dict[str, Any], size: int) -> tuple[np.ndarray, ...]:
-  """Return the core's state [size, core_size] at the beginning of an episode."""
+def _core_state(about: dict[str, Any], state: Any, first: np.ndarray) -> tuple[np.ndarray, ...]:
+  """Return the core's state [B, core_size], zeros where an episode begins."""
   net = about['network']
-  return tuple(np.zeros((size, net['core_size']), np.float32) for _ in range(STATES[net['core']]))
+  if state is None:
+    zeros = np.zeros((len(first), net['core_size']), np.float32)
+    return (zeros,) * STATES[net['core']]
+  if not first.any():
+    return tuple(state)
+  return tuple(np.where(first[:, None], np.float32(0), x) for x in state)
 
 
 def _make_onnx_step(about: dict[str, Any], graph: bytes) -> Step:
@@ -308,8 +341,8 @@ def _make_onnx_step(about: dict[str, Any], graph: bytes) -> Step:
     raise PolicyError(f'{GRAPH} cannot be loaded: {type(e).__name__}: {str(e)[:200]}') from e
   names = [x.name for x in session.get_inputs()]
 
-  def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:
-    before = _initial_core_state(about, size) if state is None else state
+  def step(arrays: list[np.ndarray], state: Any, first: np.ndarray) -> tuple[np.ndarray, Any]:
+    before = _core_state(about, state, first)
     action, *after = session.run(None, dict(zip(names, [*arrays, *before], strict=True)))
     return action, tuple(after)
 
@@ -328,10 +361,9 @@ def _make_jax_step(about: dict[str, Any], params: Params, serialized: bytes) -> 
     raise PolicyError(f'{PROGRAM} cannot be loaded: {type(e).__name__}: {str(e)[:200]}') from e
   on_device = jax.device_put(params)
 
-  def step(arrays: list[np.ndarray], state: Any, size: int) -> tuple[np.ndarray, Any]:
-    first = np.full(size, state is None)
+  def step(arrays: list[np.ndarray], state: Any, first: np.ndarray) -> tuple[np.ndarray, Any]:
     if state is None:
-      state = [np.zeros((size, *x['shape']), x['dtype']) for x in about['state']]
+      state = [np.zeros((len(first), *x['shape']), x['dtype']) for x in about['state']]
     observations = _unflatten(about['observation_space'], iter(arrays))
     action, after = program(on_device, state, observations, first)
     return np.asarray(jax.device_get(action)), after

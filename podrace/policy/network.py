@@ -21,6 +21,12 @@ IMAGES = {
 CONVOLVED = 2**26  # most numbers of a convolution of one observation: its patches or features
 STRIDES = {'nature': (4, 2, 1), 'impala': (4, 2), 'grid': (1,)}  # strides of the convolutions
 
+COVERED = (
+  'NumPy and ONNX run ppo, impala, pqn, bc and r2d2, also with a GRU or LSTM that sees only '
+  'observations, and dqn, sac and d4pg without a core; they have no transformer, and no network of '
+  'your own'
+)
+
 Params = dict[str, np.ndarray]
 Tensor = Any  # an array of NumPy, or a value of a graph: both have + - * / @
 Bound = np.ndarray | np.floating

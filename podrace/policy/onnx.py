@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.policy.network import STATES, Bound, Params, PolicyNetwork, flatten_space
+from podrace.policy.network import COVERED, STATES, Bound, Params, PolicyNetwork, flatten_space
 from podrace.system import importing
 
 OPSET, IR = 18, 10  # ONNX Runtime reads them since 1.18
@@ -21,10 +21,7 @@ BATCH = 'batch'
 def why_not(about: dict[str, Any]) -> str:
   """Return the reason why a policy has no ONNX graph, or ''."""
   if about['network'] is None:
-    return (
-      f'{about["agent"]} has a network of its own, or a transformer, or does not take its '
-      "network's best action; only the best actions of podrace's other networks are written as ONNX"
-    )
+    return f'only JAX runs this policy. {COVERED}'
   try:
     import onnx.helper  # noqa: F401 (a directory of the name onnx has none)
   except Exception as e:

@@ -141,11 +141,11 @@ class Fit:
     now = to_json(self._config)  # of `discover` it names neither
     if now.get('architecture', 'anakin') == 'anakin':
       own = ', as each device of a gossip run has parameters of its own'
-      return f'give --devices {mesh}{own if now.get("agree") == "gossip" else ""}'
+      return f'give --devices {mesh} --override{own if now.get("agree") == "gossip" else ""}'
     old = completed_record(read_record(self._run_dir) or {}, self._config)
     given = {name: old.get(name) for name in ('devices', 'actor_devices', 'learner_devices')}
     had = ' '.join(f'{option(name)} {value}' for name, value in given.items() if value)
     return (
-      f'give --learner-devices with {mesh}, of all processes together; the run had '
+      f'give --learner-devices with {mesh}, of all processes together, and --override; the run had '
       f'{had or "no options for its devices"}'
     )

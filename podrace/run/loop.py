@@ -29,7 +29,7 @@ from podrace.run.save_and_resume import Saves
 from podrace.run.saved_params import best_step
 from podrace.run.setting_changes import last_change, note_changes
 from podrace.run.summary import final_return
-from podrace.run.updates import UpdateLoop, count_updates
+from podrace.run.updates import UpdateLoop, count_updates, diverged_members
 from podrace.run.warm_start import WarmStart
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
@@ -282,19 +282,6 @@ class Run:
   def _restore_or_init(self) -> tuple[Any, Any]:
     """Return the state that the run continues from, or a first one, and the keys of the seeds."""
     state = self._restore()
-    if self.leader:
-      changed = changes_of(self.config, self.run_dir)
-      note_changes(self.run_dir, max(self.saves.saved, 0), changed)
-      if self.callbacks.ended and self.saves.saved == last_change(self.run_dir):
-        self.callbacks.ended = ''  # the run goes on from there
-      for change in changed:
-        self.say(f'changed: {change}')
-      if EVALUATION & {change.path for change in changed} and best_step(self.run_dir) is not None:
-        self.warn(
-          'evaluations are not as before, and the best checkpoint is chosen among all: the larger '
-          'return may be that of the easier evaluation'
-        )
-      self._record()
     each = self.seeds // hooks.settings(self.config.agent)
     seeds = np.uint32(self.config.seed) + np.arange(self.seeds, dtype=np.uint32) % np.uint32(each)
     keys = jax.vmap(jax.random.key)(seeds)
@@ -335,8 +322,24 @@ class Run:
       self.log.check_lines('eval.jsonl', self.evaluations.lines)
       self.evaluations.resume(state.train.params)
     if self.leader:  # now nothing can refuse the run, which goes on
+      self._note_changes()
       (self.run_dir / 'summary.json').unlink(missing_ok=True)
     self.program.start(state, keys)
+
+  def _note_changes(self) -> None:
+    """Record settings that differ from those of the run before."""
+    changed = changes_of(self.config, self.run_dir)
+    note_changes(self.run_dir, max(self.saves.saved, 0), changed)
+    if self.callbacks.ended and self.saves.saved == last_change(self.run_dir):
+      self.callbacks.ended = ''  # the run goes on from there
+    for change in changed:
+      self.say(f'changed: {change}')
+    if EVALUATION & {change.path for change in changed} and best_step(self.run_dir) is not None:
+      self.warn(
+        'evaluations are not as before, and the best checkpoint is chosen among all: the larger '
+        'return may be that of the easier evaluation'
+      )
+    self._record()
 
   def _oldest_checkpoint(self) -> int:
     return min(saved_steps(self.run_dir), default=-1)
@@ -385,12 +388,13 @@ class Run:
       'params_sha256': params_sha256(state.train.params),
       'machine': machine(),
     }
-    if self.callbacks.ended:
-      summary['ended'] = self.callbacks.ended
-    if missing := {name: n for name, n in self.log.missing.items() if n}:
-      summary['missing_lines'] = missing
-    if diagnoses := self.log.diagnostics.made:
-      summary['diagnostics'] = diagnoses
+    at_times = {
+      'ended': self.callbacks.ended,
+      'missing_lines': {name: n for name, n in self.log.missing.items() if n},
+      'diagnostics': self.log.diagnostics.made,
+      'diverged': diverged_members(self.program.health(state)),  # of a sweep
+    }
+    summary |= {name: value for name, value in at_times.items() if value}
     if self.leader:
       write_json(self.run_dir / 'summary.json', summary)
     return summary

@@ -14,8 +14,10 @@ from podrace import hooks
 from podrace.envs.adapters.pgx import OPPONENTS
 from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
+from podrace.networks import is_recurrent
 from podrace.run.directory import load_config, read_record
 from podrace.run.saved_params import NEWEST, restore_params
+from podrace.settings.agents import AGENTS, agent_name
 from podrace.settings.resolved import Resolved
 from podrace.types import MID, Array, TimeStep
 
@@ -45,6 +47,16 @@ def check_chain(run_dir: Path, env: str) -> None:
     if record is None:  # the run was deleted
       return
     env = record['env']
+
+
+def _has_memory(agent: Any, ids: Array) -> bool:
+  """Return whether actions depend on earlier observations, for all that is known of the agent.
+
+  The state of podrace's agents also has numbers that actions do not depend on, such as returns.
+  """
+  if agent_name(agent) in AGENTS:
+    return any(map(is_recurrent, hooks.networks(agent).values()))
+  return bool(jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)))
 
 
 def _opponent_of(env: str) -> str | None:
@@ -94,7 +106,7 @@ def load_opponent(
   if hasattr(agent, 'simulations'):
     agent = dataclasses.replace(agent, simulations=0)
   ids = jnp.zeros(1, jnp.int32)
-  if jax.tree.leaves(jax.eval_shape(agent.initial_state, ids)):
+  if _has_memory(agent, ids):
     raise UsageError(f'opponent {run_dir} is recurrent: an opponent has no memory')
   params = jax.device_get(restore_params(resolved, run_dir, checkpoint, 0).params)
 

@@ -70,7 +70,14 @@ class Saves:
       )
 
   def save(self, update: int, state: Any) -> None:
-    """Begin a checkpoint of the state after `update` updates, unless there is one."""
+    """Begin a checkpoint of the state after `update` updates, unless there is one.
+
+    If the checkpoint before has failed, this one is awaited, as the run may go on if it succeeds.
+
+    Raises:
+      CheckpointError: if both have failed. In a run of several processes, which save together, if
+        the one before has failed.
+    """
     self.check_directory()
     step = update * self._config.steps_per_update
     if step == self.saved or not update:  # a run that has not begun begins alike again
@@ -83,10 +90,20 @@ class Saves:
       **{name: part.save() for name, part in self._parts.items()},
     }
     params, rest = _split(state)
-    extra = self._replay.save(self.checkpoints.extra(step)) if self._replay else None
-    self.checkpoints.save(step, params, rest, meta, extra)
+    try:
+      self._begin(step, params, rest, meta)
+    except CheckpointError as e:
+      if jax.process_count() > 1:
+        raise
+      self._warn(f'{e}\ntrying to save step {step:,}')
+      self._begin(step, params, rest, meta)
+      self.checkpoints.wait()
     self.saved = step
     self._after_save(self._run_dir, state)
+
+  def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
+    extra = self._replay.save(self.checkpoints.extra(step)) if self._replay else None
+    self.checkpoints.save(step, params, rest, meta, extra)
 
   @contextlib.contextmanager
   def failing(self, update: int, state: Any) -> Iterator[None]:

@@ -214,7 +214,9 @@ class BestParams:
     if not is_number(mean) or (self._kept and mean <= self._kept[-1][1]):
       path.unlink(missing_ok=True)
       return
-    move(path, self._folder / f'{step}{SUFFIX}')
+    best = self._folder / f'{step}{SUFFIX}'
+    best.unlink(missing_ok=True)  # the same parameters, whose line of eval.jsonl was lost
+    move(path, best)
     self._kept.append((step, float(mean)))
     oldest = self._oldest()
     needed = next((i for i, (s, _) in reversed([*enumerate(self._kept)]) if s <= oldest), 0)

@@ -62,6 +62,7 @@ class UpdateLoop:
   ) -> None:
     self.config, self.program, self.seeds = config, program, seeds
     self.saves, self.log, self.evaluations, self.stop = saves, log, evaluations, stop
+    self._reported: set[int] = set()  # settings that have diverged
 
   def run(self, state: Any) -> Any:
     """Make updates to the end of the run; returns the state after them.
@@ -154,7 +155,20 @@ class UpdateLoop:
     return int(all_[0, 0]), int(all_[:, 1].max()), bool(all_[0, 2]), bool(all_[0, 3])
 
   def _check_health(self, update: int) -> None:
-    """Raise RunError or UnfitSetting if the loss or a parameter is not finite."""
+    """Raise RunError or UnfitSetting if the loss or a parameter is not finite.
+
+    Of several settings, one that diverges is reported, and the run goes on.
+    """
+    settings, diverged = hooks.settings(self.config.agent), diverged_members(self.health)
+    if settings > 1 and len(diverged) < self.seeds:
+      each = self.seeds // settings
+      for setting in sorted({i // each for i in diverged} - self._reported):
+        self._reported.add(setting)
+        self.log.warn(
+          f'setting {setting} has diverged by step {update * self.config.steps_per_update:,}: its '
+          'loss or a parameter is NaN or infinite. It learns nothing more; other settings go on'
+        )
+      return
     broken, finite = self.health
     bad = [int(b) for b in np.atleast_1d(broken) if b >= 0]
     if not bad and np.all(finite):
@@ -176,6 +190,12 @@ class UpdateLoop:
       f'What is learned is made by {learn}. A lower learning rate often helps; else look for a '
       'logarithm, a root or a division at 0 there: jax.debug.print shows values from within it.'
     )
+
+
+def diverged_members(health: tuple[Any, Any]) -> list[int]:
+  """Return the members whose loss or parameters are not finite, of `Architecture.health`."""
+  broken, finite = (np.atleast_1d(x) for x in health)
+  return np.flatnonzero((broken >= 0) | ~finite).tolist()
 
 
 def count_updates(state: Any) -> int:

@@ -42,10 +42,11 @@ def logged(name: str, **more: Any) -> set[str]:
 )
 def test_each_metric_of_an_agent_has_a_meaning(name: str) -> None:
   """A new metric of an agent needs a row in podrace/agents/metrics.py."""
-  names = logged(name)
-  missing = names - metrics.meanings_of(name).keys()
+  names, meanings = logged(name), metrics.meanings_of(name).keys()
+  missing = names - meanings
   assert not missing, f'podrace/agents/metrics.py has no row for {missing} of {name}'
   assert metrics.MOST_TELLING[name] in names
+  assert not (meanings - names) & {'explained_variance'}
 
 
 def test_a_metric_has_one_meaning_for_an_agent() -> None:

@@ -255,6 +255,43 @@ def test_a_population(tmp_path: Path, capsys: Capture, several_seeds: None) -> N
   assert 'podrace export' in found['command'] and '--member' in found['command']
 
 
+def test_a_setting_that_diverges_ends_alone(
+  tmp_path: Path, capsys: Capture, several_seeds: None
+) -> None:
+  args = ['catch', '--vary', 'agent.learning-rate=1e-3,1e30', '--seeds', '2', *OPTIONS]
+  found, said = sweep(tmp_path, capsys, *args, '--devices', '1')
+  assert 'setting 1 has diverged' in said
+  good, bad = json.loads((tmp_path / 'sweep/results.json').read_text())
+  assert (good['state'], good['settings']) == ('finished', {'agent.learning-rate': 1e-3})
+  assert (bad['state'], bad['score']) == ('diverged', None)
+  alone = podrace.configure('catch', **SMALL | dict(agent={'learning_rate': 1e-3}, seeds=2))
+  result = podrace.train(alone, tmp_path / 'alone', quiet=True)
+  np.testing.assert_allclose(result.summary['episode_return_by_seed'], good['scores'], atol=0.1)
+  again, _ = sweep(tmp_path, capsys, *args, '--devices', '1')
+  assert again == found
+
+
+def test_settings_that_all_diverge_end_the_sweep(
+  tmp_path: Path, capsys: Capture, several_seeds: None
+) -> None:
+  args = ['catch', '--vary', 'agent.learning-rate=1e29,1e30', *OPTIONS]
+  _, said = sweep(tmp_path, capsys, *args, '--devices', '1', code=1)
+  assert 'NaN' in said
+
+
+def test_a_member_that_has_diverged_is_the_worst(tmp_path: Path) -> None:
+  spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
+  population = together.Population(spaces, 1, tmp_path / 'population.json')
+  rest = together_rest(np.array([1.0, 2.0, np.nan, np.nan], np.float32))
+  train = TrainState({'w': jax.numpy.arange(4.0)}, rest)
+  line = {'step': 5, 'episode_return_by_seed': [3.0, 1.0, 9.0, 8.0]}
+  after = population.transform(train, line)
+  np.testing.assert_array_equal(after.params['w'], [0, 1, 0, 3])
+  assert json.loads((tmp_path / 'population.json').read_text())[0]['values'] == {
+    'learning_rate': [1.0, 2.0, pytest.approx(float(after.rest.values['learning_rate'][2])), None]
+  }
+
+
 def test_the_directory_of_a_file_s_environment_is_in_sweeps(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
@@ -296,7 +333,7 @@ def together_rest(values: np.ndarray) -> Any:
 
 
 def test_a_population_of_what_is_no_program_is_refused(tmp_path: Path, capsys: Capture) -> None:
-  args = ['catch', '--vary', 'num-envs=8..16', '--method', 'pbt', *OPTIONS[2:]]
+  args = ['catch', '--vary', 'num-envs=8..16', '--method', 'pbt', *OPTIONS[2:-2]]
   _, said = sweep(tmp_path, capsys, *args, code=2)
   assert '--method pbt' in said and 'num-envs' in said
 
@@ -378,6 +415,12 @@ def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> 
     (['catch'], '--vary'),
     (['catch', '--vary', 'x=1', '--method', 'best'], '--method'),
     (['catch', '--vary', 'x=1', '--prune'], '--method tpe'),
+    (['catch', '--vary', 'x=1', '--trials', '3'], 'not grid'),
+    (['catch', '--vary', 'x=1', '--every', '3', '--method', 'random'], '--method pbt'),
+    (
+      ['catch', '--vary', 'agent.discount=0.9..1', '--method', 'pbt', '--log-every', '3'],
+      '--every',
+    ),
     (['catch', '--vary', 'x=1', '--run-dir', 'y'], '--dir'),
     (['catch', '--vary', 'agent.x=1'], '--agent.x'),
     (['catch', '--vary', 'agent.learning-rate=1,a'], "'a'"),

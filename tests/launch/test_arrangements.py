@@ -47,6 +47,18 @@ def test_seed(tmp_path: Path) -> None:
   }
 
 
+def test_each_process_gets_options_that_it_takes(tmp_path: Path) -> None:
+  arguments = ('--seed', '0', '--actor_devices', '0', '--total-steps', '9')
+  found = commands(ARRANGEMENTS['apex'](asked('dqn-cartpole', *arguments, actors=1)), tmp_path)
+  assert ' --actor_devices 0' in found['act'] and 'actor' not in found['learner']
+  assert ' --seed 0 --total-steps 9 ' in found['learner']
+  with pytest.raises(UsageError, match='--max-staleness'):
+    ARRANGEMENTS['apex'](asked('dqn-cartpole', '--max_lag', '2'))
+  assert ' --max-lag 2' in str(
+    commands(ARRANGEMENTS['impala'](asked('catch', '--max-lag', '2')), tmp_path)
+  )
+
+
 def test_every_process_has_keys_on_several_machines() -> None:
   presets = (('seed', 'pong'), ('apex', 'apex-pong'), ('reanalyse', 'muzero-catch'))
   for arrangement, preset in presets:

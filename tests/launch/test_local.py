@@ -132,6 +132,21 @@ def test_one_that_never_lives_ends_the_program(tmp_path: Path) -> None:
     assert str(launched.directory / 'logs' / 'other.log') in launched.output
 
 
+@pytest.mark.parametrize(('step', 'code'), [('5', 3), ('$n', 0)])
+def test_a_learner_that_saves_nothing_new_ends_the_program(
+  step: str, code: int, tmp_path: Path
+) -> None:
+  """However long it lives. With a newer checkpoint each time it may fail as often as it likes."""
+  folder = tmp_path / 'program' / 'checkpoints'
+  saves = f'import os; n = len(open(sys.argv[1]).readlines()); os.makedirs(os.path.join({str(folder)!r}, {step!r}.replace("$n", str(n))), exist_ok=True)\n'
+  tries = TRIES.replace("print('try', n)\n", f"print('try', n)\n{saves}")
+  restart = {'first': 0.0, 'healthy': 0.0, 'failures': 3}
+  main = node('main', tries, str(tmp_path / 'n'), '6', main=True, restart=restart)
+  with Launched(tmp_path, main) as launched:
+    assert launched.wait() == code
+    assert launched.output.count('main: try') == (6 if code == 0 else 3)
+
+
 @pytest.mark.parametrize(('main', 'code'), [(True, 2), (False, 1)])
 def test_bad_usage_is_not_tried_again(tmp_path: Path, main: bool, code: int) -> None:
   one = node('one', 'print("what?"); raise SystemExit(2)', main=main)

@@ -76,6 +76,22 @@ def test_podrace_accepts_the_commands_of_machines(
   assert [x for x in kept_lines if ' JAX_PLATFORMS=cpu ' not in x] == [learner]
 
 
+@pytest.mark.parametrize(('lives', 'tries'), [('0 0 0 0', 2), ('0 40 40 0 0', 4)])
+def test_a_command_that_fails_is_started_again(
+  lives: str, tries: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  """Up to a number of times in a row; a life of 30 s makes the count begin anew."""
+  script = task(capsys, 'catch', '--as', 'impala', '--machines', '1')['run']
+  keep = script[script.index('keep()') : script.index("trap 'kill")].replace('10', '2')
+  count = tmp_path / 'tries'
+  fails = f'fails() {{ echo >> {count}; return 1; }}\n'
+  # The clock of bash moves on by the life that a command has had.
+  clock = f'sleep() {{ :; }}\nlives=({lives})\nwait() {{ builtin wait "$@"; local c=$?; ((SECONDS += ${{lives[$(wc -l < {count}) - 1]:-0}})); return $c; }}\n'
+  done = subprocess.run(['bash', '-c', f'{fails}{clock}{keep}keep fails'], check=False, timeout=60)
+  assert done.returncode == 1
+  assert len(count.read_text().splitlines()) == tries
+
+
 def test_what_is_asked_of_machines(capsys: pytest.CaptureFixture[str]) -> None:
   resources = ('accelerators=L4:1', 'cpus=8+', 'use_spot=true', 'disk_size=100')
   options = [x for one in resources for x in ('--resources', one)]

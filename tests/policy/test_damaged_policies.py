@@ -20,7 +20,9 @@ from safetensors.numpy import save
 from shorthand import Patch
 from test_damaged_directories import ends
 
+import podrace
 from podrace.agents.impala import Impala
+from podrace.agents.ppo import PPO
 from podrace.agents.rules import disco, storage
 from podrace.envs.own.catch import Catch
 from podrace.errors import PolicyError, UsageError
@@ -309,6 +311,24 @@ def test_opponents_that_lead_back_are_refused(tmp_path: Path) -> None:
   (tmp_path / 'c').symlink_to(b)
   with ends(), pytest.raises(UsageError, match='itself'):
     opponents.load_opponent(b, 'tic_tac_toe')
+
+
+@pytest.mark.parametrize('core', ['none', 'gru'])
+def test_an_opponent_may_normalize_rewards_but_has_no_memory(core: str, tmp_path: Path) -> None:
+  pytest.importorskip('pgx')
+  agent = PPO(normalize_rewards=True, network=ActorCritic(hidden=(8,), core=core, core_size=8))
+  config = podrace.configure(
+    env='pgx:tic_tac_toe', agent=agent, num_envs=8, unroll_length=8, total_steps=64, devices=1
+  )
+  podrace.train(config, tmp_path / 'run', quiet=True)
+  if core == 'gru':
+    with pytest.raises(UsageError, match='recurrent'):
+      opponents.load_opponent(tmp_path / 'run', 'tic_tac_toe')
+    return
+  move = opponents.load_opponent(tmp_path / 'run', 'tic_tac_toe')
+  env = podrace.envs.make('pgx:tic_tac_toe')
+  _, timestep = env.reset(jax.random.key(0))
+  assert 0 <= int(move(None, timestep.observation, jax.random.key(1))) < 9
 
 
 def test_chains_of_opponents_have_an_end(tmp_path: Path) -> None:

@@ -25,13 +25,14 @@ from podrace.agents.bc import BC
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.muesli import Muesli
 from podrace.agents.ppo import PPO
 from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.envs.spaces import map_leaves
 from podrace.errors import PolicyError
-from podrace.networks import Actor, ActorCritic, QNetwork
+from podrace.networks import Actor, ActorCritic, LearnedModel, QNetwork
 from podrace.policy import RUNTIMES, load_policy
 from podrace.policy.export import write_policy
 from podrace.run.loop import train
@@ -163,10 +164,11 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   state, seen = None, []
   for t, observation in enumerate(observations(env.observation_space, STEPS, BATCH)):
     typed = map_leaves(lambda s, x: jnp.asarray(x), env.observation_space, observation)
-    kind = jnp.full(BATCH, MID if t else FIRST, jnp.int8)
+    first = np.arange(BATCH) % (t + 1) == 0  # all, half of them, a third, ...
+    kind = jnp.where(first, FIRST, MID).astype(jnp.int8)
     timestep = TimeStep(typed, jnp.zeros(BATCH), jnp.ones(BATCH), kind)
     output, ours = act(params, ours, timestep, jax.random.key(t))
-    action, state = policy.act_many(observation, state)
+    action, state = policy.act_many(observation, state, first if t else None)
     expected = np.asarray(output.action)
     assert action.shape == expected.shape and action.dtype == expected.dtype
     if np.issubdtype(expected.dtype, np.integer):
@@ -204,6 +206,18 @@ def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
     action, state = policy.act(observation[0], state)
     expected, many = policy.act_many(observation, many)
     assert action == expected[0]
+
+
+@pytest.mark.parametrize(
+  ('stated', 'first'), [(True, [1]), (True, [True, False]), (True, True), (False, [False])]
+)
+def test_episodes_that_begin_are_checked(stated: bool, first: Any, tmp_path: Path) -> None:
+  made('r2d2', tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy')
+  x = np.zeros((1, 5), np.float32)
+  state = policy.act_many(x)[1] if stated else None
+  with pytest.raises(ValueError, match='first is'):
+    policy.act_many(x, state, first)
 
 
 @pytest.mark.parametrize(
@@ -350,9 +364,16 @@ def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_pa
   assert len(set(actions[0].tolist())) > 1
 
 
-def test_a_policy_with_memory_acts_as_its_agent(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+  'case',
+  [
+    (SAC(Actor(hidden=(8,), core='gru', core_size=4)), VECTOR, BOX),
+    (Muesli(network=LearnedModel(hidden=(8,), core='lstm', core_size=4)), MASKED, THREE),
+  ],
+)
+def test_a_policy_with_memory_acts_as_its_agent(case: Any, tmp_path: Path) -> None:
   """The program of JAX keeps the core's state and the previous action in the policy's state."""
-  CASES['own'] = (SAC(Actor(hidden=(8,), core='gru', core_size=4)), VECTOR, BOX)
+  CASES['own'] = case
   try:
     test_it_acts_as_its_agent('own', 'jax', tmp_path)
   finally:

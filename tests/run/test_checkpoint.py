@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import json
@@ -24,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 from processes import every_file, signed
 from shorthand import Patch
 
-from podrace.errors import CheckpointError, UsageError
+import podrace
+from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.checkpoint.arrays import fingerprint
@@ -319,6 +321,28 @@ def test_what_fails_in_the_background_is_raised_at_the_next_save_and_at_the_end(
   checkpoints.wait()
   assert checkpoints.steps() == [10]
   checkpoints.close()
+
+
+@pytest.mark.parametrize(('failures', 'kept'), [(1, [960, 640, 320]), (2, [320])])
+def test_a_run_ends_only_if_two_checkpoints_fail_in_a_row(
+  failures: int, kept: list[int], tmp_path: Path, monkeypatch: Patch
+) -> None:
+  save, left = Checkpoints.save, [640] * failures
+
+  def fail_at_first(self: Checkpoints, step: int, *args: Any) -> None:
+    if step in left:
+      left.remove(step)
+      raise CheckpointError('no room')
+    save(self, step, *args)
+
+  monkeypatch.setattr(Checkpoints, 'save', fail_at_first)
+  config = podrace.configure(
+    'catch', num_envs=8, unroll_length=8, total_steps=960, checkpoint_every=320, devices=1
+  )
+  ends = contextlib.nullcontext() if failures == 1 else pytest.raises(RunError, match='no room')
+  with ends:
+    podrace.train(config, tmp_path / 'run', quiet=True)
+  assert Checkpoints(tmp_path / 'run' / 'checkpoints', writes=False).steps() == kept
 
 
 def test_closing_waits_for_what_is_beside_no_longer_than_it_may(

@@ -675,7 +675,7 @@ def test_a_space_that_no_head_is_for() -> None:
 @pytest.mark.parametrize(
   ('architecture', 'devices', 'advice'),
   [
-    ('anakin', {'devices': 2}, 'give --devices 2'),
+    ('anakin', {'devices': 2}, 'give --devices 2 --override'),
     (
       'sebulba',
       {'actor_devices': '0', 'learner_devices': '1,2'},

@@ -110,6 +110,9 @@ def test_a_lost_record_of_evaluations_loses_no_parameters(tmp_path: Path) -> Non
   assert Run(run.path, resumed_at=20).kept == run.kept == [10, 20]
   (run.path / 'eval.jsonl').write_text(lines)  # as the run advises
   assert Run(run.path, resumed_at=20).kept == [10, 20] and best_step(run.path) == 20
+  (run.path / 'eval.jsonl').unlink()
+  Run(run.path, resumed_at=20).evaluate(20, 3.0)  # once more
+  assert best_step(run.path) == 20
 
 
 def test_bests_that_no_checkpoint_can_need_are_removed(tmp_path: Path) -> None:

@@ -84,6 +84,17 @@ def test_a_refused_resume_leaves_the_summary(tmp_path: Path) -> None:
   assert (run / 'summary.json').read_bytes() == before
 
 
+def test_a_refused_resume_records_no_change(tmp_path: Path) -> None:
+  run = tmp_path / 'run'
+  go_on(run)
+  before = (run / 'config.json').read_bytes()
+  (run / 'metrics.jsonl').write_text('no line\n' + (run / 'metrics.jsonl').read_text())
+  with pytest.raises(UsageError, match='line 1'):
+    go_on(run, override=True, total_steps=1280, keep=2)
+  assert (run / 'config.json').read_bytes() == before
+  assert read_changes(run) == []
+
+
 @pytest.mark.parametrize('pair', ['3', '[3]', '[1, 2, 3]', 'null'])
 def test_a_change_without_its_two_values_is_refused(pair: str, tmp_path: Path) -> None:
   entry = f'{{"step": 640, "date": "", "settings": {{"seed": {pair}}}}}'

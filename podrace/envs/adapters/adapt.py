@@ -12,7 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.base import Dynamics, infos
+from podrace.envs.base import infos
+from podrace.envs.hidden import DynamicsWrapper
 from podrace.envs.spaces import map_leaves
 from podrace.errors import UnknownName
 from podrace.types import LAST, Array, TimeStep
@@ -95,25 +96,14 @@ class LimitedState(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class TimeLimit:
+class TimeLimit(DynamicsWrapper):
   """Dynamics that truncate an episode after `steps` steps."""
 
-  dynamics: Dynamics
   steps: int
 
   def __post_init__(self) -> None:
     if self.steps < 1:
       raise UnknownName(f'an episode has at least 1 step, not {self.steps}')
-
-  @property
-  def observation_space(self) -> gymnasium.Space:
-    """Space of the observations of one environment."""
-    return self.dynamics.observation_space
-
-  @property
-  def action_space(self) -> gymnasium.Space:
-    """Space of the actions of one environment."""
-    return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[LimitedState, TimeStep]:
     """Begin an episode."""

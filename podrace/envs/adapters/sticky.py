@@ -7,20 +7,17 @@ MinAtar (Young and Tian 2019, arXiv 1903.03176) has them with a probability of 0
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
-import gymnasium
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from podrace.envs.base import Dynamics
+from podrace.envs.hidden import DynamicsWrapper
 from podrace.types import Array, TimeStep
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class StickyActions:
+class StickyActions(DynamicsWrapper):
   """Dynamics with sticky actions, for discrete actions of which 0 does nothing.
 
   The state is (state, the action that the environment took before).
@@ -30,18 +27,7 @@ class StickyActions:
     probability: of repeating, from 0 to below 1. An episode begins with action 0.
   """
 
-  dynamics: Dynamics
   probability: float
-
-  @property
-  def observation_space(self) -> gymnasium.Space:
-    """Space of the environment's observations."""
-    return self.dynamics.observation_space
-
-  @property
-  def action_space(self) -> gymnasium.Space:
-    """Space of the environment's actions."""
-    return self.dynamics.action_space
 
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
     """Begin an episode."""
@@ -57,8 +43,6 @@ class StickyActions:
     state, timestep = self.dynamics.step(state, taken, env_key)
     return (state, taken), timestep
 
-  @property
-  def draw(self) -> Callable[[Any], np.ndarray] | None:
-    """Function from a state to its picture, or None if there is none for this environment."""
-    drawing = getattr(self.dynamics, 'draw', None)
-    return None if drawing is None else lambda state: drawing(state[0])
+  def infos(self, state: Any) -> dict[str, Array]:
+    """Return numbers to log about the episode that ends in `state`."""
+    return super().infos(state[0])

@@ -165,18 +165,28 @@ def _train_all(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -
     population = together.Population(sweep.spaces, config.seed, sweep.folder / 'population.json')
     config = dataclasses.replace(config, log_every=sweep.every or config.total_steps // 20)
   run_dir = sweep.folder / 'run'
-  returns = together.train(config, tried, run_dir, population, quiet=False)
+  returns, diverged = together.train(config, tried, run_dir, population, quiet=False)
   history = population and (population.history or read_json(sweep.folder / 'population.json'))
   if history:  # of a run that had ended, the file has it
-    last = history[-1]['values']
-    tried = [{n: last[together.field_path(n)][i] for n in sweep.spaces} for i in range(len(tried))]
+    tried = [_last_values(history, i, setting) for i, setting in enumerate(tried)]
   return [
     {
-      'settings': s, 'score': _mean(r), 'scores': r, 'state': 'finished', 'run': str(run_dir),
-      'member': i * len(r),
+      'settings': s, 'score': None if bad else _mean(r), 'scores': r, 'run': str(run_dir),
+      'state': 'diverged' if bad else 'finished', 'member': i * len(r),
     }
-    for i, (s, r) in enumerate(zip(tried, returns, strict=True))
+    for i, (s, r, bad) in enumerate(zip(tried, returns, diverged, strict=True))
   ]  # fmt: skip
+
+
+def _last_values(history: list[dict[str, Any]], member: int, setting: Setting) -> Setting:
+  """Return the newest values of a member of a population that had not diverged by then."""
+  from podrace.experiments.sweep.together import field_path
+
+  for change in reversed(history):
+    values = {name: change['values'][field_path(name)][member] for name in setting}
+    if None not in values.values():
+      return values
+  return setting
 
 
 def _mean(returns: list[float | None]) -> float | None:

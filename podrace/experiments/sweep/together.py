@@ -21,7 +21,7 @@ from podrace.run.build import build
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
-from podrace.system.files import write_whole
+from podrace.system.files import number, write_whole
 from podrace.types import TrainState
 
 SHARE = 0.25  # share of a population that is replaced, and that replaces
@@ -121,14 +121,20 @@ def vary(config: Config, settings: list[Setting]) -> Config:
 
 def train(
   config: Config, settings: list[Setting], run_dir: Path, population: Population | None, quiet: bool
-) -> list[list[float | None]]:
-  """Train or resume all settings, and return the returns of each setting's seeds."""
+) -> tuple[list[list[float | None]], list[bool]]:
+  """Train or resume all settings.
+
+  Returns:
+    The returns of each setting's seeds, and whether one of them diverged.
+  """
   callbacks = [] if population is None else [population]
   population_config = vary(config, settings)
   summary = loop.train(population_config, run_dir, quiet=quiet, callbacks=callbacks)
   returns = summary.get('episode_return_by_seed') or [summary['episode_return']]
   each = config.seeds
-  return [returns[i : i + each] for i in range(0, len(returns), each)]
+  diverged = {i // each for i in summary.get('diverged', ())}
+  of_settings = [returns[i : i + each] for i in range(0, len(returns), each)]
+  return of_settings, [i in diverged for i in range(len(settings))]
 
 
 class Population:
@@ -165,6 +171,8 @@ class Population:
   def transform(self, train: TrainState, line: Line) -> TrainState:
     """Replace the worst members."""
     returns = np.array([-np.inf if r is None else r for r in line['episode_return_by_seed']])
+    for x in train.rest.values.values():
+      returns[np.isnan(np.array(x))] = -np.inf  # a member that has diverged
     count = max(1, int(SHARE * len(returns)))
     order = np.argsort(returns, kind='stable')
     rng = np.random.default_rng([self._seed, line['step']])
@@ -180,7 +188,7 @@ class Population:
       values[name][worst] = np.clip(changed, *space.bounds)
     self.history.append({
       'step': line['step'], 'from': source[worst].tolist(), 'to': worst.tolist(),
-      'values': {name: x.tolist() for name, x in values.items()},
+      'values': {name: [number(v) for v in x] for name, x in values.items()},
     })  # fmt: skip
     write_whole(self._file, json.dumps(self.history) + '\n')
     new = {name: jax.numpy.asarray(x, jax.numpy.float32) for name, x in values.items()}

@@ -8,6 +8,7 @@ run the same shell script, which restarts processes that fail. SkyPilot copies t
 from __future__ import annotations
 
 import dataclasses
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from podrace.errors import UsageError, unknown
 from podrace.launch.engines import manifests
 from podrace.launch.engines.manifests import GRACE, PORT, Make
-from podrace.launch.program import Announced, Node, Program, Reference, parse, resolve
+from podrace.launch.program import Announced, Backoff, Node, Program, Reference, parse, resolve
 from podrace.system.files import write_whole
 from podrace.system.options import Option, Options
 from podrace.system.output import print_text
@@ -50,17 +51,20 @@ end() {{ # asks a process to end, and kills it if it does not
   wait $1
   kill $!
 }}
-keep() {{ # starts a command again when it fails, up to {failures} times, unless its usage is bad
-  local code pause=1
+keep() {{ # starts a command again until it fails {failures} times in a row, or its usage is bad
+  local code began failures=0 pause=1
   trap 'end $!; exit 143' TERM
-  for _ in {{1..{failures}}}; do
+  while true; do
+    began=$SECONDS
     "$@" & wait $!
     code=$?
     if ((code == 0 || code == 2)); then return $code; fi
+    if ((SECONDS - began >= {healthy})); then failures=0 pause=1; fi
+    ((failures += 1))
+    if ((failures >= {failures})); then return $code; fi
     sleep $pause & wait $!
     ((pause = pause < 32 ? 2 * pause : 60))
   done
-  return $code
 }}
 trap 'kill $(jobs -p) 2>/dev/null; wait' EXIT
 trap 'exit 143' TERM
@@ -190,8 +194,14 @@ def script(program: Program, cloud: Cloud) -> str:
       then = '& main=$!' if node.main else '|| kill -USR1 $$ &'
       machines[machine].append(f'  keep {words} {then}')
   cases = [f'{n})\n' + '\n'.join(x) + '\n  ;;' for n, x in enumerate(machines)]
-  failures = program.main.restart.failures if program.main.restart else 1
-  return RUN.format(home=cloud.home, grace=GRACE, failures=failures, cases='\n'.join(cases))
+  restart = program.main.restart or Backoff(failures=1)
+  return RUN.format(
+    home=cloud.home,
+    grace=GRACE,
+    failures=restart.failures,
+    healthy=math.ceil(restart.healthy),
+    cases='\n'.join(cases),
+  )
 
 
 def _listeners(program: Program) -> Iterator[tuple[str, int]]:

@@ -100,6 +100,7 @@ class Replica:
     process: the process, None while there is none.
     code: the exit code of its last process, None if it may start again.
     failures: failures in a row.
+    newest: the newest checkpoint of the run at the last failure, None if there was none.
     restarts: restarts so far.
     began: when its process was started, by the monotonic clock.
     rest: the beginning of a line, up to the end of the data read so far.
@@ -113,6 +114,7 @@ class Replica:
   process: ReplicaProcess | None = None
   code: int | None = None
   failures: int = 0
+  newest: int | None = None
   restarts: int = 0
   began: float = 0.0
   rest: bytes = b''

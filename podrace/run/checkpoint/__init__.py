@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from podrace.system import files
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
 
+SPECIFICATION = re.compile(r'\s*\[(tensorstore_spec|source locations)=.*', re.DOTALL)  # of an error
 FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for the folder that belongs to a checkpoint
 ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
@@ -162,8 +164,9 @@ class Checkpoints:
       meta=ocp.args.JsonSave(meta),
     )
     arrays = {'params': described(params), 'rest': described(rest)}
-    with self._failing(f'checkpoint {step}'):
+    with self._failing(f'the checkpoint before {step}'):
       self._wait_for_writing()  # before `_verify` is of this one
+    with self._failing(f'checkpoint {step}'):
       # The thread that writes calls it, before the checkpoint gets its name and before an older one
       # is removed. If it fails, there is no such checkpoint.
       self._verify = lambda: self._stored(step).verify_draft(meta, arrays)
@@ -179,7 +182,8 @@ class Checkpoints:
     except CheckpointError:
       raise
     except Exception as e:
-      text = f'{subject} in {self._directory} failed: {e or repr(e)}'
+      reason = SPECIFICATION.sub('', str(e)) or repr(e)
+      text = f'{subject} in {self._directory} failed: {reason}'
       raise CheckpointError(PlainPath.named(text)) from e
 
   def _wait_for_writing(self) -> None:

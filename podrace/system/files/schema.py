@@ -115,6 +115,7 @@ SUMMARY = {
   'compile_s': NUMBER,
   'ended': TEXT,
   'diagnostics': DIAGNOSES,
+  'diverged': Member('a list', each=COUNT),
 }
 LINE = {
   'step': needed(COUNT),
