@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import RunError, UnfitSetting, UnreadableFile, UsageError
+from podrace.errors import CheckpointError, RunError, UnfitSetting, UnreadableFile, UsageError
 from podrace.system.files import write_whole
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import TEXT
@@ -69,15 +69,14 @@ def note_end(
 
 def summarize_failure(error: Exception) -> str:
   """Return one line about the first cause of a failure."""
-  while error.__cause__ is not None and isinstance(error.__cause__, Exception):
+  ours = RunError | UsageError | CheckpointError
+  while isinstance(error.__cause__, Exception) and not isinstance(error, CheckpointError):
     error = error.__cause__
   lines = [x for x in str(error).splitlines() if x.strip()]
   if not lines:
     return repr(error)
   text, kind = lines[-1].strip(), type(error).__name__
-  return (
-    text if isinstance(error, RunError | UsageError) or text.startswith(kind) else f'{kind}: {text}'
-  )
+  return text if isinstance(error, ours) or text.startswith(kind) else f'{kind}: {text}'
 
 
 def read_end(path: Path) -> dict[str, Any]:
