@@ -146,6 +146,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   if names := settings.keys() - {f.name for f in dataclasses.fields(Config)}:
     raise unknown('setting', min(names), [f.name for f in dataclasses.fields(Config)])
   agent = settings.pop('agent', None)
+  _check_kinds(agent, settings)
   own = None if isinstance(agent, str | dict | None) else agent
   changes = agent if isinstance(agent, dict) else {}
   if not (preset or own or isinstance(agent, str) or {'env', 'log'} & settings.keys()):
@@ -177,9 +178,22 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   return config
 
 
+def _check_kinds(agent: Any, settings: dict[str, Any]) -> None:
+  """Raise UsageError for an agent, or a setting that others depend on, of a wrong type."""
+  if isinstance(agent, type):
+    raise UsageError(f'agent is the class {agent.__name__}, expected an agent: {agent.__name__}()')
+  if not (agent is None or isinstance(agent, str | dict) or dataclasses.is_dataclass(agent)):
+    raise UsageError(f'agent is {agent!r:.100}, expected an agent, its name or a dict of changes')
+  for name in ('env', 'envs', 'replay', 'log'):
+    if not isinstance(value := settings.get(name, ''), str):
+      raise UsageError(f'{name} is {value!r:.100}, expected a text')
+
+
 def _replace_nested(settings: Any, changes: dict[str, Any]) -> Any:
   """Return a dataclass with changes; a dictionary changes fields of the dataclass in a field."""
   names = [f.name for f in dataclasses.fields(settings)]
+  if wrong := [name for name in changes if not isinstance(name, str)]:
+    raise UsageError(f'a setting of {type(settings).__name__} has a text as name, not {wrong[0]!r}')
   if unknown_names := changes.keys() - set(names):
     name, (first, dot, rest) = min(unknown_names), min(unknown_names).partition('.')
     if dot and first in names:

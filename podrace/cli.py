@@ -194,10 +194,12 @@ def _guarded(args: list[str]) -> int:
     return _end_stopped(e, args[0])
   except RunError as e:
     return _complain(e, 1)
-  except RuntimeError as e:
+  except (RuntimeError, AssertionError) as e:
     if not _is_of_jax(e, 'xla_bridge.py'):
       raise
-    return _complain(e, 2)  # JAX has no devices of the kind that JAX_PLATFORMS names
+    # For some names JAX says no more than that an assertion failed.
+    named = f'JAX has no devices of JAX_PLATFORMS={os.environ.get("JAX_PLATFORMS", "")}'
+    return _complain(e if str(e) else UsageError(f'{named}; unset it, or install them for JAX'), 2)
 
 
 def _end_stopped(stopped: Stopped, command: str) -> int:

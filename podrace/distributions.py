@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.types import Array, round_inward
+from podrace.types import Array, has_choice, round_inward
 
 REBOUND = (
   ': give it bounds in a wrapper, as gymnasium.wrappers.RescaleAction, or a policy without squash'
@@ -179,7 +179,7 @@ class Normal:
   @property
   def free(self) -> tuple[bool, ...]:
     """Of each number of an action, whether there is anything to choose."""
-    return tuple(low < high for low, high in zip(self.low, self.high, strict=True))
+    return tuple(has_choice(low, high) for low, high in zip(self.low, self.high, strict=True))
 
   def only_free(self, x: Array) -> Array:
     """`x` [..., n] with 0 where there is nothing to choose."""
@@ -302,7 +302,7 @@ class TanhNormal(Normal):
     flat = action.reshape((*action.shape[: action.ndim - len(self.shape)], -1))
     low, high = self.bounds(flat)
     if not all(self.free):
-      high = jnp.where(low < high, high, low + 1.0)  # no 0 / 0
+      high = jnp.where(jnp.asarray(self.free), high, low + 1.0)  # no 0 / 0
     share = (0.5 * flat - 0.5 * low) / (0.5 * high - 0.5 * low)
     return self.only_free(2.0 * share - 1.0)
 
@@ -311,13 +311,13 @@ class BoxBounds(NamedTuple):
   """A box of actions in float32, [n] each. Raw sample x is the action centre + scale * x, clipped.
 
   Between two bounds, `centre` is the middle and `scale` half the range. With one bound, `centre` is
-  the bound. Without bounds, and where `low == high`, `scale` is 1.
+  the bound. Without bounds, and where there is nothing to choose, `scale` is 1.
   """
 
   low: np.ndarray  # within the space's own, however they are rounded
   high: np.ndarray
   bounded: np.ndarray  # bool, on both sides
-  free: np.ndarray  # bool, low < high: there is something to choose
+  free: np.ndarray  # bool, `has_choice`
   centre: np.ndarray
   scale: np.ndarray
 
@@ -341,7 +341,7 @@ def box_bounds(space: Any) -> BoxBounds:
       'bounds in a wrapper, as gymnasium.wrappers.RescaleAction'
     )
   half_low, half_high = low.astype(np.float64) / 2, high.astype(np.float64) / 2
-  both, free = below & above, low < high
+  both, free = below & above, has_choice(low.astype(np.float64), high.astype(np.float64))
   centre = np.where(below, half_low, 0.0) + np.where(above, half_high, 0.0)
   centre = np.where(both, centre, 2 * centre)
   scale = np.where(both & free, half_high - half_low, 1.0)

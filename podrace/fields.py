@@ -136,12 +136,16 @@ class Range(NamedTuple):
   def __contains__(self, value: object) -> bool:
     assert isinstance(value, numbers.Real)
     number = float(value)
+    if self.is_limit and 0 < abs(number) < SMALLEST:
+      return False  # a device would take it for 0, which means no limit
     x = 0.0 if abs(number) < SMALLEST else number  # as in float32
     above = x > self.low if self.without_low else x >= self.low
     return above and (x < self.high if self.without_high else x <= self.high)
 
   def __str__(self) -> str:
     low = f'more than {self.low:g}' if self.without_low else f'at least {self.low:g}'
+    if self.is_limit:
+      low += f', and not between 0 and {SMALLEST:g}'
     if self.high == math.inf:
       return low
     if self.without_low or self.without_high:

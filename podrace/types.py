@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
+from podrace.fields import SMALLEST
+
 if TYPE_CHECKING:
   from jax import Array
 
@@ -43,15 +45,26 @@ def __getattr__(name: str) -> Any:
 def round_inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
   """Return bounds in a narrower float type, rounded towards each other.
 
-  They are rounded to the nearest number where the type has no number between them.
+  They are rounded to the nearest number where the type has no number between them. Devices flush
+  numbers of float32 below SMALLEST in size to 0, so no bound is one.
   """
   with np.errstate(over='ignore'):
     near_low, near_high = low.astype(dtype), high.astype(dtype)
   inf = np.array(np.inf, dtype)
   up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
   down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
+  if np.dtype(dtype) == np.float32:
+    up = np.where((up > 0) & (up < SMALLEST), np.float32(SMALLEST), up)
+    up = np.where((up < 0) & (up > -SMALLEST), np.float32(0), up)
+    down = np.where((down < 0) & (down > -SMALLEST), np.float32(-SMALLEST), down)
+    down = np.where((down > 0) & (down < SMALLEST), np.float32(0), down)
   crossed = up > down
   return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
+
+
+def has_choice(low: Any, high: Any) -> Any:
+  """Return whether half the range between two bounds is a number that devices tell from 0."""
+  return high / 2 - low / 2 >= SMALLEST
 
 
 class TimeStep(NamedTuple):

@@ -163,6 +163,8 @@ def test_configure_takes_the_defaults_of_the_environment() -> None:
     ('catch', {'agent': {'network.hidden': (8,)}}, r"'network': .'hidden': "),
     ('catch', {'num_envs': 'x'}, "num_envs.*'x'"),
     ('catch', {'agent': 'a2c'}, "'a2c'"),
+    ('catch', {'agent': 5}, 'agent is 5'), ('catch', {'agent': PPO}, r'PPO\(\)'), ('catch', {'agent': {1: 2}}, 'not 1'),
+    ('catch', {'env': None}, 'env is None'), (None, {'env': b'podrace:catch'}, "env is b'"), ('catch', {'log': 7}, 'log is 7'),
   ],
 )  # fmt: skip
 def test_configure_refuses(preset: str, settings: Any, message: str) -> None:

@@ -328,6 +328,26 @@ def test_bounds_that_float32_does_not_reach_are_refused(
     distributions.for_space(in_jax(space), squash)
 
 
+SUBNORMAL = float(np.nextafter(np.float32(0), np.float32(1)))  # devices flush it to 0
+
+
+@pytest.mark.parametrize('squash', [False, True])
+@pytest.mark.parametrize(
+  ('low', 'high', 'is_free'),
+  [(SUBNORMAL, 1, True), (-1, -SUBNORMAL, True), (-SUBNORMAL, 1, True), (0, 1e-40, False), (5e-324, 0.2, True)],
+)  # fmt: skip
+def test_bounds_that_devices_flush_to_0_are_none(
+  low: float, high: float, is_free: bool, squash: bool
+) -> None:
+  space = spaces.Box(np.float64([low]), np.float64([high]), dtype=np.float64)
+  policy: Any = distributions.for_space(space, squash=squash)
+  assert policy.free == (is_free,)
+  params = jnp.array([[-9.0, 0.0], [9.0, 0.0]])
+  action = jax.jit(lambda x: policy.to_action(policy.mode(x)))(params)
+  assert (np.float64(action) >= low).all() and (np.float64(action) <= high).all()
+  assert np.isfinite(policy.to_unit(action) if squash else policy.from_action(action)).all()
+
+
 def test_unbounded_boxes_are_not_clipped() -> None:
   ours = distributions.for_space(spaces.Box(-np.inf, np.inf, (2,)))
   assert ours.to_action(jnp.array([-1e6, 1e6])).tolist() == [-1e6, 1e6]

@@ -216,8 +216,9 @@ def chunks(network: Network, index: Array, length: int) -> Array:
   is the network's `cpu_chunk`. On other devices, or if no divisor of B fits, there is one chunk.
   """
   limit = getattr(network, 'cpu_chunk', body.CPU_CHUNK)
-  size = index.shape[0]
-  parts = [c for c in range(1, size + 1) if size % c == 0]
-  fits = [c for c in parts if limit // 4 <= size // c * length <= limit]
-  on_cpu = jax.default_backend() == 'cpu'
-  return index.reshape(fits[0] if on_cpu and fits else 1, -1)
+  if jax.default_backend() != 'cpu':
+    return index.reshape(1, -1)
+  size, samples = index.shape[0], index.shape[0] * length
+  fewest, most = max(1, -(-samples // limit)), min(size, samples // max(1, limit // 4))
+  fits = (c for c in range(fewest, most + 1) if size % c == 0)
+  return index.reshape(next(fits, 1), -1)

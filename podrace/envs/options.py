@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import collections.abc
+import contextlib
 import enum
 import functools
 import inspect
@@ -114,7 +115,8 @@ def _literal(text: str) -> Value:
     value = ast.literal_eval(text)
   except (ValueError, SyntaxError, MemoryError, RecursionError) as error:
     raise ValueError(
-      f'{text[:40]!r} is no literal of Python, in which texts are in quotes ({error})'
+      f'{text[:40]!r} is no literal of Python, in which texts are in quotes '
+      f'({_named(text) or error})'
     ) from error
   if (key := _doubled(ast.parse(text.lstrip(' \t'), mode='eval'))) is not None:
     raise ValueError(f'the key {key!r} comes twice in {text[:40]!r}')
@@ -124,6 +126,16 @@ def _literal(text: str) -> Value:
       'numbers, texts, tuples, lists and dicts with texts as keys'
     )
   return value
+
+
+def _named(text: str) -> str:
+  """Return the remark on a name in a literal, '' if there is none."""
+  with contextlib.suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+    for node in ast.walk(ast.parse(text, mode='eval')):
+      if isinstance(node, ast.Name):
+        known = {'true': 'True', 'false': 'False', 'none': 'None', 'null': 'None'}
+        return f'write {known.get(node.id.lower(), repr(node.id))} for {node.id}'
+  return ''
 
 
 def _doubled(literal: ast.AST) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from podrace.policy.network import (
   PolicyNetwork,
   flatten_space,
 )
+from podrace.policy.observations import convert, flatten, map_parts, unflatten
 from podrace.system.files.reading import read_bytes, read_json
 from podrace.system.files.schema import (
   COUNT,
@@ -175,7 +176,7 @@ def _check_fit(policy: Policy, folder: Path) -> Policy:
       for x in flatten_space(about['observation_space'])
     )
     with np.errstate(all='ignore'):
-      policy.act_many(_unflatten(about['observation_space'], zeros))
+      policy.act_many(unflatten(about['observation_space'], zeros))
   except Exception as e:
     raise PolicyError(
       f'{folder}: {POLICY} does not fit {PARAMS}: {type(e).__name__}: {str(e)[:200]}'
@@ -227,7 +228,7 @@ class Policy:
     Raises:
       ValueError: if the observation does not fit its space.
     """
-    action, after = self.act_many(_map(lambda x: np.asarray(x)[None], observation), state)
+    action, after = self.act_many(map_parts(lambda x: np.asarray(x)[None], observation), state)
     return action[0], after
 
   def act_many(
@@ -244,15 +245,17 @@ class Policy:
     Raises:
       ValueError: if the observations do not fit their space, or `first` does not fit the batch.
     """
-    arrays = list(_flatten(self.about['observation_space'], observations))
+    arrays = list(flatten(self.about['observation_space'], observations))
     specs = flatten_space(self.about['observation_space'])
-    size = len(arrays[0])
     for spec, x in zip(specs, arrays, strict=True):
-      if x.shape != (size, *spec['shape']):
-        raise ValueError(
-          f'an observation of shape {list(x.shape[1:])} came, expected {spec["shape"]}'
-        )
-    typed = [_convert(x, spec) for spec, x in zip(specs, arrays, strict=True)]
+      if not x.ndim or x.shape[1:] != tuple(spec['shape']):
+        came = f'an observation of shape {list(x.shape[1:])}' if x.ndim else 'a single number'
+        raise ValueError(f'{came} came, expected {spec["shape"]}, after an axis of the batch')
+    sizes = sorted({len(x) for x in arrays})
+    if len(sizes) > 1 or sizes == [0]:
+      raise ValueError(f'the parts have batches of {sizes}, expected the same size of at least 1')
+    size = sizes[0]
+    typed = [convert(x, spec) for spec, x in zip(specs, arrays, strict=True)]
     action, after = self._step(typed, state, _first(size, state, first))
     return self._in_space(action), after
 
@@ -270,37 +273,6 @@ def _first(size: int, state: Any, first: Any) -> np.ndarray:
   if state is None and not begin.all():
     raise ValueError('first is False for an episode without a state: give the last state')
   return begin
-
-
-def _convert(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
-  """Return an array in the type of its space.
-
-  Raises:
-    ValueError: if it has floats where integers are declared, or numbers that the type or a choice
-      does not have, or that are not finite.
-  """
-  expected = f'expected {spec["dtype"]} of shape {spec["shape"]}'
-  if x.dtype.kind not in 'biuf' and x.dtype.name != 'bfloat16':
-    raise ValueError(f'an observation of type {x.dtype} came, {expected}')
-  with np.errstate(all='ignore'):
-    y = x.astype(spec['dtype'], copy=False)
-  if y.dtype.kind not in 'biu':
-    wrong = ~np.isfinite(y)
-    expected = f'{expected}, and finite numbers'
-  elif x.dtype.kind not in 'biu':
-    raise ValueError(
-      f'an observation of type {x.dtype} came, {expected}: convert it, and mind the range'
-    )
-  else:
-    wrong = np.asarray(x != y)
-    if spec.get('kind') in ('discrete', 'multidiscrete') and 'n' in spec:
-      first = np.asarray(spec.get('start', 0))
-      last = first + np.asarray(spec['n']) - 1
-      wrong |= (y < first) | (y > last)
-      expected = f'{expected}, and choices from {first.tolist()} to {last.tolist()}'
-  if wrong.any():
-    raise ValueError(f'an observation has {x[wrong][0]}, {expected}')
-  return y
 
 
 # --- runtimes -------------------------------------------------------------------------------------
@@ -322,9 +294,20 @@ def _core_state(about: dict[str, Any], state: Any, first: np.ndarray) -> tuple[n
   if state is None:
     zeros = np.zeros((len(first), net['core_size']), np.float32)
     return (zeros,) * STATES[net['core']]
+  shape = len(first), net['core_size']
+  _check_state(state if isinstance(state, tuple | list) else [state], [shape] * STATES[net['core']])
   if not first.any():
     return tuple(state)
   return tuple(np.where(first[:, None], np.float32(0), x) for x in state)
+
+
+def _check_state(arrays: Sequence[Any], expected: list[tuple[int, ...]]) -> None:
+  """Raise ValueError unless a state has arrays of the expected shapes."""
+  if (came := [np.shape(x) for x in arrays]) != expected:
+    raise ValueError(
+      f'a state of shapes {came} came, expected {expected}: give the one that the last call with '
+      'this batch returned, or None'
+    )
 
 
 def _make_onnx_step(about: dict[str, Any], graph: bytes) -> Step:
@@ -362,44 +345,12 @@ def _make_jax_step(about: dict[str, Any], params: Params, serialized: bytes) -> 
   on_device = jax.device_put(params)
 
   def step(arrays: list[np.ndarray], state: Any, first: np.ndarray) -> tuple[np.ndarray, Any]:
+    shapes = [(len(first), *x['shape']) for x in about['state']]
     if state is None:
-      state = [np.zeros((len(first), *x['shape']), x['dtype']) for x in about['state']]
-    observations = _unflatten(about['observation_space'], iter(arrays))
+      state = [np.zeros(shape, x['dtype']) for shape, x in zip(shapes, about['state'], strict=True)]
+    _check_state(jax.tree.leaves(state), shapes)
+    observations = unflatten(about['observation_space'], iter(arrays))
     action, after = program(on_device, state, observations, first)
     return np.asarray(jax.device_get(action)), after
 
   return step
-
-
-# --- spaces ---------------------------------------------------------------------------------------
-
-
-def _flatten(space: Any, x: Any) -> Iterator[np.ndarray]:
-  """Yield the arrays of an observation in the order of its space."""
-  if 'dict' in space:
-    if not isinstance(x, dict) or sorted(x) != sorted(space['dict']):
-      came = sorted(x) if isinstance(x, dict) else type(x).__name__
-      raise ValueError(f'an observation with {sorted(space["dict"])} was expected, not {came}')
-    for key in sorted(space['dict']):
-      yield from _flatten(space['dict'][key], x[key])
-  elif 'tuple' in space:
-    for part, y in zip(space['tuple'], x, strict=True):
-      yield from _flatten(part, y)
-  else:
-    yield np.asarray(x)
-
-
-def _map(f: Callable[[Any], Any], x: Any) -> Any:
-  """Apply `f` to each array of an observation."""
-  if isinstance(x, dict):
-    return {k: _map(f, y) for k, y in x.items()}
-  return tuple(_map(f, y) for y in x) if isinstance(x, tuple) else f(x)
-
-
-def _unflatten(space: Any, arrays: Iterator[np.ndarray]) -> Any:
-  """Build an observation from its arrays: the inverse of `_flatten`."""
-  if 'dict' in space:
-    return {k: _unflatten(space['dict'][k], arrays) for k in sorted(space['dict'])}
-  if 'tuple' in space:
-    return tuple(_unflatten(s, arrays) for s in space['tuple'])
-  return next(arrays)

@@ -28,14 +28,15 @@ def check_numbers(settings: Any, prefix: str = 'agent') -> None:
   """Raise UsageError for a number in an agent's settings that float32 or int32 cannot hold."""
   for f in dataclasses.fields(settings):
     value, name = getattr(settings, f.name), f'{prefix}.{flag(f.name)}'
-    if isinstance(value, float) and not abs(value) <= LARGEST:  # also NaN
-      limits = range_of(settings, f.name)
-      if value != math.inf or not (limits and limits.is_limit):
-        raise UsageError(f'--{name} must be a finite number, not {value}')
-    elif isinstance(value, int) and abs(value) >= 2**31 and f.name not in STEP_COUNTS:
-      raise UsageError(f'--{name} must be less than 2^31, not {value}')
-    elif dataclasses.is_dataclass(value) and type(value).__module__.startswith('podrace.'):
+    if dataclasses.is_dataclass(value) and type(value).__module__.startswith('podrace.'):
       check_numbers(value, name)
+    for number in value if isinstance(value, tuple) else (value,):
+      if isinstance(number, float) and not abs(number) <= LARGEST:  # also NaN
+        limits = range_of(settings, f.name)
+        if number != math.inf or not (limits and limits.is_limit):
+          raise UsageError(f'--{name} must be a finite number, not {number}')
+      elif isinstance(number, int) and abs(number) >= 2**31 and f.name not in STEP_COUNTS:
+        raise UsageError(f'--{name} must be less than 2^31, not {number}')
 
 
 def check_batch(agent: Any) -> None:

@@ -62,6 +62,7 @@ def test_no_command_computes_in_64_bits(name: str, tmp_path: Path, capsys: Captu
     ('JAX_ENABLE_X64', 'maybe'),
     ('JAX_NUM_CPU_DEVICES', 'two'),
     ('JAX_PLATFORMS', 'abacus'),
+    ('JAX_PLATFORMS', 'cuda'),
     *(
       pytest.param(*x, marks=pytest.mark.slow)
       for x in (

@@ -107,6 +107,7 @@ def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[An
     ((OBSERVES, 'dict(x=self.x)'), RESET, ["observation {'x': "]),
     ((OBSERVES, 'np.ones(3, np.float32)'), RESET, ['observation float32[3]', 'float32[2]']),
     ((OBSERVES, 'np.array([1, 0])'), RESET, ['observation int64[2]', 'float32[2]']),
+    ((OBSERVES, 'np.array([1e300, 0])'), RESET, ['[1.e+300 0.e+000]', 'numbers that float32 has']),
     ((OBSERVES, '[[1.0], [1.0, 2.0]]'), RESET, ['[[1.0], [1.0, 2.0]]', 'float32[2]']),
     ((' 1.0,', ' None,'), STEP, ['reward None']),
     ((' 1.0,', ' "1.0",'), STEP, ["reward '1.0'"]),

@@ -117,7 +117,7 @@ def test_the_maker_gets_the_value(env: str, text: str) -> None:
 NOT_TAKEN = {
   'flag=1': 'bool', 'flag=None': 'bool', 'flag=maybe': 'bool', 'count=2.5': 'int',
   'count=True': 'int', "rate='2'": 'float', 'name=7': "name='7'", 'name=True': "name='True'",
-  'maybe=x': 'int', 'kind=c': 'Literal', 'sizes=(1, x)': 'no literal', "sizes=(1, 'x')": 'tuple',
+  'maybe=x': 'int', 'kind=c': 'Literal', 'sizes=(1, x)': 'no literal', 'sizes=(1, false)': 'write False', "sizes=(1, 'x')": 'tuple',
   'sizes=3': 'tuple', "many=['x']": 'Sequence', 'bare=0': 'bare=False', 'number=x': 'number=3',
   'number=True': 'number=3', 'word=3': "word='3'", 'flags=True': 'nearest: flag',
   'max_episode_steps=many': 'max_episode_steps', 'max_episode_steps=2.5': 'max_episode_steps',

@@ -220,6 +220,28 @@ def test_episodes_that_begin_are_checked(stated: bool, first: Any, tmp_path: Pat
     policy.act_many(x, state, first)
 
 
+@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize('state', ['x', (), (np.zeros((2, 8), np.float32),) * 2])
+def test_a_state_of_another_kind_is_refused(runtime: str, state: Any, tmp_path: Path) -> None:
+  made('r2d2', tmp_path / 'policy')
+  with pytest.raises(ValueError, match='a state of shapes'):
+    load_policy(tmp_path / 'policy', runtime).act(np.zeros(5, np.float32), state)
+
+
+@pytest.mark.parametrize(
+  'wrong',
+  [
+    np.float32(1), None, {'a': 1}, np.zeros((0, 5)), (np.zeros((2, 5)),),
+    (np.zeros(2, int), np.zeros((3, 5)), np.zeros(3, int)), {1: np.zeros((2, 5))},
+  ],
+)  # fmt: skip
+@pytest.mark.parametrize('name', ['impala', 'ppo, a tuple', 'ppo, empty part'])
+def test_batches_that_do_not_fit_are_refused(name: str, wrong: Any, tmp_path: Path) -> None:
+  made(name, tmp_path / 'policy')
+  with pytest.raises(ValueError, match='expected'):
+    load_policy(tmp_path / 'policy').act_many(wrong)
+
+
 @pytest.mark.parametrize(
   ('space', 'observation'),
   [

@@ -679,10 +679,10 @@ def test_a_space_that_no_head_is_for() -> None:
     (
       'sebulba',
       {'actor_devices': '0', 'learner_devices': '1,2'},
-      'give --learner-devices with 2, of all processes together; the run had --actor-devices 0 '
+      'give --learner-devices with 2, of all processes together, and --override; the run had --actor-devices 0 '
       '--learner-devices 1,2',
     ),
-    ('sebulba', {}, 'give --learner-devices with 2, of all processes together; the run had no options for its devices'),
+    ('sebulba', {}, 'give --learner-devices with 2, of all processes together, and --override; the run had no options for its devices'),
   ],
 )  # fmt: skip
 def test_another_number_of_devices_is_refused_with_what_to_give(

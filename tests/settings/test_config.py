@@ -258,6 +258,7 @@ def test_agents_that_fit_a_space_are_those_that_can_be_bound(name: str, space: A
     ('ppo', {'epochs': 10**10}, '--agent.epochs'),
     ('sac', {'target_entropy': math.nan}, '--agent.target-entropy'),
     ('impala', {'value_cost': math.inf}, '--agent.value-cost'),
+    ('impala', {'network': ActorCritic(hidden=(8, 2**31))}, '--agent.network.hidden must be less than 2^31'),
     ('dqn', {'network': QNetwork(v_min=math.nan)}, '--agent.network.v-min'),
     ('sac', {'initial_temperature': math.inf}, '--agent.initial-temperature'),
     ('d4pg', {'noise': math.inf}, '--agent.noise'),
@@ -273,6 +274,11 @@ def test_infinity_may_be_no_limit() -> None:
   validation.validate(
     Config(agents.agent_class('impala')(max_grad_norm=math.inf, clip_rho=math.inf))
   )
+
+
+def test_a_limit_that_a_device_takes_for_none_is_refused() -> None:
+  with pytest.raises(ValueError, match='max_grad_norm'):
+    agents.agent_class('impala')(max_grad_norm=1e-40)
 
 
 @pytest.mark.parametrize('name', AGENTS)

@@ -73,6 +73,7 @@ class ObservationWriter:
     self._rows = [target[i, ...] for i in range(len(target))]
     self._fits: Any = None  # the last type that fitted
     self._wide = False  # `_fits` has integers that the memory's type has not
+    self._wide_floats = False  # `_fits` has floats that the memory's type has not
 
   def write(self, i: int, came: Any) -> None:
     """Write the observation of environment i.
@@ -92,11 +93,21 @@ class ObservationWriter:
         raise self._unfit(describe(came if x.dtype.kind == 'O' else x))
       self._fits = x.dtype
       self._wide = x.dtype.kind in 'iu' and not np.can_cast(x.dtype, self._target)
-    self._rows[i][...] = x
+      self._wide_floats = x.dtype.kind == 'f' and x.dtype.itemsize > self._target.itemsize
+    if self._wide_floats:
+      self._round(i, x)
+    else:
+      self._rows[i][...] = x
     if self._wide and np.count_nonzero(self._rows[i] != x):
       raise UnfitObservation(
         f'{self._name} {x}', f'integers that {self._target} has; return less, or floats, or digits'
       )
+
+  def _round(self, i: int, x: np.ndarray) -> None:
+    with np.errstate(over='ignore'):
+      self._rows[i][...] = x
+    if not np.isfinite(self._rows[i]).all() and np.isfinite(x).all():
+      raise UnfitObservation(f'{self._name} {x}', f'numbers that {self._target} has')
 
   def _unfit(self, came: str) -> UnfitObservation:
     declared = f'{self._space.dtype}{list(self._shape)}'

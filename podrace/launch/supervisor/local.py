@@ -21,14 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from podrace.errors import UsageError
-from podrace.launch.program import Node, Program, is_one_of_several, is_ready
+from podrace.launch.program import Program, is_one_of_several, is_ready
 from podrace.launch.supervisor.addresses import Addresses, Places
 from podrace.launch.supervisor.guard import Guard, wait_for_lock
 from podrace.launch.supervisor.replica import LAST_CHUNKS, LocalStarter, Replica, Starter
 from podrace.launch.supervisor.wakeup import wake_on_signals
 from podrace.launch.supervisor.watchdog import GRACE
 from podrace.system import files, locks
-from podrace.system.files.schema import is_step
 
 PROCESSES = 'processes.lock'  # in logs/: locked until all processes of a launcher have ended
 TICK = 0.2  # seconds between reads of announcements, files that another process writes
@@ -230,11 +229,8 @@ class Supervisor:
 
   def _fail(self, replica: Replica, code: int) -> None:
     """Schedule the restart of a replica that failed, or end the program."""
-    backoff, lived = replica.node.restart, time.monotonic() - replica.began
-    before, replica.newest = replica.newest, self._newest_checkpoint(replica.node)
-    progressed = replica.newest is None or replica.newest != before
-    healthy = backoff is not None and lived >= backoff.healthy and progressed
-    replica.failures = 1 if healthy else replica.failures + 1
+    backoff = replica.node.restart
+    replica.count_failure(self._directory)
     if code != BAD_USAGE and backoff is not None and replica.failures < backoff.failures:
       pause = backoff.pause(replica.failures)
       replica.due, replica.restarts = time.monotonic() + pause, replica.restarts + 1
@@ -248,15 +244,6 @@ class Supervisor:
     replica.code = code
     refuses = code == BAD_USAGE and is_one_of_several(replica.node)  # as all learners do
     self._end(code if replica.node.main or refuses else 1)
-
-  def _newest_checkpoint(self, node: Node) -> int | None:
-    """Return the step of the newest checkpoint for a learner, None if there is none."""
-    steps: list[int] = []
-    if node.main or is_one_of_several(node):
-      with contextlib.suppress(OSError):
-        names = os.listdir(self._directory / 'checkpoints')
-        steps = [int(name) for name in names if is_step(name)]
-    return max(steps, default=None)
 
   def _end(self, code: int) -> None:
     """Begin to end all processes: first the main one, which may need the rest in order to save."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -15,6 +16,7 @@ from typing import IO, Protocol
 from podrace.launch.program import Node, is_one_of_several
 from podrace.system.child import ChildProcess, python
 from podrace.system.files import open_append
+from podrace.system.files.schema import is_step
 
 CHUNK = 64 * 1024  # bytes read from one process at a time
 LONGEST_LINE = 256 * 1024  # bytes, after which a line is passed on without its end
@@ -134,6 +136,20 @@ class Replica:
       return f'ended with {self.code}'
     return 'restarts' if self.restarts else 'waits'
 
+  def count_failure(self, directory: Path) -> None:
+    """Add to the failures in a row. A healthy life, of a learner with progress, ends the row.
+
+    Args:
+      directory: of the run, which may have checkpoints.
+    """
+    before, backoff = self.newest, self.node.restart
+    if self.node.main or is_one_of_several(self.node):
+      self.newest = max(_saved_steps(directory), default=None)
+    has_progress = self.newest is None or self.newest != before
+    lived = time.monotonic() - self.began
+    is_healthy = backoff is not None and lived >= backoff.healthy and has_progress
+    self.failures = 1 if is_healthy else self.failures + 1
+
   def start(self, start: Starter, words: tuple[str, ...]) -> None:
     """Start the process.
 
@@ -189,3 +205,10 @@ class Replica:
       return None
     self.signal(signal.SIGKILL)
     return code
+
+
+def _saved_steps(directory: Path) -> list[int]:
+  """Return the steps of a run's checkpoints."""
+  with contextlib.suppress(OSError):
+    return [int(name) for name in os.listdir(directory / 'checkpoints') if is_step(name)]
+  return []
