@@ -23,8 +23,8 @@ STRIDES = {'nature': (4, 2, 1), 'impala': (4, 2), 'grid': (1,)}  # strides of th
 
 COVERED = (
   'NumPy and ONNX run ppo, impala, pqn, bc and r2d2, also with a GRU or LSTM that sees only '
-  'observations, and dqn, sac and d4pg without a core; they have no transformer, and no network of '
-  'your own'
+  'observations, and dqn, sac and d4pg without a core; they have no transformer, no network of '
+  "your own, and no agent of your own whose action is not its network's best"
 )
 
 Params = dict[str, np.ndarray]
