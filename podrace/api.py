@@ -149,7 +149,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
   _check_kinds(agent, settings)
   own = None if isinstance(agent, str | dict | None) else agent
   changes = agent if isinstance(agent, dict) else {}
-  if not (preset or own or isinstance(agent, str) or {'env', 'log'} & settings.keys()):
+  if preset is None and isinstance(agent, dict | None) and not {'env', 'log'} & settings.keys():
     preset = 'catch'
   if preset is None:
     config = Config(agent=default_agent('impala'))
@@ -160,7 +160,8 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     config = dataclasses.replace(config, **reset_unused(config, settings))
   differs = isinstance(agent, str) and agent != agent_name(config.agent)
   if differs or own is not None:
-    config = dataclasses.replace(config, agent=own or default_agent(agent))
+    chosen = default_agent(agent) if differs else own
+    config = dataclasses.replace(config, agent=chosen)
   if preset is None or differs:
     of = settings.get('env', config.env), settings.get('log', config.log)
     config = with_defaults(config, *of)
