@@ -201,7 +201,6 @@ FAST = {
   'ppo',
   'impala, normalized',
   'impala, popart',
-  'impala, self-tuning',
 }  # of the others, `make test-all` says as much
 
 

@@ -280,7 +280,7 @@ def whole_reference(bins: int = BINS) -> tuple[Any, Any]:
   return reference(recording(bins), window_of())
 
 
-@pytest.mark.parametrize('bins', [BINS, 1])
+@pytest.mark.parametrize('bins', [BINS, pytest.param(1, marks=pytest.mark.slow)])
 def test_gradients(bins: int) -> None:
   train, metrics = learned(recording(bins), window_of())
   loss, expected = whole_reference(bins)

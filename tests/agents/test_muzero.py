@@ -576,7 +576,7 @@ def test_forbidden_actions_are_never_taken(
   np.testing.assert_allclose(plan.weights.sum(-1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize('search', ['gumbel', 'puct'])
+@pytest.mark.parametrize('search', ['gumbel', pytest.param('puct', marks=pytest.mark.slow)])
 def test_greedy_search_has_no_noise(search: Any) -> None:
   """What it makes of a state is the same with any key; else the Gumbels or Dirichlet's noise differ."""
   model, _ = table()

@@ -101,7 +101,7 @@ def test_outputs_stay_when_the_statistics_move(old: tuple[float, float]) -> None
   np.testing.assert_allclose(one, other, atol=25 * 1e-5)
 
 
-@pytest.mark.parametrize('cls', [SteppingImpala, SteppingPPO])
+@pytest.mark.parametrize('cls', slow_after(1, SteppingPPO, SteppingImpala))
 def test_an_update_without_a_step_moves_the_statistics_only(cls: Any) -> None:
   agent = cls(network(hidden=(16,)), learning_rate=1e-30, normalize_values=True)
   train = begun = even(agent)
@@ -293,7 +293,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize('agent', LINEAR)
+@pytest.mark.parametrize('agent', slow_after(1, *LINEAR))
 @pytest.mark.parametrize('name', MUTATIONS)
 def test_a_mutation_is_noticed(agent: str, name: str, monkeypatch: Patch) -> None:
   for module, names in MUTATIONS[name].items():
@@ -322,7 +322,7 @@ def moved(agent: Any, scale: float) -> Any:
   return train
 
 
-@pytest.mark.parametrize('name', POLICIES)
+@pytest.mark.parametrize('name', slow_after(1, 'ppo', 'impala'))
 def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
   """By a power of 2, so rounding is the same."""
   one, large = (moved(POLICIES[name], scale) for scale in (1.0, 2.0**10))
@@ -333,7 +333,7 @@ def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
     np.testing.assert_allclose(1024 * x, y, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(('name', 'module'), [('impala', impala), ('ppo', ppo)])
+@pytest.mark.parametrize(('name', 'module'), slow_after(1, ('ppo', ppo), ('impala', impala)))
 def test_advantages_that_are_not_normalized_are_noticed(
   name: str, module: Any, monkeypatch: Patch
 ) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 from test_cem import reference_fit
 from test_runs import called
 from test_value_losses import (
@@ -220,7 +221,7 @@ def test_an_episodes_end_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-  ('label', 'finite'), [(45.0, True), (-59.0, True), (61.0, False), (-61.0, False)]
+  ('label', 'finite'), slow_after(2, (-59.0, True), (61.0, False), (45.0, True), (-61.0, False))
 )
 def test_targets_far_outside_of_the_range_are_refused(label: float, finite: bool) -> None:
   """The loss is infinite, the parameters are not; the reason has the names of the settings."""

@@ -92,7 +92,7 @@ def moments(train: Any) -> list[Any]:
   return [np.asarray(x) for x in jax.tree.leaves(train.rest.opt_state) if np.ndim(x)]
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('name', [n if n in ('dqn', 'd4pg') else pytest.param(n, marks=SLOW) for n in AGENTS])  # fmt: skip
 def test_padding_changes_no_gradient(name: str) -> None:
   """Adam's first moment is a tenth of the gradient; priorities and losses are the same as well."""
   alone = bound(AGENTS[name], start='episode', sequence=5)
@@ -156,7 +156,7 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize('kind', [MID, LAST])
+@pytest.mark.parametrize('kind', [MID, pytest.param(LAST, marks=SLOW)])
 def test_a_window_inside_of_an_episode_teaches_nothing(kind: int) -> None:
   """As replay may give one while it has no other; its priority stays 0."""
   agent = bound(AGENTS['d4pg'], start='episode', sequence=5)
@@ -188,7 +188,7 @@ def test_sequences_have_the_transitions_of_windows(n: int, burn_in: int) -> None
     np.testing.assert_array_equal(mask[t], expected.mask)
 
 
-@pytest.mark.parametrize('name', ['dqn', 'd4pg'])
+@pytest.mark.parametrize('name', ['dqn', pytest.param('d4pg', marks=SLOW)])
 def test_burn_in_has_no_gradient(name: str) -> None:
   """The gradient is that of the rest alone, from the state that the burn-in leads to.
 

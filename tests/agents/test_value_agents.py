@@ -186,7 +186,7 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 @pytest.mark.parametrize(
   'name',
-  [n if n in ('dqn', 'disco') else pytest.param(n, marks=SLOW) for n in AGENTS | MEMORY],
+  [n if n == 'dqn' else pytest.param(n, marks=SLOW) for n in AGENTS | MEMORY],
 )
 def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""

@@ -229,7 +229,8 @@ ALONE = re.compile(
     pytest.param(Impala(SMALL, normalize_observations=True), Gossip(), 3, id='impala'),
     pytest.param(PPO(SMALL, epochs=2), Gossip('ring', 1), 1, id='ppo'),
     pytest.param(
-      DQN(QNetwork(hidden=(8,)), Buffer(batch_size=16, capacity=160, min_size=1)), Gossip(), 3, id='dqn'
+      DQN(QNetwork(hidden=(8,)), Buffer(batch_size=16, capacity=160, min_size=1)), Gossip(), 3, id='dqn',
+      marks=pytest.mark.slow,
     ),
   ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ def updated(kind: Any, network: Any, data: int, model: int) -> tuple[Any, Any]:
   return jax.device_get((train.params, metrics))
 
 
-@pytest.mark.parametrize('shape', [(4, 2), (1, 8)])
+@pytest.mark.parametrize('shape', [(4, 2), pytest.param((1, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   ('kind', 'network'),
   [

@@ -766,7 +766,7 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   assert learner.process.is_alive()
 
 
-@pytest.mark.parametrize('highest', [9.0, None])
+@pytest.mark.parametrize('highest', [9.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_new_windows_have_the_highest_priority_of_the_learner(
   highest: float | None, tmp_path: Path
 ) -> None:

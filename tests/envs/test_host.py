@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from children import SUPPORT, alive, environment, until
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace.envs.host import answer_timer, checker, timesteps
 from podrace.envs.host import base as host
@@ -91,15 +92,15 @@ def forget_streams() -> Iterator[None]:
 
 
 CONTRACT = [
-  'ale:pong,max_frames=400',
+  pytest.param('ale:pong,max_frames=400', marks=pytest.mark.slow),
   'ale:breakout,episodic_life=true',
   'envpool:CartPole-v1',
   'envpool:Pendulum-v1,max_episode_steps=30',
   'envpool:HalfCheetah-v4,max_episode_steps=30',
-  'envpool:Breakout-v5,max_episode_steps=50',
+  pytest.param('envpool:Breakout-v5,max_episode_steps=50', marks=pytest.mark.slow),
   'envpool:CartpoleBalance-v1,max_episode_steps=30',
   'gymnasium:CartPole-v1',
-  'gymnasium:Pendulum-v1,max_episode_steps=30',
+  pytest.param('gymnasium:Pendulum-v1,max_episode_steps=30', marks=pytest.mark.slow),
   'gymnasium:host_envs:Limited-v0',
   'c:cartpole',
   'c:breakout,max_steps=40',
@@ -136,7 +137,7 @@ def test_contract(name: str) -> None:
   assert kinds == {FIRST, MID, LAST}
 
 
-@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in n])
+@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in str(n)])
 def test_same_seed_same_stream(name: str) -> None:
   one = [a.timestep for a in recorded(name)[:120]]
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
@@ -316,7 +317,9 @@ def test_some_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize(
   'name',
-  ['ale:pong', 'ale:breakout,episodic_life=true', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'],
+  slow_after(
+    3, 'envpool:CartPole-v1', 'gymnasium:CartPole-v1', 'ale:breakout,episodic_life=true', 'ale:pong'
+  ),
 )
 def test_actions_reach_their_environments(name: str) -> None:
   """Whoever came back with whom, and in whichever order they are answered."""
@@ -361,13 +364,14 @@ def test_trees_of_observations() -> None:
 
 @pytest.mark.parametrize(
   ('n', 'batch', 'threads', 'each'),
-  [
+  slow_after(
+    3,
     (5, 5, 3, [1, 2, 2]),
-    (2, 2, 8, [1, 1]),
     (6, 2, 4, [2, 2, 2]),
-    (6, 4, 4, [2, 2, 2]),
     (6, 3, 1, [3, 3]),
-  ],
+    (2, 2, 8, [1, 1]),
+    (6, 4, 4, [2, 2, 2]),
+  ),
 )
 def test_environments_are_shared_by_workers(
   n: int, batch: int, threads: int, each: list[int]

@@ -140,19 +140,20 @@ def play(name: str, n: int, steps: int, **settings: Any) -> Iterator[tuple[Arriv
       envs.send(ids, action)
 
 
-def test_a_million_steps_are_whole(tagged: str) -> None:
+@pytest.mark.parametrize('steps', slow_after(1, 16_384, 262_144))
+def test_a_million_steps_are_whole(steps: int, tagged: str) -> None:
   """Of four owners at once; their batches share eight threads."""
   counts: list[int] = []
 
   def own(batch: int) -> None:
-    counts.append(check_tags(play(tagged, 512, 262_144 // batch, batch=batch, threads=2), 512))
+    counts.append(check_tags(play(tagged, 512, steps // batch, batch=batch, threads=2), 512))
 
   owners = [threading.Thread(target=own, args=[b]) for b in (512, 512, 256, 512)]
   for owner in owners:
     owner.start()
   for owner in owners:
     owner.join()
-  assert counts == [262_144] * 4
+  assert counts == [steps] * 4
 
 
 def test_parts_come_back_in_the_order_they_were_sent(tagged: str) -> None:
@@ -530,11 +531,11 @@ def test_a_trial_accepts_what_is_right(tmp_path: Path, tagged: str) -> None:
 
 
 def test_a_trial_that_hangs_ends(tmp_path: Path, monkeypatch: Patch) -> None:
-  monkeypatch.setattr(trial, 'SPEC_SECONDS', 2.0)
   spec = host.make(write(tmp_path / 'bad.c', 'hang'))
+  monkeypatch.setattr(trial, 'SPEC_SECONDS', 0.5)
   assert spec.try_out is not None
   with pytest.raises(UsageError, match='did not answer'):
-    spec.try_out(1.0)
+    spec.try_out(0.5)
 
 
 def test_a_trial_that_hangs_ends_with_the_processes_that_it_started(
@@ -647,8 +648,8 @@ def test_a_library_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_processes_of_an_environment_may_exit(tmp_path: Path) -> None:
-  assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 5) == stream(
-    'c:cartpole', 5
+  assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 3, 2) == stream(
+    'c:cartpole', 3, 2
   )
 
 
@@ -689,11 +690,12 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
   ('fault', 'word'),
-  [
+  slow_after(
+    1,
     ('late_exit_0', 'exit'),
     ('late_thread_exit_0', 'exit'),
     ('late_create', 'no licence is left'),
-  ],
+  ),
 )
 def test_a_late_fault_ends_the_run_with_exit_code_1(fault: str, word: str, tmp_path: Path) -> None:
   name = write(tmp_path / 'bad.c', fault)

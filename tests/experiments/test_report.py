@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from children import until
-from shorthand import Capture
+from shorthand import Capture, slow_after
 
 import podrace
 from podrace import cli
@@ -195,7 +195,9 @@ def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
     assert titles(page, 'Lag') == titles(page, 'Actor threads') == []
 
 
-@pytest.mark.parametrize('agent, metric', [('ppo', 'entropy'), ('dqn', 'value'), ('mine', 'loss')])
+@pytest.mark.parametrize(
+  'agent, metric', slow_after(1, ('dqn', 'value'), ('ppo', 'entropy'), ('mine', 'loss'))
+)
 def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path: Path) -> None:
   write_run(tmp_path / 'run', [0.0, 1.0], 0, agent=agent, metric=metric)
   report.write_report([tmp_path / 'run'], tmp_path / 'r.html')

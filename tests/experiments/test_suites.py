@@ -126,7 +126,7 @@ def test_the_suites_of_podrace_can_be_read() -> None:
 FAST = ('atari-pong', 'memory')
 
 
-@pytest.mark.parametrize('name', slow_after(2, *FAST, *sorted({*suites.names()} - {*FAST})))
+@pytest.mark.parametrize('name', slow_after(1, *FAST, *sorted({*suites.names()} - {*FAST})))
 def test_every_program_of_a_suite_is_a_command_of_train(name: str, capsys: Capture) -> None:
   """Each is parsed and its environment made; a program fails before it has a directory."""
   from podrace.commands.reproduce import _configure
@@ -446,15 +446,15 @@ def test_another_commit_with_the_same_settings_is_named(
 
 @pytest.mark.parametrize(
   ('content', 'message'),
-  [
-    ('{', 'is not JSON'), ('{}', 'has no suite'), ({'task': 'cartpole'}, 'of another program'),
+  slow_after(3,
+    ('{', 'is not JSON'), ({'task': 'cartpole'}, 'of another program'),
+    ({'curve': {'step': [2, 1], 'returns': [[1.0, 2.0]]}}, 'ascend'), ('{}', 'has no suite'),
     ({'training': ['x']}, 'training'), ({'training': [1.0, 2.0]}, '1 seeds'),
     ({'killed_at': None}, 'killed_at'), ({'killed_at': ['x']}, 'killed_at'),
     ({'curve': {'step': [1], 'returns': 3}}, 'curve'),
     ({'curve': {'step': [1], 'returns': []}}, '1 seeds'),
     ({'curve': {'step': [1, 2], 'returns': [[1.0]]}}, 'lengths'),
-    ({'curve': {'step': [2, 1], 'returns': [[1.0, 2.0]]}}, 'ascend'),
-  ],
+  ),
 )  # fmt: skip
 def test_a_damaged_record_is_named(
   content: Any, message: str, tiny: Path, tmp_path: Path, capsys: Capture
@@ -474,7 +474,7 @@ def test_it_goes_on_after_a_kill_and_ends_with_the_same_parameters(
 ) -> None:
   """The children of a killed one train on: the next one waits for them, or starts them again."""
   (tmp_path / 'tiny.toml').write_text(TINY)
-  args = arguments(tmp_path, '--only', 'catch/*')
+  args = arguments(tmp_path, '--only', 'catch/ppo')
   environment = {k: v for k, v in os.environ.items() if k == 'JAX_NUM_CPU_DEVICES'}
   os.environ.pop('JAX_NUM_CPU_DEVICES', None)
   try:
@@ -491,7 +491,7 @@ def test_it_goes_on_after_a_kill_and_ends_with_the_same_parameters(
     assert (
       record['curve'] == known[name]['curve'] and record['evaluated'] == known[name]['evaluated']
     )
-  assert len(records(tmp_path)) == 3
+  assert len(records(tmp_path)) == 2
 
 
 @pytest.mark.slow

@@ -219,7 +219,7 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   assert_resumes_exactly(config, 100, tmp_path)
 
 
-@pytest.mark.parametrize('credit', ['cca', 'hca'])
+@pytest.mark.parametrize('credit', ['cca', pytest.param('hca', marks=pytest.mark.slow)])
 def test_two_devices_make_the_same_update(credit: str) -> None:
   agent, params = agent_of(credit=credit), []
   for devices in (1, 2):

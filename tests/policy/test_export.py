@@ -105,14 +105,11 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 # A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {
   'ppo, gru, normalized',
-  'ppo, normalized, with a state',
   'dqn, image, with a state',
   'ppo, empty part',
   'ppo, odd spaces',
-  'ppo, masked',
   'ppo, masked parts',
   'dqn, masked',
-  'ppo, grid',
   'pqn, normalized layers',
   'dqn',
   'sac',
@@ -364,7 +361,9 @@ def test_a_policy_with_memory_acts_as_its_agent(tmp_path: Path) -> None:
   [
     (PPO(network=Own()), THREE),
     (PPO(network=ActorCritic(torso='transformer')), THREE),
-    (PPO(network=ActorCritic(core='transformer', core_size=8)), THREE),
+    pytest.param(
+      PPO(network=ActorCritic(core='transformer', core_size=8)), THREE, marks=pytest.mark.slow
+    ),
     (SAC(Actor(hidden=(8,), core='gru', core_size=4)), BOX),
     (DQN(QNetwork(hidden=(8,), core='gru', core_size=4, shortcut=True)), THREE),
   ],

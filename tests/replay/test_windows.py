@@ -229,7 +229,7 @@ def test_the_smallest_ring_has_room_for_stacks(
 def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) -> None:
   from podrace.envs.host import base
 
-  steps, n = 300, 2
+  steps, n = 150, 2
   pool = base.make(name).make(base.PoolArgs(n, n, np.arange(n), 1, 60.0))
   rng, seen = np.random.default_rng(0), []
   pool.reset()

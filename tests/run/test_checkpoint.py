@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file, signed
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 from podrace.errors import CheckpointError, UsageError
 from podrace.run import checkpoint
@@ -97,7 +97,9 @@ def damage(file: Path, kind: str, rng: random.Random) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize('kind', ['delete', 'truncate', 'flip', 'flip again', 'flip elsewhere'])
+@pytest.mark.parametrize(
+  'kind', slow_after(2, 'delete', 'flip', 'truncate', 'flip again', 'flip elsewhere')
+)
 def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_path: Path) -> None:
   params, rest = state()
   files = [f.relative_to(saved) for f in every_file(saved)]

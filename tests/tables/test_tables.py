@@ -839,7 +839,7 @@ def everything_at_once(seconds: float, tmp_path: Any, writers: int = 3) -> None:
 
 
 def test_everything_at_once(tmp_path: Any) -> None:
-  everything_at_once(2.0, tmp_path)
+  everything_at_once(1.0, tmp_path)
 
 
 @pytest.mark.slow

@@ -221,7 +221,7 @@ class Read(NamedTuple):
     return np.asarray(self.action)
 
 
-@pytest.mark.parametrize(('groups', 'free'), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(('groups', 'free'), slow_after(2, (2, 1), (4, 2), (1, 0)))
 def test_one_group_steps_while_another_is_acted_for(
   groups: int, free: int, monkeypatch: Patch
 ) -> None:

@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from PIL import Image
 from shared_programs import shared_programs  # noqa: F401
-from shorthand import Capture, Patch
+from shorthand import Capture, Patch, slow_after
 from test_runs import called
 
 from podrace import envs
@@ -163,7 +163,8 @@ def test_environments_draw_themselves(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-  'name', ['ale:pong', 'ale:ms_pacman,episodic_life=true', 'ale:ms_pacman,sticky=0.25']
+  'name',
+  slow_after(1, 'ale:ms_pacman,episodic_life=true', 'ale:pong', 'ale:ms_pacman,sticky=0.25'),
 )
 def test_the_coloured_twin_plays_the_same_game(name: str) -> None:
   """A step asserts that both have the same reward; the newest grey frame is the coloured one in grey, smaller."""
