@@ -237,7 +237,7 @@ def difference(one: Any, other: Any) -> float:
 WEIGHT = np.linspace(0.4, 1.0, BATCH).astype(np.float32)
 
 
-@pytest.mark.parametrize(('bins', 'sequence'), [(BINS, 1), (1, 2)])
+@pytest.mark.parametrize(('bins', 'sequence'), slow_after(1, (BINS, 1), (1, 2)))
 def test_gradients(bins: int, sequence: int) -> None:
   agent = recording(bins, sequence=sequence)
   window = window_of(agent)

@@ -333,6 +333,7 @@ def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
     np.testing.assert_allclose(1024 * x, y, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'module'), slow_after(1, ('ppo', ppo), ('impala', impala)))
 def test_advantages_that_are_not_normalized_are_noticed(
   name: str, module: Any, monkeypatch: Patch
@@ -386,6 +387,7 @@ def score(name: str, scale: float, **settings: Any) -> float:
   return float(log['return_sum'] / log['episodes']) / scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'scale'), slow_after(1, ('ppo', 1e3), ('impala', 1e-3), ('ppo', 1e-3))
 )

@@ -191,7 +191,7 @@ def test_acting_is_by_theta1() -> None:
   np.testing.assert_allclose(actions, [0, 5] + [2, 5] * expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize('epsilon', [0.0, 0.3, 1.0])
+@pytest.mark.parametrize('epsilon', slow_after(1, 0.3, 0.0, 1.0))
 def test_a_share_of_actions_is_random(epsilon: float) -> None:
   agent = bound(epsilon=epsilon)
   params, timestep = train_of(agent).params, many(agent.network, 1000)

@@ -398,6 +398,7 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   )
 
 
+@pytest.mark.slow
 def test_bench_measures_updates_that_learn(monkeypatch: Patch) -> None:
   """Before `min_size` is reached none does, and they would seem many times as fast."""
   agent = dataclasses.replace(

@@ -570,6 +570,7 @@ def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
     )  # of rounded rates
 
 
+@pytest.mark.slow
 def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
   code, out, told = run(
     'bench', 'sebulba', '--env', 'gymnasium:host_envs:Masked-v0', '--num-envs', '2', '--unroll-length', '4',

@@ -13,7 +13,7 @@ import jax
 import pytest
 from children import ROOT, Process, environment
 from processes import DEADLINE
-from shorthand import Capture, Patch
+from shorthand import Capture, Patch, slow_after
 from test_runs import called
 
 import podrace
@@ -288,7 +288,7 @@ cli.entry()
 """
 
 
-@pytest.mark.parametrize('named', [False, True])
+@pytest.mark.parametrize('named', slow_after(1, True, False))
 def test_a_run_that_was_stopped_while_it_compiled_is_not_listed(
   named: bool, tmp_path: Path
 ) -> None:

@@ -183,6 +183,7 @@ def another(observation: Any, key: Any, actions: int) -> Any:
   return ((jnp.argmax(observation, axis=1) + 1) % actions).astype(jnp.int32)
 
 
+@pytest.mark.slow
 def test_the_best_without_memory_has_the_return_of_theory() -> None:
   """Of the 51 other cards 4 (12 - r) are higher than rank r, 4 r are lower, and 13 of each suit."""
   advantage = np.mean([abs(4 * (12 - r) - 4 * r) / 51 for r in range(13)])

@@ -106,7 +106,13 @@ def rollout(name: str, fresh_fraction: float) -> Any:
   return contract.rollout(env, STEPS, NUM_ENVS)
 
 
-@pytest.fixture(scope='module', params=[1.0, 0.25], ids=['every_step', 'pool'])
+FRACTIONS = [
+  1.0,
+  pytest.param(0.25, marks=pytest.mark.slow),
+]  # tests/envs/test_envs.py has a pool of its own
+
+
+@pytest.fixture(scope='module', params=FRACTIONS, ids=['every_step', 'pool'])
 def fraction(request: pytest.FixtureRequest, name: str) -> float:
   if request.param < 1 and not isinstance(make(name), NextStepReset):
     pytest.skip('it makes its resets itself, so there is no pool of them')

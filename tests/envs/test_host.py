@@ -105,7 +105,7 @@ CONTRACT = [
   'c:cartpole',
   'c:breakout,max_steps=40',
   'c:grid,side=8,max_steps=30',
-  'c:breakout,max_steps=40,isolate=true',
+  pytest.param('c:breakout,max_steps=40,isolate=true', marks=pytest.mark.slow),
   'podrace:catch',
 ]
 
@@ -460,14 +460,15 @@ def test_an_environment_that_cannot_be_closed_is_used(
 
 @pytest.mark.parametrize(
   ('what', 'message'),
-  [
+  slow_after(
+    3,
     ('shape', 'observation float64[3]'),
-    ('integers', 'observation int64[4]'),
-    ('dtype', 'observation complex64[4]'),
     ('missing', '[0, 1]'),
     ('reward', "reward 'much'"),
+    ('integers', 'observation int64[4]'),
+    ('dtype', 'observation complex64[4]'),
     ('end', 'terminated bool[2]'),
-  ],
+  ),
 )
 def test_what_is_wrong_is_named(what: str, message: str) -> None:
   assert message in until_failure(f'gymnasium:host_envs:Wrong-v0,what={what}')

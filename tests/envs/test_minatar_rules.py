@@ -77,6 +77,7 @@ def test_a_game_without_a_limit_goes_on() -> None:
   assert not free.last[2].any()
 
 
+@pytest.mark.slow
 def test_the_games_have_the_published_returns_of_random_play() -> None:
   """0.53 +- 0.04 in Asterix by pgx, which has MinAtar's rules (256 to 512 first episodes)."""
   name = 'gymnax:Asterix-MinAtar,sticky=0.1,max_steps_in_episode=0'

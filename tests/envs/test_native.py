@@ -444,14 +444,7 @@ def test_states_of_other_environments_are_refused(tagged: str) -> None:
 
 @pytest.mark.parametrize(
   ('fault', 'words'),
-  [
-    ('compiler', ('error', 'bad.c')), ('symbol', ('podrace_close',)), ('abi', ('version 2', '1')),
-    ('obs_bytes', ('12', '16')), ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')),
-    ('shape', ('obs[0]', '(0,)')), ('choices', ('act', '(0,)')), ('no_save', ('podrace_save',)),
-    ('bounds', ('obs[0]', 'uint8', '-1')), ('names', ('info', '9004')),
-    ('wide', ('obs[0]', 'float32', '-1e+300')), ('load_exit_0', ('podrace_spec_of', 'exit')),
-    ('load_crash', ('podrace_spec_of', 'SIGSEGV')), ('spec_exit_0', ('podrace_spec_of', 'exit')),
-  ],
+  slow_after(6, ('compiler', ('error', 'bad.c')), ('symbol', ('podrace_close',)), ('abi', ('version 2', '1')), ('shape', ('obs[0]', '(0,)')), ('load_exit_0', ('podrace_spec_of', 'exit')), ('load_crash', ('podrace_spec_of', 'SIGSEGV')), ('obs_bytes', ('12', '16')), ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')), ('choices', ('act', '(0,)')), ('no_save', ('podrace_save',)), ('bounds', ('obs[0]', 'uint8', '-1')), ('names', ('info', '9004')), ('wide', ('obs[0]', 'float32', '-1e+300')), ('spec_exit_0', ('podrace_spec_of', 'exit'))),
 )  # fmt: skip
 def test_a_library_that_does_not_fit_is_refused(
   fault: str, words: tuple[str, ...], tmp_path: Path
@@ -464,14 +457,7 @@ def test_a_library_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
   ('fault', 'words'),
-  [
-    ('rand', ('podrace_step', 'rand()')), ('srand rand', ('podrace_step', 'rand()')),
-    ('global', ('podrace_step',)), ('unwritten', ('podrace_reset', 'every byte')),
-    ('left_over', ('podrace_step',)), ('save_size', ('podrace_save', '96', '48')),
-    ('load', ('podrace_load', '3')), ('half_saved', ('podrace_save',)),
-    ('crash', ('podrace_step', 'SIGSEGV')), ('exit', ('podrace_step', 'exit code 5')),
-    ('exit_0', ('podrace_step', 'exit')),
-  ],
+  slow_after(6, ('rand', ('podrace_step', 'rand()')), ('global', ('podrace_step',)), ('unwritten', ('podrace_reset', 'every byte')), ('save_size', ('podrace_save', '96', '48')), ('crash', ('podrace_step', 'SIGSEGV')), ('exit_0', ('podrace_step', 'exit')), ('srand rand', ('podrace_step', 'rand()')), ('left_over', ('podrace_step',)), ('load', ('podrace_load', '3')), ('half_saved', ('podrace_save',)), ('exit', ('podrace_step', 'exit code 5'))),
 )  # fmt: skip
 def test_a_trial_finds(fault: str, words: tuple[str, ...], tmp_path: Path) -> None:
   name = write(tmp_path / 'bad.c', *fault.split())

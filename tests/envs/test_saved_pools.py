@@ -23,7 +23,7 @@ NAMES = [
   'gymnasium:host_envs:Masked-v0',
   'envpool:CartPole-v1',
   'ale:breakout',
-  'ale:breakout,sticky=0.25,episodic_life=True',
+  pytest.param('ale:breakout,sticky=0.25,episodic_life=True', marks=pytest.mark.slow),
 ]
 
 

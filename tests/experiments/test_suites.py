@@ -23,7 +23,7 @@ from test_runs import called
 
 from podrace.commands import configure
 from podrace.errors import RunError, UsageError
-from podrace.experiments import plot
+from podrace.experiments import plot, statistics
 from podrace.experiments.suites import suite as suites
 from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import check_hashes, read_records, thin, write_record
@@ -87,6 +87,13 @@ def tiny(tmp_path_factory: TempPaths, cache: Path) -> Path:
   assert (result['programs'], result['recorded']) == (5, 5)
   assert '5 of 5 programs done' in done.stderr
   return folder
+
+
+@pytest.fixture(autouse=True)
+def few_resamples(monkeypatch: Patch) -> None:
+  """No test here is about the intervals of a bootstrap, which has its own."""
+  monkeypatch.setitem(statistics.interval.__kwdefaults__, 'resamples', 500)
+  monkeypatch.setattr(statistics, 'CURVE_RESAMPLES', 200)
 
 
 def arguments(folder: Path, *more: str) -> list[str]:

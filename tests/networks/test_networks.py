@@ -139,7 +139,7 @@ def test_unroll_merged_is_step_by_step() -> None:
   np.testing.assert_allclose(merged.value, stepped.value, **TOLERANCE)
 
 
-@pytest.mark.parametrize('core', ['gru', 'lstm', 'transformer'])
+@pytest.mark.parametrize('core', slow_after(2, 'gru', 'lstm', 'transformer'))
 def test_first_forgets(core: str) -> None:
   """Environment 0 begins anew at time 3; what was before makes no difference, to the bit."""
   net = network(core=core)

@@ -74,6 +74,7 @@ def test_the_model_against_numpy() -> None:
         assert logits[n] == pytest.approx((h @ model['z'])[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_that_enters_hugs_as_its_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
   """Without a reward at home the causal plan enters and hugs after z, which tells the bear."""
   monkeypatch.setattr(causal, 'HOME_REWARD', -1.0)

@@ -154,6 +154,7 @@ def test_losses_against_numpy(settings: Any) -> None:
 PARTS = ('policy_head', 'value_head', 'cell', 'head', 'baseline', 'classifier')
 
 
+@pytest.mark.slow
 def test_each_loss_trains_its_own_part() -> None:
   """The stop_gradients: a gradient is 0 in all other parts."""
   trains = dict(
@@ -219,6 +220,7 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   assert_resumes_exactly(config, 100, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('credit', ['cca', pytest.param('hca', marks=pytest.mark.slow)])
 def test_two_devices_make_the_same_update(credit: str) -> None:
   agent, params = agent_of(credit=credit), []

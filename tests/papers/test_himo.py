@@ -191,6 +191,7 @@ def test_the_command_names_the_evaluation_of_an_agent_that_is_never_greedy(
   assert '"episodes": 2' in output_of(*shlex.split(hint.replace('--episodes 100', '--episodes 2')))
 
 
+@pytest.mark.slow
 def test_two_devices_make_the_same_update() -> None:
   params = []
   for devices in (1, 2):

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from shorthand import slow_after
 
 from podrace.replay import Buffer, windows
 from podrace.replay.frame_stacks import unstacked, what_is_before
@@ -428,7 +429,7 @@ def test_a_capacity_below_an_unroll_and_a_window_is_refused(keep_state: bool) ->
   assert found.rows == 32  # whole unrolls
 
 
-@pytest.mark.parametrize('exponent', [0.0, 0.5])
+@pytest.mark.parametrize('exponent', slow_after(1, 0.5, 0.0))
 def test_windows_at_first_begin_episodes(exponent: float) -> None:
   """All such windows, and no others, also once rows are overwritten."""
   world = World(5)

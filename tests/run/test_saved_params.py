@@ -173,7 +173,7 @@ def test_a_run_keeps_its_best(trained: podrace.Result) -> None:
   assert again['episode_return_mean'] == pytest.approx(means[step], abs=1e-6)
 
 
-@pytest.mark.parametrize('episodes, warnings', [(64, 0), (2, 1)])
+@pytest.mark.parametrize('episodes, warnings', slow_after(1, (2, 1), (64, 0)))
 def test_a_run_warns_of_other_evaluations_than_before(
   episodes: int, warnings: int, trained: podrace.Result, tmp_path: Path, capsys: Any
 ) -> None:

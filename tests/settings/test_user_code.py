@@ -265,8 +265,18 @@ def test_an_agent_from_another_module_of_the_user_goes_on(tmp_path: Path) -> Non
   """`mine` has it from `other`, which the record names."""
   (tmp_path / 'other.py').write_text(AGENT)
   (tmp_path / 'mine.py').write_text('from other import Agent\n')
-  words = ['train', '--agent', 'mine:Agent', '--run-dir', 'run', '--agent.network.hidden', '4']
-  for steps in ('2000', '4000'):
+  words = [
+    'train',
+    '--agent',
+    'mine:Agent',
+    '--run-dir',
+    'run',
+    '--agent.network.hidden',
+    '4',
+    '--devices',
+    '1',
+  ]
+  for steps in ('1000', '2000'):
     done = podrace(tmp_path, *words, '--total-steps', steps)
     assert done.returncode == 0, done.stderr
   done = podrace(tmp_path, 'train', '--run-dir', 'run')

@@ -192,6 +192,7 @@ def test_removers_distribution(remover: str, expected: list[int]) -> None:
     assert stats.chisquare(gone[1:4], 2000 * np.array([1, 2, 5]) / 8).pvalue > 0.01
 
 
+@pytest.mark.slow
 def test_a_million_priorities() -> None:
   """Sums stay exact to rounding, whatever the order of changes; the tree against a plain sum."""
   order = tables.prioritized(1.0).make()

@@ -51,6 +51,7 @@ def learned(updates: int, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
 # --- the same data ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('agent', 'lag'),
   slow_after(1, ('impala', '0'), ('impala, recurrent', '1'), ('ppo', '1'), ('impala', '1')),
@@ -171,6 +172,7 @@ def test_the_lag_of_groups_is_exact() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='1', groups=2), 10) == (0.9, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('groups', 'max_lag'), slow_after(1, (2, 2), (4, 1), (4, 3)))
 def test_the_lag_of_groups_is_bounded(groups: int, max_lag: int, monkeypatch: Patch) -> None:
   jittery(monkeypatch, max_lag)

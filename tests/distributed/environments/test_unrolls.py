@@ -120,6 +120,7 @@ def assert_pieces_of_lives(pieces: list[Any], per_thread: int) -> None:
     seen.add(key)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('threads', [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   """One environment of eight is ten times slower than the others, and one never comes."""
