@@ -307,7 +307,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
 
 @pytest.mark.parametrize(
   'name',
-  [n if n in ('r2d2', 'pqn') else pytest.param(n, marks=pytest.mark.slow) for n in WITH_REPLAY],
+  [n if n == 'pqn' else pytest.param(n, marks=pytest.mark.slow) for n in WITH_REPLAY],
 )
 def test_every_field_is_read_with_replay(name: str) -> None:
   """As above, of an agent, its networks and its buffer, through the learner step."""

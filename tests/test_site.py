@@ -171,6 +171,7 @@ def test_the_presets_have_a_table_of_all_settings(site: Path) -> None:
   assert all(f'<td><code>{name}</code></td>' in page for name in PRESETS)
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   pictures = script('tools/pictures.py')
   monkeypatch.setattr(pictures, 'FOLDER', tmp_path / 'pictures')

@@ -364,6 +364,7 @@ def test_lengths_of_lifetimes_agree() -> None:
     _ = agent(episodes=3).lifetime
 
 
+@pytest.mark.slow
 def test_lifetimes_without_end() -> None:
   env = 'podrace:empty_rooms,size=5,steps=3,episodes=0'
   _, params, (first, second) = lived(env)

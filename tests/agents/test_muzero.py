@@ -458,6 +458,7 @@ def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, see
   return jax.device_get(search(hidden, observation, jax.random.key(seed)))
 
 
+@pytest.mark.slow
 def test_more_simulations_come_nearer_to_value_iteration() -> None:
   """PUCT visits every action of every state in the end; with no idea of values it has to."""
   model, q = table()
@@ -613,7 +614,7 @@ def test_the_priors_of_samples() -> None:
 
 
 @pytest.mark.parametrize(
-  'space', [spaces.Box(-2, 3, (2,), np.float32), spaces.MultiDiscrete([3, 4])]
+  'space', slow_after(1, spaces.Box(-2, 3, (2,), np.float32), spaces.MultiDiscrete([3, 4]))
 )
 def test_actions_that_are_sampled(space: Any) -> None:
   agent = MuZero(LearnedModel(**TINY_MODEL), simulations=3)

@@ -422,6 +422,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
   assert all(x['value_std'] > 0 for x in lines)
 
 
+@pytest.mark.slow
 def test_under_gossip_each_replica_has_statistics_of_its_own() -> None:
   env = Scaled(make('podrace:catch'), 100.0)
   agent = Impala(SMALL.bind(env.observation_space, env.action_space), normalize_values=True)

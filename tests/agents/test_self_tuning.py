@@ -213,6 +213,7 @@ def updates(agent: Any, count: int = 3) -> tuple[Any, Any]:
   return jax.device_get((train, metrics))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   'name', [n if n == 'impala' else pytest.param(n, marks=pytest.mark.slow) for n in AGENTS]
 )
@@ -308,6 +309,7 @@ def tuned(name: str, start: float, **settings: Any) -> float:
   return float(metagradient.tuned_values(user, state.train.rest.shift)[field])
 
 
+@pytest.mark.slow
 def test_a_discount_grows_where_rewards_come_late() -> None:
   """The first action's reward is discounted to 0.3^6, 0.0007, so nothing is learned; the outer loss has 0.99."""
   assert tuned('discount', 0.3, discount=0.99) > 0.8

@@ -522,6 +522,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   )
 
 
+@pytest.mark.slow
 def test_r2d2_s_burn_in_has_no_gradient() -> None:
   """It is that of the rest alone, from the state that the burn-in leads to."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))

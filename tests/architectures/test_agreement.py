@@ -343,7 +343,7 @@ def test_each_of_several_seeds_gossips_as_it_would_alone() -> None:
 
 
 @pytest.mark.parametrize(
-  'preset', slow_after(2, 'catch', 'cartpole', 'muzero-catch', 'muesli-catch')
+  'preset', slow_after(1, 'cartpole', 'catch', 'muzero-catch', 'muesli-catch')
 )
 def test_agents_gossip_unchanged(preset: str) -> None:
   """That those of presets trace; `test_parameters_go...` compiles others."""

@@ -241,6 +241,7 @@ class Own(Impala):
   """An agent that is not podrace's, which is checked before it runs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('model', [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_agent_of_ones_own_is_checked_on_such_a_mesh(model: int) -> None:
   anakin = program(Own(PLAIN), 8, model)

@@ -188,6 +188,7 @@ def test_snake_is_truncated_while_alive() -> None:
   assert timestep.observation['step_count'] == 2  # the finished episode's own
 
 
+@pytest.mark.slow
 def test_a_trapped_snake_may_act() -> None:
   env = batch(podrace.envs.make('jumanji:Snake-v1'), 64)
   moves = jnp.array([(-1, 0), (0, 1), (1, 0), (0, -1)])

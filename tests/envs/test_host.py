@@ -318,7 +318,7 @@ def test_some_at_a_time(name: str) -> None:
 @pytest.mark.parametrize(
   'name',
   slow_after(
-    3, 'envpool:CartPole-v1', 'gymnasium:CartPole-v1', 'ale:breakout,episodic_life=true', 'ale:pong'
+    2, 'envpool:CartPole-v1', 'gymnasium:CartPole-v1', 'ale:breakout,episodic_life=true', 'ale:pong'
   ),
 )
 def test_actions_reach_their_environments(name: str) -> None:

@@ -135,9 +135,15 @@ def phi_of(weights: Any, steps: Any, action: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
   'settings',
-  [dict(credit=c) for c in ('cca', 'advantage', 'reinforce', 'hca')]
-  + [dict(divergence='kl')]
-  + [dict(discount=0.8, credit=c) for c in ('cca', 'hca')],
+  [dict(credit=c) for c in ('cca', 'hca')]
+  + [
+    pytest.param(x, marks=pytest.mark.slow)
+    for x in (
+      *(dict(credit=c) for c in ('advantage', 'reinforce')),
+      dict(divergence='kl'),
+      *(dict(discount=0.8, credit=c) for c in ('cca', 'hca')),
+    )
+  ],
   ids=lambda x: '-'.join(map(str, x.values())),
 )
 def test_losses_against_numpy(settings: Any) -> None:

@@ -112,6 +112,7 @@ def assert_equal(loss: Any, reference: Any, params: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_regression() -> None:
   rng = np.random.default_rng(1)
   x, x_next = rng.normal(size=(2, 9, himo.D)).astype(np.float32)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from processes import as_users_have_it
-from shorthand import Patch
+from shorthand import Patch, TempPaths
 from test_runs import called
 
 import podrace
@@ -199,7 +199,9 @@ def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:
     load_policy(tmp_path / 'policy')
 
 
-@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize(
+  'runtime', [r if r == 'numpy' else pytest.param(r, marks=pytest.mark.slow) for r in RUNTIMES]
+)
 def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
   _, env, _ = made('r2d2', tmp_path / 'policy')
   policy = load_policy(tmp_path / 'policy', runtime)
@@ -220,13 +222,15 @@ def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
   ],
 )  # fmt: skip
 def test_an_observation_outside_of_its_space_is_refused(
-  space: Any, observation: Any, tmp_path: Path
+  space: Any, observation: Any, tmp_path_factory: TempPaths
 ) -> None:
-  env = SimpleNamespace(observation_space=space, action_space=THREE)
-  agent = bind(PPO(), env)
-  params = agent.init(jax.random.key(0)).params
-  write_policy(tmp_path / 'p', Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
-  policy = load_policy(tmp_path / 'p')
+  folder = tmp_path_factory.getbasetemp() / f'policy of {str(space).partition(chr(10))[0]}'
+  if not folder.exists():
+    env = SimpleNamespace(observation_space=space, action_space=THREE)
+    agent = bind(PPO(), env)
+    params = agent.init(jax.random.key(0)).params
+    write_policy(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  policy = load_policy(folder)
   policy.act(space.sample())
   with pytest.raises(ValueError, match=r'expected|has not'):
     policy.act(observation)
@@ -367,7 +371,7 @@ def test_a_policy_with_memory_acts_as_its_agent(tmp_path: Path) -> None:
   ('agent', 'action'),
   [
     (PPO(network=Own()), THREE),
-    (PPO(network=ActorCritic(torso='transformer')), THREE),
+    pytest.param(PPO(network=ActorCritic(torso='transformer')), THREE, marks=pytest.mark.slow),
     pytest.param(
       PPO(network=ActorCritic(core='transformer', core_size=8)), THREE, marks=pytest.mark.slow
     ),
@@ -421,6 +425,7 @@ def test_what_is_no_policy(tmp_path: Path) -> None:
     load_policy(tmp_path / 'policy')
 
 
+@pytest.mark.slow
 def test_keys_that_are_no_texts_are_not_exported(
   as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

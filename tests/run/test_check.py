@@ -274,6 +274,7 @@ def test_switches_and_choices_of_gymnasiums_types(architecture: str, tmp_path: P
   )  # of 10; 5 at random
 
 
+@pytest.mark.slow
 def test_switches_on_the_host_are_given_actions_of_their_space(tmp_path: Path) -> None:
   settings = config('sebulba', env='unused')
   settings = dataclasses.replace(settings, env='gymnasium:host_envs:Switches-v0', total_steps=640)
@@ -493,6 +494,7 @@ def test_actions_out_of_their_space_are_refused(
   assert ('squash' in said) != math.isnan(action) and 'Traceback' not in said
 
 
+@pytest.mark.slow
 def test_actions_at_the_bounds_are_in_the_space(tmp_path: Path) -> None:
   good = config('anakin', Bold(action=1.0), 'test_check.wrapped,cls=Box')
   loop.train(good, tmp_path / 'run', quiet=True)

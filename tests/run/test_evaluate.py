@@ -332,6 +332,7 @@ def test_games_on_the_host_that_hang(monkeypatch: Patch) -> None:
   forever.set()
 
 
+@pytest.mark.slow
 def test_atari_is_scored_unclipped() -> None:
   """A whole game with several rewards of 10 and more, as the game counts them."""
   spec = host.make('ale:ms_pacman')

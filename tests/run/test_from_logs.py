@@ -236,6 +236,7 @@ def test_a_run_is_recorded_and_learned_from(
   trained(capsys, tmp_path / 'alone', 320, *BC, '--log', str(folder))
 
 
+@pytest.mark.slow
 def test_without_its_data_set_a_run_is_evaluated_exported_and_recorded(
   cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

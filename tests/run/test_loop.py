@@ -254,6 +254,7 @@ def test_params_sha256_is_what_the_contract_says() -> None:
     assert hashes.params_sha256(other) != expected.hexdigest()
 
 
+@pytest.mark.slow
 def test_two_seeds(two_seeds: Path, finished: Path) -> None:
   for line, alone in zip(lines(two_seeds), lines(finished), strict=True):
     assert len(line['episode_return_by_seed']) == len(line['episodes_by_seed']) == 2
@@ -507,6 +508,7 @@ def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: P
   assert result['step'] == 1600
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_early_has_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
   """Though the first that was asked for is far away."""
   monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 0.0)

@@ -53,7 +53,9 @@ def test_a_recorded_run_is_evaluated(name: str, runs: Path, capsys: Capture) -> 
   assert result['step'] == TRAINED[name] and -1 <= result['episode_return_mean'] <= 1
 
 
-@pytest.mark.parametrize('name', ['catch', 'sebulba', pytest.param('lpg', marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+  'name', ['catch', *(pytest.param(x, marks=pytest.mark.slow) for x in ('sebulba', 'lpg'))]
+)
 def test_a_recorded_run_is_resumed(name: str, runs: Path) -> None:
   config = json.loads((runs / name / 'config.json').read_text())
   words = ['train', '--run-dir', name, '--quiet', '--devices', '1']

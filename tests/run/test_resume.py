@@ -35,6 +35,7 @@ from processes import (
   podrace,
   summary,
 )
+from shared_programs import shared_programs
 from shorthand import Capture, Patch, TempPaths, slow_after
 
 from podrace import cli

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import slow_after
 
 import podrace

@@ -121,6 +121,7 @@ def test_a_library_in_the_working_directory_is_not_imported(tmp_path: Path) -> N
   assert not list(tmp_path.glob('*.ran'))
 
 
+@pytest.mark.slow
 def test_trials_of_a_sweep_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
   for name in ('podrace', 'jax', 'json', 'tyro', 'sitecustomize'):
     (tmp_path / f'{name}.py').write_text(FLAG)

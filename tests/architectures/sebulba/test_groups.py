@@ -167,6 +167,7 @@ def test_a_death_in_one_group_costs_its_own_unroll_only(lag: str) -> None:
 # --- lag, waits and failures -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_lag_of_groups_is_exact() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='0', groups=2), 10) == (0.0, 0)
   assert lags(sebulba(AGENTS['impala'], lag='1', groups=2), 10) == (0.9, 1)

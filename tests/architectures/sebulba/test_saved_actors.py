@@ -106,6 +106,7 @@ def test_without_their_states_they_begin_anew_and_say_so(
     assert caplog.text.count('anew') == 1
 
 
+@pytest.mark.slow
 def test_environments_that_return_other_rewards_begin_anew(
   tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -186,6 +187,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
   refused()
 
 
+@pytest.mark.slow
 def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
   _, record, _ = saved_at(made('gymnasium'), tmp_path / '9', after=0)
   driver = compiled(made('gymnasium', num_envs=16))

@@ -307,6 +307,7 @@ def test_async_lag_is_bounded(max_lag: int, monkeypatch: Patch) -> None:
   assert most <= max_lag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lag', [pytest.param('1', marks=pytest.mark.slow), 'async'])
 def test_waiting_for_the_learner_is_told_as_waiting(lag: str, monkeypatch: Patch) -> None:
   """Parameters are published before they are computed; who has taken them has waited for them."""

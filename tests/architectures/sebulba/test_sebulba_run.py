@@ -365,8 +365,8 @@ ANY_ORDER = ['--lag', 'async', '--env-batch-size', '2']
 @pytest.mark.parametrize(
   ('env', 'order', 'resumed'),
   slow_after(1,
-    ('ale:pong', ANY_ORDER, True), ('ale:pong', [], False), ('envpool:CartPole-v1', [], True),
-    ('envpool:CartPole-v1', ANY_ORDER, False),
+    ('envpool:CartPole-v1', ANY_ORDER, True), ('ale:pong', ANY_ORDER, True), ('ale:pong', [], False),
+    ('envpool:CartPole-v1', [], True), ('envpool:CartPole-v1', ANY_ORDER, False),
   ),
 )  # fmt: skip
 def test_environments_in_c_are_learned_from(

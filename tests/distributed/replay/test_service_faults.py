@@ -289,6 +289,7 @@ def test_as_many_items_as_may_wait_are_sent_again(monkeypatch: pytest.MonkeyPatc
       assert again.failure is None
 
 
+@pytest.mark.slow
 def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
   with Replay(tmp_path, '--checkpoint-every', '0.2') as replay:
     address = replay.address
