@@ -367,7 +367,9 @@ def test_every_agent_is_here() -> None:
   assert CLASSES.keys() == USES.keys()
 
 
-@pytest.mark.parametrize('name', USES)
+@pytest.mark.parametrize(
+  'name', [n if n == 'impala' else pytest.param(n, marks=pytest.mark.slow) for n in USES]
+)
 def test_every_field_is_read(name: str) -> None:
   assert unread(CLASSES[name], USES[name]) == set()
 

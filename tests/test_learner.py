@@ -199,7 +199,6 @@ def learn(name: str, devices: int) -> Any:
 
 FAST = {
   'ppo',
-  'impala, normalized',
   'impala, popart',
 }  # of the others, `make test-all` says as much
 

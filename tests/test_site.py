@@ -147,6 +147,7 @@ def test_the_page_of_an_agent_has_its_metrics(site: Path) -> None:
     assert {row.name for row in metrics.rows_of(agent)} <= listed, agent
 
 
+@pytest.mark.slow
 def test_the_cheat_sheet_is_one_page_of_a4(site: Path, tmp_path: Path) -> None:
   path = shutil.which('chromium')
   assert path, 'this test needs a browser: apt-get install chromium'

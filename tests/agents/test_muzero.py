@@ -402,6 +402,7 @@ def test_a_tower_is_normalised_if_asked_and_its_heads_see_the_whole(normalize: b
   assert kernel.shape[0] == 3 * 4 * 8 + 8  # each place's channels, and the most of each
 
 
+@pytest.mark.slow
 def test_dynamics_of_an_image_add_to_it() -> None:
   model = LearnedModel(blocks=1, channels=8).bind(BOARD, spaces.Discrete(5))
   params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))  # so the tower says 0

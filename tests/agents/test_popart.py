@@ -210,7 +210,7 @@ def compare(agent: Any) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-5 * reference.sigma + 1e-4)
 
 
-@pytest.mark.parametrize('name', LINEAR)
+@pytest.mark.parametrize('name', slow_after(1, 'ppo', 'impala'))
 def test_against_a_slow_reference(name: str) -> None:
   compare(LINEAR[name])
 

@@ -315,6 +315,7 @@ def test_a_discount_grows_where_rewards_come_late() -> None:
   assert tuned('discount', 0.3, discount=0.99) > 0.8
 
 
+@pytest.mark.slow
 def test_an_entropy_cost_shrinks_that_keeps_the_policy_from_learning() -> None:
   """The outer loss has a thousandth of what it starts with."""
   assert tuned('entropy_cost', 0.5, entropy_cost=0.06, lambda_=0.95) < 0.3

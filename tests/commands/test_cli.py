@@ -431,6 +431,7 @@ class Noon:
     return datetime.datetime(2020, 1, 1, 12)
 
 
+@pytest.mark.slow
 def test_quiet(finished: Path) -> None:
   done = command('train', '--run-dir', str(finished), '--quiet')
   assert done.returncode == 0

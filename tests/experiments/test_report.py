@@ -179,6 +179,7 @@ def titles(page: Any, start: str) -> list[str]:
   return [title for title in shown if title.startswith(start)]
 
 
+@pytest.mark.slow
 def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
   """Of two environments only one has the metric that is chosen."""
   write_run(tmp_path / 'ppo', [0.0, 1.0], 0)
@@ -205,6 +206,7 @@ def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path:
     assert page.get_by_label('metric', exact=True).input_value() == metric
 
 
+@pytest.mark.slow
 def test_scores_of_atari(tmp_path: Path) -> None:
   run = write_run(tmp_path / 'pong', [14.6] * 20, 0, env='ale:pong')
   other = write_run(tmp_path / 'catch', [1.0], 0)

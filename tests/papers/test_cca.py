@@ -202,6 +202,7 @@ def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatc
   assert np.mean(share[:, 0]) > 0.35 and np.mean(share[:, 1]) > 0.8
 
 
+@pytest.mark.slow
 def test_tasks_are_environments_with_exact_scores() -> None:
   for env, *_ in cca.TASKS.values():
     check(env, key=jax.random.key(0), steps=50)

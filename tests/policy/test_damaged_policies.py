@@ -253,7 +253,9 @@ def unknown(data: bytes) -> bytes:
   return bytes(content)
 
 
-@pytest.mark.parametrize('name', ARCHIVES)
+@pytest.mark.parametrize(
+  'name', [pytest.param(n, marks=pytest.mark.slow) if n == 'many members' else n for n in ARCHIVES]
+)
 def test_a_rule_that_is_no_rule_is_refused_before_it_is_unpacked(
   name: str, tmp_path: Path, monkeypatch: Patch
 ) -> None:

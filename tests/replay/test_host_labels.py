@@ -89,6 +89,7 @@ def test_at_lag_0_labels_are_the_learners() -> None:
   assert line['replay_samples'] == logs[0]['host']['replay_samples'] == 16 * 4 * 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lag', slow_after(1, 'async', '1'))
 def test_otherwise_they_are_one_update_old(lag: str) -> None:
   with Running(program(lag, noise=0.0)) as run:

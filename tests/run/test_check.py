@@ -441,11 +441,11 @@ class Replaying(DQN):
   pass
 
 
-def test_good_ones_of_ones_own_pass() -> None:
+@pytest.mark.parametrize('architecture', slow_after(1, *ARCHITECTURES))
+def test_good_ones_of_ones_own_pass(architecture: str) -> None:
   replaying = Replaying(network=QNetwork(hidden=(8,)), buffer=Buffer(1000, 16, 100))
-  for architecture in ARCHITECTURES:
-    for agent in (Good(), Averaged(), replaying):
-      build.build(config(architecture, agent))
+  for agent in (Good(), Averaged(), replaying):
+    build.build(config(architecture, agent))
 
 
 def test_what_podrace_brings_is_not_looked_at_again(monkeypatch: Patch) -> None:

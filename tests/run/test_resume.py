@@ -518,12 +518,12 @@ def half(tmp_path_factory: TempPaths) -> Path:
 
 
 def test_ctrl_c_saves_first(here: Here, half: Path, monkeypatch: Patch) -> None:
-  monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(10_080, signal.SIGINT))
+  monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(10_240, signal.SIGINT))
   monkeypatch.setattr(updates, 'CALL_SECONDS', 1e-9)  # so that it is not over before it is told
   run_dir = shutil.copytree(half / 'half', here.folder / 'half')
   code, output = here('half', '--sinks', 'stop')
   assert code == 130 and '--run-dir' in output and 'Traceback' not in output
-  assert 10_080 <= checkpoints(run_dir)[-1] < 16_000
+  assert 10_240 <= checkpoints(run_dir)[-1] < 16_000
   assert here('half')[0] == 0
   assert_same_run(run_dir, half / 'whole')
 

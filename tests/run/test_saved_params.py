@@ -256,6 +256,7 @@ def test_a_run_begins_with_one_seed_of_another(
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), got, expected)
 
 
+@pytest.mark.slow
 def test_files_of_others_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
   """A draft of a process that was killed, and a file of another program."""
   folder = tmp_path / 'run' / 'to-evaluate'

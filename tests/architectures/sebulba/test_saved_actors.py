@@ -123,6 +123,7 @@ def test_environments_that_return_other_rewards_begin_anew(
   assert caplog.text.count('rewards') == 2 and 'anew' in caplog.text
 
 
+@pytest.mark.slow
 def test_environments_that_hang_while_they_are_replayed_are_noticed(
   tmp_path: Path, monkeypatch: Patch
 ) -> None:

@@ -601,6 +601,7 @@ def test_environments_that_hang_are_noticed(monkeypatch: Patch) -> None:
     forever.set()
 
 
+@pytest.mark.slow
 def test_environments_that_hang_while_they_reset_are_noticed(monkeypatch: Patch) -> None:
   from podrace.envs.host import jax as jax_pool
 

@@ -135,6 +135,7 @@ def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   assert counts[7] == 0 and counts[:5].min() > 30 and told['host']['policy_lag_max'] <= 4
 
 
+@pytest.mark.slow
 def test_one_environment_fills_the_batches_alone() -> None:
   with Running(program([0, 0, 0, 1, 0, 0, 0, 0], max_lag=1)) as run:
     pieces = noted(run)
