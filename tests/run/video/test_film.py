@@ -286,7 +286,7 @@ def test_the_best_and_the_median_episode(run: Path, capsys: Capture) -> None:
   code, out, err = called(capsys, 'watch', str(run), '--episodes', '3', '--fps', '5')
   assert code == 0 and 'return 1 in 9 steps' in err
   found = json.loads(out.splitlines()[-1])
-  assert found['step'] == 600_064 and found['returns'] == [1.0] * 3
+  assert found['step'] == 250_880 and found['returns'] == [1.0] * 3
   for what in ('best', 'median'):
     shown = frames(Path(found[what]['mp4']))
     # The first one, one after each of 9 steps, and the last one for a second.
@@ -300,7 +300,7 @@ def test_the_best_and_the_median_episode(run: Path, capsys: Capture) -> None:
     with Image.open(found[what]['gif']) as gif:
       assert gif.n_frames == 10 and gif.info['duration'] == 200  # type: ignore[attr-defined]
   assert sorted(p.name for p in (run / 'videos').iterdir()) == [
-    f'600064-{what}.{kind}' for what in ('best', 'median') for kind in ('gif', 'mp4')
+    f'250880-{what}.{kind}' for what in ('best', 'median') for kind in ('gif', 'mp4')
   ]
 
 
@@ -317,7 +317,7 @@ def test_a_long_episode_is_cut_and_its_gif_is_small(
 def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
   shown: list[np.ndarray] = []
   found = watch.watch(run, tmp_path / 'none', watch.FilmSettings(episodes=2), shown.append)
-  assert found == {'step': 600_064, 'episodes': 2} and len(shown) == 20
+  assert found == {'step': 250_880, 'episodes': 2} and len(shown) == 20
   assert not (tmp_path / 'none').exists()
 
 
