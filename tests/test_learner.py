@@ -389,6 +389,7 @@ def test_collectives_of_a_whole_run(agent: Any, seeds: int) -> None:
   check_collectives(collectives(text), agent, 1, size, seeds)
 
 
+@pytest.mark.slow
 def test_collectives_are_found() -> None:
   """That the count above can fail: the same by a program that has them all."""
 

@@ -435,6 +435,7 @@ def test_forbidden_actions_are_never_taken() -> None:
     assert np.isfinite(output.extras.log_prob).all()
 
 
+@pytest.mark.slow
 def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
   agent = Muesli(**vars(recording()))
   online, target = networks(agent)

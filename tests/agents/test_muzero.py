@@ -539,6 +539,7 @@ def test_what_acts_and_what_is_learned_from() -> None:
   assert np.abs(found['both'][1].value - np.max(model.reward, axis=1)).max() > 0.2
 
 
+@pytest.mark.slow
 def test_actions_by_chance() -> None:
   """A share of them, uniform over what is allowed; none in evaluation."""
   model, _ = table()
@@ -650,6 +651,7 @@ def test_mctx_is_what_it_was_released_as(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- reanalyse ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)

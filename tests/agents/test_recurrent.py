@@ -269,6 +269,7 @@ def test_learning_sees_what_acting_saw(core: Any, recurrence: Recurrence) -> Non
     assert (sample.trajectory.timesteps.step_type[0] == FIRST).all()
 
 
+@pytest.mark.slow
 def test_outputs_after_are_those_where_steps_bootstrap() -> None:
   agent = bound(AGENTS['d4pg'], sequence=6, burn_in=2)
   train = jax.jit(agent.init)(jax.random.key(0))

@@ -280,6 +280,7 @@ def test_replicas_differ_and_the_run_has_their_mean() -> None:
     assert np.array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_a_replica_acts_by_its_own_parameters() -> None:
   anakin = program(Impala(SMALL), 2, Gossip())
   state = anakin.init(jax.random.split(jax.random.key(0), 1))

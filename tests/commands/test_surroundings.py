@@ -183,7 +183,9 @@ def within(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
   )  # fmt: skip
 
 
-@pytest.mark.parametrize('args', [['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy']])
+@pytest.mark.parametrize(
+  'args', slow_after(1, ['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy'])
+)
 def test_standard_output_holds_the_result_alone(noisy: Path, args: list[str]) -> None:
   done = within(noisy, *args, '--allow-code', 'noisy')
   assert done.returncode == 0, done.stderr

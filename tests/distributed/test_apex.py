@@ -471,6 +471,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
       train('two')
 
 
+@pytest.mark.slow
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
   addresses = addresses_in(tmp_path)

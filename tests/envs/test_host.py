@@ -202,6 +202,7 @@ def test_atari_has_the_actions_that_were_asked_for() -> None:
   assert len(list(arrivals(name, 30))) == 30
 
 
+@pytest.mark.slow
 def test_frames_of_atari_have_the_size_that_was_asked_for() -> None:
   spec = host.make('ale:pong,size=42')
   assert spec.observation_space.shape == (4, 42, 42)

@@ -148,6 +148,7 @@ def write_run(path: Path, returns: list[float], seed: int, agent: str = 'ppo', *
   return path
 
 
+@pytest.mark.slow
 def test_the_seeds_of_a_setting_are_one_line_with_an_interval(tmp_path: Path) -> None:
   for seed in range(3):
     write_run(tmp_path / f'ppo{seed}', [0.0, 1.0 + seed, 4.0 + 2 * seed], seed)

@@ -784,7 +784,11 @@ def test_scores_of_runs_are_those_of_their_records(
 
 
 @pytest.mark.parametrize(
-  'was_now', [('steps = 1_280', 'steps = 9_999'), ('episodes = 4', 'episodes = 9')]
+  'was_now',
+  [
+    ('steps = 1_280', 'steps = 9_999'),
+    pytest.param(('episodes = 4', 'episodes = 9'), marks=pytest.mark.slow),
+  ],
 )
 def test_records_of_other_settings_are_in_no_page_or_comparison(
   was_now: tuple[str, str], tiny: Path, tmp_path: Path, capsys: Capture

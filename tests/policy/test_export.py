@@ -108,7 +108,6 @@ FAST = {
   'dqn, image, with a state',
   'ppo, empty part',
   'ppo, odd spaces',
-  'ppo, masked parts',
   'dqn, masked',
   'pqn, normalized layers',
   'dqn',

@@ -122,6 +122,7 @@ def test_a_failure_before_learning_keeps_the_updates_that_were_made() -> None:
       run.driver.advance(state, 8, lambda: False)
 
 
+@pytest.mark.slow
 def test_environments_in_any_order() -> None:
   """Every window is a piece of one environment's life, and all is learned from."""
   from gymnasium import spaces

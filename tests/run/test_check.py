@@ -222,6 +222,7 @@ def test_episodes_that_are_longer_than_the_check(
   assert 'loss' not in str(told.value)
 
 
+@pytest.mark.slow
 def test_seeds_are_watched_alike(tmp_path: Path) -> None:
   wrong = config('anakin', env=f'test_check.bare,cls=Steps,length={check_env.STEPS + 50}')
   with pytest.raises(errors.RunError, match=r'16.*test_check.Steps.step'):
@@ -232,7 +233,10 @@ def test_seeds_are_watched_alike(tmp_path: Path) -> None:
   'look',
   [
     lambda run: evaluate(run, 4, allow_code=['test_check']),
-    lambda run: film.watch(run, show=lambda frame: None, allow_code=['test_check'], out=None),
+    pytest.param(
+      lambda run: film.watch(run, show=lambda frame: None, allow_code=['test_check'], out=None),
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=['eval', 'watch'],
 )

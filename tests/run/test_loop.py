@@ -301,6 +301,7 @@ def test_a_changed_configuration_is_refused(finished: Path, tmp_path: Path) -> N
   assert summary(finished)['step'] == 3200
 
 
+@pytest.mark.slow
 def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
   loop.train(change(total_steps=1600), tmp_path, quiet=True)
   first = lines(tmp_path)
@@ -365,6 +366,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
   loop.train(change(total_steps=32), tmp_path, quiet=True)
 
 
+@pytest.mark.slow
 def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
   """With lag 1 a checkpoint holds the parameters before the last update as well."""
   config = change(architecture='sebulba', lag='1', total_steps=320)

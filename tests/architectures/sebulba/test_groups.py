@@ -118,6 +118,7 @@ def sequence(**settings: Any) -> Running:
   ))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_transition_is_seen_once_in_order_in_its_group() -> None:
   steps: Any = collections.defaultdict(list)
   processes: Any = collections.defaultdict(set)
@@ -224,7 +225,7 @@ class Read(NamedTuple):
     return np.asarray(self.action)
 
 
-@pytest.mark.parametrize(('groups', 'free'), slow_after(2, (2, 1), (4, 2), (1, 0)))
+@pytest.mark.parametrize(('groups', 'free'), slow_after(1, (2, 1), (4, 2), (1, 0)))
 def test_one_group_steps_while_another_is_acted_for(
   groups: int, free: int, monkeypatch: Patch
 ) -> None:

@@ -132,6 +132,7 @@ def test_killed_clients_lose_and_duplicate_nothing(count: int, tmp_path: Path) -
     assert sorted(learner.pools[0].free) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_frozen_client_is_dropped_and_comes_back(tmp_path: Path) -> None:
   with Learner(slots=2, peer_timeout=1.0) as learner:
     with Envs(learner.address, tmp_path / 'log', '--num-envs', '2') as envs:
