@@ -22,7 +22,6 @@ def train(run_dir: Path, total: int, architecture: str) -> Any:
   return podrace.train(config, run_dir, quiet=True)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize('architecture', slow_after(1, 'anakin', 'sebulba'))
 @pytest.mark.parametrize('has_before, has_after', slow_after(1, (False, True), (True, False)))
 def test_a_run_goes_on_with_other_metrics(
