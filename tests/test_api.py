@@ -523,6 +523,7 @@ def test_a_warm_start_of_d4pg_values_the_policy_that_acts() -> None:
     assert (a == b).all()
 
 
+@pytest.mark.slow
 def test_a_run_with_a_target_network_goes_on_from_a_warm_start(tmp_path: Path) -> None:
   settings: Any = SMALL | dict(total_steps=640)
   config = podrace.configure('catch', **settings, agent='dqn')

@@ -307,10 +307,7 @@ ONLY_ELSEWHERE = {  # fields that all networks and buffers have, and what uses t
 
 @pytest.mark.parametrize(
   'name',
-  [
-    n if n in ('r2d2', 'pqn', 'd4pg') else pytest.param(n, marks=pytest.mark.slow)
-    for n in WITH_REPLAY
-  ],
+  [n if n == 'pqn' else pytest.param(n, marks=pytest.mark.slow) for n in WITH_REPLAY],
 )
 def test_every_field_is_read_with_replay(name: str) -> None:
   """As above, of an agent, its networks and its buffer, through the learner step."""
@@ -370,7 +367,9 @@ def test_every_agent_is_here() -> None:
   assert CLASSES.keys() == USES.keys()
 
 
-@pytest.mark.parametrize('name', USES)
+@pytest.mark.parametrize(
+  'name', [n if n == 'impala' else pytest.param(n, marks=pytest.mark.slow) for n in USES]
+)
 def test_every_field_is_read(name: str) -> None:
   assert unread(CLASSES[name], USES[name]) == set()
 

@@ -199,9 +199,7 @@ def learn(name: str, devices: int) -> Any:
 
 FAST = {
   'ppo',
-  'impala, normalized',
   'impala, popart',
-  'impala, self-tuning',
 }  # of the others, `make test-all` says as much
 
 

@@ -147,6 +147,7 @@ def test_the_page_of_an_agent_has_its_metrics(site: Path) -> None:
     assert {row.name for row in metrics.rows_of(agent)} <= listed, agent
 
 
+@pytest.mark.slow
 def test_the_cheat_sheet_is_one_page_of_a4(site: Path, tmp_path: Path) -> None:
   path = shutil.which('chromium')
   assert path, 'this test needs a browser: apt-get install chromium'
@@ -171,6 +172,7 @@ def test_the_presets_have_a_table_of_all_settings(site: Path) -> None:
   assert all(f'<td><code>{name}</code></td>' in page for name in PRESETS)
 
 
+@pytest.mark.slow
 def test_pictures_are_those_of_the_scripts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
   pictures = script('tools/pictures.py')
   monkeypatch.setattr(pictures, 'FOLDER', tmp_path / 'pictures')

@@ -245,7 +245,7 @@ def test_forbidden_actions_are_not_aimed_at() -> None:
   assert (np.asarray(said.policy)[forbidden] == distributions.MASKED).all()
 
 
-@pytest.mark.parametrize('core', ['none', 'lstm'])
+@pytest.mark.parametrize('core', ['lstm', pytest.param('none', marks=pytest.mark.slow)])
 def test_what_is_said_of_taken_actions_is_what_is_said_of_all(core: Any) -> None:
   agent, window = bound(small(network=dict(core=core, core_size=5))), random_window()
   network = agent.network

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import cli, topology
 from podrace.agents.intrinsic import Intrinsic, IntrinsicParams
@@ -229,7 +230,7 @@ def slow_advantages(learning: Intrinsic, x: Trajectory, begins: Any, value: Any,
   return np.array(found)
 
 
-@pytest.mark.parametrize('objective', ['lifetime', 'episode'])
+@pytest.mark.parametrize('objective', slow_after(1, 'lifetime', 'episode'))
 def test_returns_are_of_the_lifetime_or_of_the_episode(objective: Any) -> None:
   learning = agent(objective=objective, discount=0.8, lambda_=0.7)
   _, params, (first, _) = lived()
@@ -363,6 +364,7 @@ def test_lengths_of_lifetimes_agree() -> None:
     _ = agent(episodes=3).lifetime
 
 
+@pytest.mark.slow
 def test_lifetimes_without_end() -> None:
   env = 'podrace:empty_rooms,size=5,steps=3,episodes=0'
   _, params, (first, second) = lived(env)

@@ -156,7 +156,7 @@ def returns_to_go(x: Trajectory, discount: float) -> np.ndarray:
   return found
 
 
-@pytest.mark.parametrize('core', ['none', 'lstm'])
+@pytest.mark.parametrize('core', ['none', pytest.param('lstm', marks=pytest.mark.slow)])
 def test_a_rule_that_adds_up_rewards_is_reinforce(core: Any) -> None:
   """Williams 1992: the gradient of log pi(a|s) times the return to come."""
   learning = agent(core, y_cost=0.0)
@@ -205,7 +205,7 @@ def test_y_moves_to_its_target() -> None:
   )
 
 
-@pytest.mark.parametrize('core', ['none', 'gru'])
+@pytest.mark.parametrize('core', ['gru', pytest.param('none', marks=pytest.mark.slow)])
 def test_nothing_passes_from_one_episode_to_another(core: Any) -> None:
   """What is done at LAST is ignored, and what comes after it changes nothing before it."""
   learning = agent(core)

@@ -40,7 +40,7 @@ MASKED = [
   for name in BASES
   if name not in ('sac', 'd4pg', 'qtopt', 'impala, rmsprop', 'impala, self-tuning')
 ]
-QUICK = ('dqn', 'muesli')
+QUICK = ('dqn',)
 
 
 def masked(end: Any) -> TimeStep:

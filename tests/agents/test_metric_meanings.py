@@ -23,7 +23,7 @@ WITH = {  # settings that add metrics, or that an agent needs
 }
 
 
-PLAN = ('muesli', 'muzero')  # they compile for long
+LONG = ('disco', 'intrinsic', 'muesli', 'muzero', 'r2d2', 'sac')  # that they take to build
 
 
 def logged(name: str, **more: Any) -> set[str]:
@@ -38,7 +38,7 @@ def logged(name: str, **more: Any) -> set[str]:
 
 
 @pytest.mark.parametrize(
-  'name', [pytest.param(n, marks=pytest.mark.slow) if n in PLAN else n for n in AGENTS]
+  'name', [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in AGENTS]
 )
 def test_each_metric_of_an_agent_has_a_meaning(name: str) -> None:
   """A new metric of an agent needs a row in podrace/agents/metrics.py."""

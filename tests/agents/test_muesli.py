@@ -280,7 +280,7 @@ def whole_reference(bins: int = BINS) -> tuple[Any, Any]:
   return reference(recording(bins), window_of())
 
 
-@pytest.mark.parametrize('bins', [BINS, 1])
+@pytest.mark.parametrize('bins', [BINS, pytest.param(1, marks=pytest.mark.slow)])
 def test_gradients(bins: int) -> None:
   train, metrics = learned(recording(bins), window_of())
   loss, expected = whole_reference(bins)
@@ -435,6 +435,7 @@ def test_forbidden_actions_are_never_taken() -> None:
     assert np.isfinite(output.extras.log_prob).all()
 
 
+@pytest.mark.slow
 def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
   agent = Muesli(**vars(recording()))
   online, target = networks(agent)

@@ -237,7 +237,7 @@ def difference(one: Any, other: Any) -> float:
 WEIGHT = np.linspace(0.4, 1.0, BATCH).astype(np.float32)
 
 
-@pytest.mark.parametrize(('bins', 'sequence'), [(BINS, 1), (1, 2)])
+@pytest.mark.parametrize(('bins', 'sequence'), slow_after(1, (BINS, 1), (1, 2)))
 def test_gradients(bins: int, sequence: int) -> None:
   agent = recording(bins, sequence=sequence)
   window = window_of(agent)
@@ -402,6 +402,7 @@ def test_a_tower_is_normalised_if_asked_and_its_heads_see_the_whole(normalize: b
   assert kernel.shape[0] == 3 * 4 * 8 + 8  # each place's channels, and the most of each
 
 
+@pytest.mark.slow
 def test_dynamics_of_an_image_add_to_it() -> None:
   model = LearnedModel(blocks=1, channels=8).bind(BOARD, spaces.Discrete(5))
   params = jax.tree.map(jnp.zeros_like, model.init(jax.random.key(0)))  # so the tower says 0
@@ -458,6 +459,7 @@ def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, see
   return jax.device_get(search(hidden, observation, jax.random.key(seed)))
 
 
+@pytest.mark.slow
 def test_more_simulations_come_nearer_to_value_iteration() -> None:
   """PUCT visits every action of every state in the end; with no idea of values it has to."""
   model, q = table()
@@ -537,6 +539,7 @@ def test_what_acts_and_what_is_learned_from() -> None:
   assert np.abs(found['both'][1].value - np.max(model.reward, axis=1)).max() > 0.2
 
 
+@pytest.mark.slow
 def test_actions_by_chance() -> None:
   """A share of them, uniform over what is allowed; none in evaluation."""
   model, _ = table()
@@ -576,7 +579,7 @@ def test_forbidden_actions_are_never_taken(
   np.testing.assert_allclose(plan.weights.sum(-1), 1, rtol=1e-5)
 
 
-@pytest.mark.parametrize('search', ['gumbel', 'puct'])
+@pytest.mark.parametrize('search', ['gumbel', pytest.param('puct', marks=pytest.mark.slow)])
 def test_greedy_search_has_no_noise(search: Any) -> None:
   """What it makes of a state is the same with any key; else the Gumbels or Dirichlet's noise differ."""
   model, _ = table()
@@ -613,7 +616,7 @@ def test_the_priors_of_samples() -> None:
 
 
 @pytest.mark.parametrize(
-  'space', [spaces.Box(-2, 3, (2,), np.float32), spaces.MultiDiscrete([3, 4])]
+  'space', slow_after(1, spaces.Box(-2, 3, (2,), np.float32), spaces.MultiDiscrete([3, 4]))
 )
 def test_actions_that_are_sampled(space: Any) -> None:
   agent = MuZero(LearnedModel(**TINY_MODEL), simulations=3)
@@ -648,6 +651,7 @@ def test_mctx_is_what_it_was_released_as(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- reanalyse ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)

@@ -101,7 +101,7 @@ def test_outputs_stay_when_the_statistics_move(old: tuple[float, float]) -> None
   np.testing.assert_allclose(one, other, atol=25 * 1e-5)
 
 
-@pytest.mark.parametrize('cls', [SteppingImpala, SteppingPPO])
+@pytest.mark.parametrize('cls', slow_after(1, SteppingPPO, SteppingImpala))
 def test_an_update_without_a_step_moves_the_statistics_only(cls: Any) -> None:
   agent = cls(network(hidden=(16,)), learning_rate=1e-30, normalize_values=True)
   train = begun = even(agent)
@@ -210,7 +210,7 @@ def compare(agent: Any) -> None:
     np.testing.assert_allclose(actual, expected, atol=2e-5 * reference.sigma + 1e-4)
 
 
-@pytest.mark.parametrize('name', LINEAR)
+@pytest.mark.parametrize('name', slow_after(1, 'ppo', 'impala'))
 def test_against_a_slow_reference(name: str) -> None:
   compare(LINEAR[name])
 
@@ -293,7 +293,7 @@ MUTANTS = {
 }
 
 
-@pytest.mark.parametrize('agent', LINEAR)
+@pytest.mark.parametrize('agent', slow_after(1, *LINEAR))
 @pytest.mark.parametrize('name', MUTATIONS)
 def test_a_mutation_is_noticed(agent: str, name: str, monkeypatch: Patch) -> None:
   for module, names in MUTATIONS[name].items():
@@ -322,7 +322,7 @@ def moved(agent: Any, scale: float) -> Any:
   return train
 
 
-@pytest.mark.parametrize('name', POLICIES)
+@pytest.mark.parametrize('name', slow_after(1, 'ppo', 'impala'))
 def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
   """By a power of 2, so rounding is the same."""
   one, large = (moved(POLICIES[name], scale) for scale in (1.0, 2.0**10))
@@ -333,7 +333,8 @@ def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
     np.testing.assert_allclose(1024 * x, y, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(('name', 'module'), [('impala', impala), ('ppo', ppo)])
+@pytest.mark.slow
+@pytest.mark.parametrize(('name', 'module'), slow_after(1, ('ppo', ppo), ('impala', impala)))
 def test_advantages_that_are_not_normalized_are_noticed(
   name: str, module: Any, monkeypatch: Patch
 ) -> None:
@@ -386,6 +387,7 @@ def score(name: str, scale: float, **settings: Any) -> float:
   return float(log['return_sum'] / log['episodes']) / scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('name', 'scale'), slow_after(1, ('ppo', 1e3), ('impala', 1e-3), ('ppo', 1e-3))
 )
@@ -420,6 +422,7 @@ def test_a_run_that_was_interrupted_ends_as_one_that_was_not(tmp_path: Path) -> 
   assert all(x['value_std'] > 0 for x in lines)
 
 
+@pytest.mark.slow
 def test_under_gossip_each_replica_has_statistics_of_its_own() -> None:
   env = Scaled(make('podrace:catch'), 100.0)
   agent = Impala(SMALL.bind(env.observation_space, env.action_space), normalize_values=True)

@@ -231,7 +231,7 @@ SHARED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize('name', SHARED)
+@pytest.mark.parametrize('name', slow_after(1, *SHARED))
 def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
   t = trajectory(SHARED[name])
   (begun, one, metrics), (_, eight, of_eight) = (update(SHARED[name], t, n) for n in (1, 8))
@@ -353,13 +353,14 @@ def test_learns_catch(devices: int) -> None:
   assert score(CATCH, 'podrace:catch', 120, 20, devices) > 0.9
 
 
+@pytest.mark.slow
 def test_a_loss_without_targets_does_not_learn_catch(monkeypatch: Patch) -> None:
   monkeypatch.setattr(PQN, 'targets', lambda self, t, v: jnp.zeros_like(v))
   assert score(CATCH, 'podrace:catch', 120, 20) < 0.3
 
 
 @pytest.mark.parametrize(
-  ('core', 'low', 'high'), slow_after(1, ('gru', 0.9, 1.0), ('none', -0.2, 0.2))
+  ('core', 'low', 'high'), slow_after(0, ('gru', 0.9, 1.0), ('none', -0.2, 0.2))
 )
 def test_recurrent_pqn_remembers(core: Any, low: float, high: float) -> None:
   """Without memory the expected return is 0."""

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 from test_cem import reference_fit
 from test_runs import called
 from test_value_losses import (
@@ -190,7 +191,7 @@ def test_acting_is_by_theta1() -> None:
   np.testing.assert_allclose(actions, [0, 5] + [2, 5] * expected, rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize('epsilon', [0.0, 0.3, 1.0])
+@pytest.mark.parametrize('epsilon', slow_after(1, 0.3, 0.0, 1.0))
 def test_a_share_of_actions_is_random(epsilon: float) -> None:
   agent = bound(epsilon=epsilon)
   params, timestep = train_of(agent).params, many(agent.network, 1000)
@@ -220,7 +221,7 @@ def test_an_episodes_end_teaches_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-  ('label', 'finite'), [(45.0, True), (-59.0, True), (61.0, False), (-61.0, False)]
+  ('label', 'finite'), slow_after(1, (61.0, False), (-59.0, True), (45.0, True), (-61.0, False))
 )
 def test_targets_far_outside_of_the_range_are_refused(label: float, finite: bool) -> None:
   """The loss is infinite, the parameters are not; the reason has the names of the settings."""
@@ -264,6 +265,7 @@ def test_labels_of_a_stage_at_no_lag_are_those_of_the_learner() -> None:
   )
 
 
+@pytest.mark.slow
 def test_acting_leaves_room_for_labels() -> None:
   timestep = many(bound().network, 4)
   for labels, extras in (('learner', ()), ('stage', QTOptExtras(jnp.zeros(4)))):
@@ -273,6 +275,7 @@ def test_acting_leaves_room_for_labels() -> None:
     jax.tree.map(np.testing.assert_array_equal, output.extras, extras)
 
 
+@pytest.mark.slow
 def test_one_hot_numbers_are_at_their_bounds() -> None:
   """Of three numbers at the end one is at its upper bound, also at random."""
   space = spaces.Box(np.float32([-2, 0, 0, 0]), np.float32([2, 1, 1, 1]))
@@ -284,6 +287,7 @@ def test_one_hot_numbers_are_at_their_bounds() -> None:
     assert len(np.unique(actions[:, 0])) > 5
 
 
+@pytest.mark.slow
 def test_numbers_without_a_choice_have_no_part() -> None:
   space = spaces.Box(np.float32([-2, 3]), np.float32([2, 3]))
   agent = bound(space)

@@ -92,7 +92,7 @@ def moments(train: Any) -> list[Any]:
   return [np.asarray(x) for x in jax.tree.leaves(train.rest.opt_state) if np.ndim(x)]
 
 
-@pytest.mark.parametrize('name', AGENTS)
+@pytest.mark.parametrize('name', [n if n == 'dqn' else pytest.param(n, marks=SLOW) for n in AGENTS])  # fmt: skip
 def test_padding_changes_no_gradient(name: str) -> None:
   """Adam's first moment is a tenth of the gradient; priorities and losses are the same as well."""
   alone = bound(AGENTS[name], start='episode', sequence=5)
@@ -111,6 +111,7 @@ def test_padding_changes_no_gradient(name: str) -> None:
     np.testing.assert_allclose(actual[2][metric], expected[2][metric], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_loss_is_the_mean_over_valid_steps() -> None:
   """Of two episodes in a batch it is that of each, in proportion to their steps."""
   agent = bound(AGENTS['dqn'], start='episode', sequence=7)
@@ -156,7 +157,7 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
     np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize('kind', [MID, LAST])
+@pytest.mark.parametrize('kind', [MID, pytest.param(LAST, marks=SLOW)])
 def test_a_window_inside_of_an_episode_teaches_nothing(kind: int) -> None:
   """As replay may give one while it has no other; its priority stays 0."""
   agent = bound(AGENTS['d4pg'], start='episode', sequence=5)
@@ -167,7 +168,7 @@ def test_a_window_inside_of_an_episode_teaches_nothing(kind: int) -> None:
   assert not any(x.any() for x in moments(new)) and priority.tolist() == [0]
 
 
-@pytest.mark.parametrize('n', [1, 3, pytest.param(9, marks=SLOW)])
+@pytest.mark.parametrize('n', [3, *(pytest.param(n, marks=SLOW) for n in (1, 9))])
 @pytest.mark.parametrize('burn_in', [0, 2])
 def test_sequences_have_the_transitions_of_windows(n: int, burn_in: int) -> None:
   """Each step's is that of a window of n steps there, or of fewer at the end of the sequence."""
@@ -188,7 +189,7 @@ def test_sequences_have_the_transitions_of_windows(n: int, burn_in: int) -> None
     np.testing.assert_array_equal(mask[t], expected.mask)
 
 
-@pytest.mark.parametrize('name', ['dqn', 'd4pg'])
+@pytest.mark.parametrize('name', ['dqn', pytest.param('d4pg', marks=SLOW)])
 def test_burn_in_has_no_gradient(name: str) -> None:
   """The gradient is that of the rest alone, from the state that the burn-in leads to.
 
@@ -268,6 +269,7 @@ def test_learning_sees_what_acting_saw(core: Any, recurrence: Recurrence) -> Non
     assert (sample.trajectory.timesteps.step_type[0] == FIRST).all()
 
 
+@pytest.mark.slow
 def test_outputs_after_are_those_where_steps_bootstrap() -> None:
   agent = bound(AGENTS['d4pg'], sequence=6, burn_in=2)
   train = jax.jit(agent.init)(jax.random.key(0))

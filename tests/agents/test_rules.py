@@ -192,6 +192,7 @@ def test_search_wins_and_blocks(moves: list[int], best: set[int], value: int) ->
     assert np.sign(found) == value
 
 
+@pytest.mark.slow
 def test_nothing_comes_after_the_end() -> None:
   """Of one move that is left, the search's value is that move's reward, however long it searches."""
   _, timestep = after(game(), [0, 4, 8, 1, 7, 6, 2, 5])

@@ -186,7 +186,7 @@ def test_the_same_under_both_architectures(name: str) -> None:
 
 @pytest.mark.parametrize(
   'name',
-  [n if n in ('dqn', 'disco') else pytest.param(n, marks=SLOW) for n in AGENTS | MEMORY],
+  [n if n == 'dqn' else pytest.param(n, marks=SLOW) for n in AGENTS | MEMORY],
 )
 def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""
@@ -398,6 +398,7 @@ def test_bench_tells_what_lies_on_a_learner_device() -> None:
   )
 
 
+@pytest.mark.slow
 def test_bench_measures_updates_that_learn(monkeypatch: Patch) -> None:
   """Before `min_size` is reached none does, and they would seem many times as fast."""
   agent = dataclasses.replace(

@@ -14,6 +14,7 @@ import rlax
 import streams
 from gymnasium import spaces
 from jax import lax
+from shorthand import slow_after
 
 from podrace import returns, topology
 from podrace.agents import value_based
@@ -40,7 +41,7 @@ def test_n_step_by_hand() -> None:
   assert step(d, [False, False, True]) == (3, 0.125, 3)
 
 
-@pytest.mark.parametrize('n', [1, 2, 5, 12, 20])
+@pytest.mark.parametrize('n', slow_after(3, 1, 5, 20, 2, 12))
 def test_n_step_bootstrapped(n: int) -> None:
   rng = np.random.default_rng(n)
   r, v = (rng.normal(size=T).astype(np.float32) for _ in range(2))
@@ -521,6 +522,7 @@ def test_r2d2_against_numpy(burn_in: int) -> None:
   )
 
 
+@pytest.mark.slow
 def test_r2d2_s_burn_in_has_no_gradient() -> None:
   """It is that of the rest alone, from the state that the burn-in leads to."""
   network = QNetwork(hidden=(8,), core='gru', core_size=5).bind(VECTOR, spaces.Discrete(4))

@@ -229,7 +229,8 @@ ALONE = re.compile(
     pytest.param(Impala(SMALL, normalize_observations=True), Gossip(), 3, id='impala'),
     pytest.param(PPO(SMALL, epochs=2), Gossip('ring', 1), 1, id='ppo'),
     pytest.param(
-      DQN(QNetwork(hidden=(8,)), Buffer(batch_size=16, capacity=160, min_size=1)), Gossip(), 3, id='dqn'
+      DQN(QNetwork(hidden=(8,)), Buffer(batch_size=16, capacity=160, min_size=1)), Gossip(), 3, id='dqn',
+      marks=pytest.mark.slow,
     ),
   ],
 )  # fmt: skip
@@ -279,6 +280,7 @@ def test_replicas_differ_and_the_run_has_their_mean() -> None:
     assert np.array_equal(x, y)
 
 
+@pytest.mark.slow
 def test_a_replica_acts_by_its_own_parameters() -> None:
   anakin = program(Impala(SMALL), 2, Gossip())
   state = anakin.init(jax.random.split(jax.random.key(0), 1))
@@ -342,7 +344,7 @@ def test_each_of_several_seeds_gossips_as_it_would_alone() -> None:
 
 
 @pytest.mark.parametrize(
-  'preset', slow_after(2, 'catch', 'cartpole', 'muzero-catch', 'muesli-catch')
+  'preset', slow_after(1, 'cartpole', 'catch', 'muzero-catch', 'muesli-catch')
 )
 def test_agents_gossip_unchanged(preset: str) -> None:
   """That those of presets trace; `test_parameters_go...` compiles others."""

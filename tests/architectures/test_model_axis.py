@@ -18,7 +18,7 @@ from collectives import collectives
 from jax.sharding import PartitionSpec as P
 from processes import fingerprints
 from shared_programs import shared_programs  # noqa: F401
-from shorthand import Capture
+from shorthand import Capture, slow_after
 
 import podrace
 from podrace import cli, hooks, topology
@@ -100,7 +100,7 @@ def updated(kind: Any, network: Any, data: int, model: int) -> tuple[Any, Any]:
   return jax.device_get((train.params, metrics))
 
 
-@pytest.mark.parametrize('shape', [(4, 2), (1, 8)])
+@pytest.mark.parametrize('shape', [(4, 2), pytest.param((1, 8), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
   ('kind', 'network'),
   [
@@ -135,6 +135,7 @@ def compiled(model: int) -> tuple[Anakin, Any, Any]:
   return anakin, run, run(state, jnp.int32(3))
 
 
+@pytest.mark.slow
 def test_a_run_on_4_x_2_devices_is_that_on_4() -> None:
   """Acting included: a device's noise is that of its group. The optimiser's state is as the parameters are."""
   (_, _, one), (_, _, two) = compiled(1), compiled(2)
@@ -240,6 +241,7 @@ class Own(Impala):
   """An agent that is not podrace's, which is checked before it runs."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('model', [2, pytest.param(8, marks=pytest.mark.slow)])
 def test_an_agent_of_ones_own_is_checked_on_such_a_mesh(model: int) -> None:
   anakin = program(Own(PLAIN), 8, model)
@@ -433,7 +435,7 @@ def test_the_record_has_the_rules() -> None:
 # --- the torso ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('observation', ['image', 'board', 'numbers'])
+@pytest.mark.parametrize('observation', slow_after(2, 'image', 'board', 'numbers'))
 def test_tokens_are_of_patches_and_of_numbers(observation: str) -> None:
   shape = dict(image=(5, 4, 2), board=(5, 4), numbers=(7,))[observation]
   torso = TransformerTorso(SIZES)

@@ -431,6 +431,7 @@ class Noon:
     return datetime.datetime(2020, 1, 1, 12)
 
 
+@pytest.mark.slow
 def test_quiet(finished: Path) -> None:
   done = command('train', '--run-dir', str(finished), '--quiet')
   assert done.returncode == 0
@@ -570,6 +571,7 @@ def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
     )  # of rounded rates
 
 
+@pytest.mark.slow
 def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
   code, out, told = run(
     'bench', 'sebulba', '--env', 'gymnasium:host_envs:Masked-v0', '--num-envs', '2', '--unroll-length', '4',

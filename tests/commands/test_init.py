@@ -30,8 +30,7 @@ from podrace.settings.presets import PRESETS
   'kind',
   [
     'agent',
-    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network')),
-    'cenv',
+    *(pytest.param(kind, marks=pytest.mark.slow) for kind in ('env', 'network', 'cenv')),
   ],
 )
 def test_what_it_writes_trains(kind: str, tmp_path: Path, capsys: Capture) -> None:

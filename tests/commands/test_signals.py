@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from children import DEADLINE, environment
 from processes import podrace
+from shorthand import slow_after
 
 HANGS_IN_C = """
 import ctypes
@@ -59,18 +60,19 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(
   ('signum', 'module', 'command'),
-  [
+  slow_after(
+    7,
     (signal.SIGINT, 'podrace.system.process', 'list'),
     (signal.SIGINT, 'podrace.cli', 'runs'),
     (signal.SIGTERM, 'podrace.commands.train', 'devices'),
     (signal.SIGHUP, 'jax', 'devices'),
     (signal.SIGINT, 'jax', 'eval'),
-    (signal.SIGINT, 'jax.numpy', 'eval'),
     (signal.SIGTERM, 'podrace.run.evaluate', 'eval'),
-    (signal.SIGINT, 'orbax.checkpoint', 'export'),
     (signal.SIGINT, 'podrace.run.loop', 'train'),
+    (signal.SIGINT, 'jax.numpy', 'eval'),
+    (signal.SIGINT, 'orbax.checkpoint', 'export'),
     (signal.SIGINT, 'tyro', 'train'),
-  ],
+  ),
 )
 def test_a_signal_during_imports(
   signum: int, module: str, command: str, run_dir: Path, tmp_path: Path

@@ -13,7 +13,7 @@ import jax
 import pytest
 from children import ROOT, Process, environment
 from processes import DEADLINE
-from shorthand import Capture, Patch
+from shorthand import Capture, Patch, slow_after
 from test_runs import called
 
 import podrace
@@ -184,7 +184,9 @@ def within(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
   )  # fmt: skip
 
 
-@pytest.mark.parametrize('args', [['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy']])
+@pytest.mark.parametrize(
+  'args', slow_after(1, ['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy'])
+)
 def test_standard_output_holds_the_result_alone(noisy: Path, args: list[str]) -> None:
   done = within(noisy, *args, '--allow-code', 'noisy')
   assert done.returncode == 0, done.stderr
@@ -289,7 +291,7 @@ cli.entry()
 """
 
 
-@pytest.mark.parametrize('named', [False, True])
+@pytest.mark.parametrize('named', slow_after(1, True, False))
 def test_a_run_that_was_stopped_while_it_compiled_is_not_listed(
   named: bool, tmp_path: Path
 ) -> None:

@@ -471,6 +471,7 @@ def test_runs_do_not_meet_at_a_service(tmp_path: Path, monkeypatch: pytest.Monke
       train('two')
 
 
+@pytest.mark.slow
 def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
   config = tiny()
   addresses = addresses_in(tmp_path)
@@ -766,7 +767,7 @@ def test_an_environment_that_fails_ends_its_process_only(places: Places) -> None
   assert learner.process.is_alive()
 
 
-@pytest.mark.parametrize('highest', [9.0, None])
+@pytest.mark.parametrize('highest', [9.0, pytest.param(None, marks=pytest.mark.slow)])
 def test_new_windows_have_the_highest_priority_of_the_learner(
   highest: float | None, tmp_path: Path
 ) -> None:

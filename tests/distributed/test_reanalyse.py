@@ -309,6 +309,7 @@ def test_it_waits_for_windows_and_for_a_service(tmp_path: Path) -> None:
       learner.end(5, 2)
 
 
+@pytest.mark.slow
 def test_it_is_of_the_learners_run(tmp_path: Path) -> None:
   learner = Learner(tmp_path, tiny())
   with learner.publisher, ReplayServer(learner.addresses.replay[0]) as server:

@@ -124,6 +124,7 @@ def uniform(state: Any, k: Any) -> Any:
   return jax.random.uniform(k, (4,), minval=-1, maxval=1)
 
 
+@pytest.mark.slow
 def test_random_scripted_and_best_success() -> None:
   assert success(uniform, objects='unseen') < 0.02
   assert 0.22 < success(scripted, distractors=2) < 0.29

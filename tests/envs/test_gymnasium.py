@@ -14,6 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace import cli
 from podrace.envs.host import base as host
@@ -99,25 +100,26 @@ def played(steps: int = 20, deadline: float = 30.0, threads: int = 1) -> list[An
 
 @pytest.mark.parametrize(
   ('change', 'place', 'parts'),
-  [
+  slow_after(
+    7,
     ((RETURNS, 'self.observe(), 1.0, False, {}'), STEP, [' 4', RETURNED]),
-    ((RETURNS, 'None'), STEP, ['None', RETURNED]),
     (('return self.observe(), {}', 'return self.observe()'), RESET, ['float32[2]', 'info)']),
     ((f'{TAKES}:\n    super().reset(seed=seed)', 'self):'), RESET, ['()', f'({TAKES}', "'seed'"]),
-    ((OBSERVES, 'dict(x=self.x)'), RESET, ["observation {'x': "]),
     ((OBSERVES, 'np.ones(3, np.float32)'), RESET, ['observation float32[3]', 'float32[2]']),
+    ((' 1.0,', ' None,'), STEP, ['reward None']),
+    (('self.x > 4.5', '0.17'), STEP, ['terminated 0.17', 'True or False']),
+    ((' 1.0,', ' np.nan,'), STEP, [NAME, 'reward', '[0]', 'NaN']),
+    ((RETURNS, 'None'), STEP, ['None', RETURNED]),
+    ((OBSERVES, 'dict(x=self.x)'), RESET, ["observation {'x': "]),
     ((OBSERVES, 'np.array([1, 0])'), RESET, ['observation int64[2]', 'float32[2]']),
     ((OBSERVES, 'np.array([1e300, 0])'), RESET, ['[1.e+300 0.e+000]', 'numbers that float32 has']),
     ((OBSERVES, '[[1.0], [1.0, 2.0]]'), RESET, ['[[1.0], [1.0, 2.0]]', 'float32[2]']),
-    ((' 1.0,', ' None,'), STEP, ['reward None']),
     ((' 1.0,', ' "1.0",'), STEP, ["reward '1.0'"]),
     ((' 1.0,', ' np.ones(2),'), STEP, ['reward float64[2]']),
-    (('self.x > 4.5', '0.17'), STEP, ['terminated 0.17', 'True or False']),
     (('False, {}', '"no", {}'), STEP, ["truncated 'no'", 'True or False']),
     (('False, {}', 'None, {}'), STEP, ['truncated None', 'True or False']),
     (('False, {}', 'False, []'), STEP, ['info []', 'dict']),
-    ((' 1.0,', ' np.nan,'), STEP, [NAME, 'reward', '[0]', 'NaN']),
-  ],
+  ),
 )
 def test_a_trial_names_what_is_returned_and_what_is_expected(
   change: Change, place: str, parts: list[str], write: Write
@@ -185,13 +187,18 @@ def test_envs_tries_an_environment_before_it_connects(
   'change',
   [
     (OBSERVES, 'np.array([self.x, 0])'),  # float64
-    (OBSERVES, '[self.x, 0.0]'),
-    (' 1.0,', ' np.float32(1),'),
-    (' 1.0,', ' 1,'),
     (' 1.0,', ' np.array(1.0),'),
-    ('self.x > 4.5', 'np.array(False)'),
-    ('self.x > 4.5', '0'),
     ('self, *, seed=None, options=None', 'self, **given'),
+    *(
+      pytest.param(x, marks=pytest.mark.slow)
+      for x in (
+        (OBSERVES, '[self.x, 0.0]'),
+        (' 1.0,', ' np.float32(1),'),
+        (' 1.0,', ' 1,'),
+        ('self.x > 4.5', 'np.array(False)'),
+        ('self.x > 4.5', '0'),
+      )
+    ),
   ],
 )
 def test_what_is_only_written_otherwise_is_good(change: Change, write: Write) -> None:

@@ -100,14 +100,15 @@ def test_windows_longer_than_episodes_are_refused(capsys: pytest.CaptureFixture[
 
 def test_memory_with_a_number() -> None:
   env = envs.make('podrace:memory,length=2,continuous=true')
+  reset, act = jax.jit(env.reset), jax.jit(env.step)
   assert env.action_space == spaces.Box(-1, 1, (1,), np.float32)
   rewards = []
   for seed in range(6):
-    state, t = env.reset(jax.random.key(seed))
+    state, t = reset(jax.random.key(seed))
     cue = float(t.observation[0])
     for _ in range(3):
       action = jnp.full(1, 0.3 * cue if seed % 2 else -0.3 * cue)
-      state, t = env.step(state, action, jax.random.key(0))
+      state, t = act(state, action, jax.random.key(0))
     assert t.last
     rewards.append(float(t.reward))
   assert rewards == [-1, 1] * 3

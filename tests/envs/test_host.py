@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 from children import SUPPORT, alive, environment, until
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace.envs.host import answer_timer, checker, timesteps
 from podrace.envs.host import base as host
@@ -91,20 +92,20 @@ def forget_streams() -> Iterator[None]:
 
 
 CONTRACT = [
-  'ale:pong,max_frames=400',
+  pytest.param('ale:pong,max_frames=400', marks=pytest.mark.slow),
   'ale:breakout,episodic_life=true',
   'envpool:CartPole-v1',
   'envpool:Pendulum-v1,max_episode_steps=30',
   'envpool:HalfCheetah-v4,max_episode_steps=30',
-  'envpool:Breakout-v5,max_episode_steps=50',
+  pytest.param('envpool:Breakout-v5,max_episode_steps=50', marks=pytest.mark.slow),
   'envpool:CartpoleBalance-v1,max_episode_steps=30',
   'gymnasium:CartPole-v1',
-  'gymnasium:Pendulum-v1,max_episode_steps=30',
+  pytest.param('gymnasium:Pendulum-v1,max_episode_steps=30', marks=pytest.mark.slow),
   'gymnasium:host_envs:Limited-v0',
   'c:cartpole',
   'c:breakout,max_steps=40',
   'c:grid,side=8,max_steps=30',
-  'c:breakout,max_steps=40,isolate=true',
+  pytest.param('c:breakout,max_steps=40,isolate=true', marks=pytest.mark.slow),
   'podrace:catch',
 ]
 
@@ -136,7 +137,7 @@ def test_contract(name: str) -> None:
   assert kinds == {FIRST, MID, LAST}
 
 
-@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in n])
+@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in str(n)])
 def test_same_seed_same_stream(name: str) -> None:
   one = [a.timestep for a in recorded(name)[:120]]
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
@@ -201,6 +202,7 @@ def test_atari_has_the_actions_that_were_asked_for() -> None:
   assert len(list(arrivals(name, 30))) == 30
 
 
+@pytest.mark.slow
 def test_frames_of_atari_have_the_size_that_was_asked_for() -> None:
   spec = host.make('ale:pong,size=42')
   assert spec.observation_space.shape == (4, 42, 42)
@@ -316,7 +318,9 @@ def test_some_at_a_time(name: str) -> None:
 
 @pytest.mark.parametrize(
   'name',
-  ['ale:pong', 'ale:breakout,episodic_life=true', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'],
+  slow_after(
+    2, 'envpool:CartPole-v1', 'gymnasium:CartPole-v1', 'ale:breakout,episodic_life=true', 'ale:pong'
+  ),
 )
 def test_actions_reach_their_environments(name: str) -> None:
   """Whoever came back with whom, and in whichever order they are answered."""
@@ -361,13 +365,14 @@ def test_trees_of_observations() -> None:
 
 @pytest.mark.parametrize(
   ('n', 'batch', 'threads', 'each'),
-  [
+  slow_after(
+    3,
     (5, 5, 3, [1, 2, 2]),
-    (2, 2, 8, [1, 1]),
     (6, 2, 4, [2, 2, 2]),
-    (6, 4, 4, [2, 2, 2]),
     (6, 3, 1, [3, 3]),
-  ],
+    (2, 2, 8, [1, 1]),
+    (6, 4, 4, [2, 2, 2]),
+  ),
 )
 def test_environments_are_shared_by_workers(
   n: int, batch: int, threads: int, each: list[int]
@@ -456,14 +461,15 @@ def test_an_environment_that_cannot_be_closed_is_used(
 
 @pytest.mark.parametrize(
   ('what', 'message'),
-  [
+  slow_after(
+    3,
     ('shape', 'observation float64[3]'),
-    ('integers', 'observation int64[4]'),
-    ('dtype', 'observation complex64[4]'),
     ('missing', '[0, 1]'),
     ('reward', "reward 'much'"),
+    ('integers', 'observation int64[4]'),
+    ('dtype', 'observation complex64[4]'),
     ('end', 'terminated bool[2]'),
-  ],
+  ),
 )
 def test_what_is_wrong_is_named(what: str, message: str) -> None:
   assert message in until_failure(f'gymnasium:host_envs:Wrong-v0,what={what}')

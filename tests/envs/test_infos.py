@@ -122,7 +122,9 @@ def saying(fresh_fraction: float = 1.0, steps: int = 1_000) -> NextStepReset:
   return NextStepReset(TimeLimit(Saying(), steps), fresh_fraction)
 
 
-@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+@pytest.mark.parametrize(
+  'architecture', ['anakin', pytest.param('sebulba', marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize('fresh', [pytest.param(1.0, marks=pytest.mark.slow), 0.5])
 def test_environments_in_jax_tell_infos(architecture: str, fresh: float, tmp_path: Path) -> None:
   network = ActorCritic(hidden=(16,), initializer='lecun')
@@ -195,7 +197,10 @@ def test_the_warm_up_is_not_among_them() -> None:
   assert steps.infos.means() == {}
 
 
-@pytest.mark.parametrize('name', ['Craftax-Classic-Symbolic-v1', 'Craftax-Symbolic-v1'])
+@pytest.mark.parametrize(
+  'name',
+  ['Craftax-Classic-Symbolic-v1', pytest.param('Craftax-Symbolic-v1', marks=pytest.mark.slow)],
+)
 def test_achievements(name: str) -> None:
   env = envs.make(f'craftax:{name}')
   state, _ = jax.eval_shape(env.reset, jax.random.key(0))

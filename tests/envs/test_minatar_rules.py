@@ -62,6 +62,7 @@ def played(name: str, steps: int, num_envs: int = 8, randomly: bool = False) -> 
   return jax.jit(lambda s: jax.lax.scan(step, s, jax.random.split(run_key, steps))[1])(state)
 
 
+@pytest.mark.slow
 def test_freeway_ends_by_its_own_clock_alone() -> None:
   ours = played('gymnax:Freeway-MinAtar,sticky=0.1,max_steps_in_episode=0', 2_600, 2)
   assert np.flatnonzero(ours.last[:, 0]).tolist() == [2_499]
@@ -77,6 +78,7 @@ def test_a_game_without_a_limit_goes_on() -> None:
   assert not free.last[2].any()
 
 
+@pytest.mark.slow
 def test_the_games_have_the_published_returns_of_random_play() -> None:
   """0.53 +- 0.04 in Asterix by pgx, which has MinAtar's rules (256 to 512 first episodes)."""
   name = 'gymnax:Asterix-MinAtar,sticky=0.1,max_steps_in_episode=0'

@@ -140,19 +140,20 @@ def play(name: str, n: int, steps: int, **settings: Any) -> Iterator[tuple[Arriv
       envs.send(ids, action)
 
 
-def test_a_million_steps_are_whole(tagged: str) -> None:
+@pytest.mark.parametrize('steps', slow_after(1, 16_384, 262_144))
+def test_a_million_steps_are_whole(steps: int, tagged: str) -> None:
   """Of four owners at once; their batches share eight threads."""
   counts: list[int] = []
 
   def own(batch: int) -> None:
-    counts.append(check_tags(play(tagged, 512, 262_144 // batch, batch=batch, threads=2), 512))
+    counts.append(check_tags(play(tagged, 512, steps // batch, batch=batch, threads=2), 512))
 
   owners = [threading.Thread(target=own, args=[b]) for b in (512, 512, 256, 512)]
   for owner in owners:
     owner.start()
   for owner in owners:
     owner.join()
-  assert counts == [262_144] * 4
+  assert counts == [steps] * 4
 
 
 def test_parts_come_back_in_the_order_they_were_sent(tagged: str) -> None:
@@ -443,14 +444,16 @@ def test_states_of_other_environments_are_refused(tagged: str) -> None:
 
 @pytest.mark.parametrize(
   ('fault', 'words'),
-  [
+  slow_after(
+    6,
     ('compiler', ('error', 'bad.c')), ('symbol', ('podrace_close',)), ('abi', ('version 2', '1')),
-    ('obs_bytes', ('12', '16')), ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')),
-    ('shape', ('obs[0]', '(0,)')), ('choices', ('act', '(0,)')), ('no_save', ('podrace_save',)),
-    ('bounds', ('obs[0]', 'uint8', '-1')), ('names', ('info', '9004')),
-    ('wide', ('obs[0]', 'float32', '-1e+300')), ('load_exit_0', ('podrace_spec_of', 'exit')),
-    ('load_crash', ('podrace_spec_of', 'SIGSEGV')), ('spec_exit_0', ('podrace_spec_of', 'exit')),
-  ],
+    ('shape', ('obs[0]', '(0,)')), ('load_exit_0', ('podrace_spec_of', 'exit')),
+    ('load_crash', ('podrace_spec_of', 'SIGSEGV')), ('obs_bytes', ('12', '16')),
+    ('act_bytes', ('8', '4')), ('dtype', ('obs[0]', '9')), ('choices', ('act', '(0,)')),
+    ('no_save', ('podrace_save',)), ('bounds', ('obs[0]', 'uint8', '-1')),
+    ('names', ('info', '9004')), ('wide', ('obs[0]', 'float32', '-1e+300')),
+    ('spec_exit_0', ('podrace_spec_of', 'exit')),
+  ),
 )  # fmt: skip
 def test_a_library_that_does_not_fit_is_refused(
   fault: str, words: tuple[str, ...], tmp_path: Path
@@ -463,14 +466,15 @@ def test_a_library_that_does_not_fit_is_refused(
 
 @pytest.mark.parametrize(
   ('fault', 'words'),
-  [
-    ('rand', ('podrace_step', 'rand()')), ('srand rand', ('podrace_step', 'rand()')),
-    ('global', ('podrace_step',)), ('unwritten', ('podrace_reset', 'every byte')),
-    ('left_over', ('podrace_step',)), ('save_size', ('podrace_save', '96', '48')),
+  slow_after(
+    6,
+    ('rand', ('podrace_step', 'rand()')), ('global', ('podrace_step',)),
+    ('unwritten', ('podrace_reset', 'every byte')), ('save_size', ('podrace_save', '96', '48')),
+    ('crash', ('podrace_step', 'SIGSEGV')), ('exit_0', ('podrace_step', 'exit')),
+    ('srand rand', ('podrace_step', 'rand()')), ('left_over', ('podrace_step',)),
     ('load', ('podrace_load', '3')), ('half_saved', ('podrace_save',)),
-    ('crash', ('podrace_step', 'SIGSEGV')), ('exit', ('podrace_step', 'exit code 5')),
-    ('exit_0', ('podrace_step', 'exit')),
-  ],
+    ('exit', ('podrace_step', 'exit code 5')),
+  ),
 )  # fmt: skip
 def test_a_trial_finds(fault: str, words: tuple[str, ...], tmp_path: Path) -> None:
   name = write(tmp_path / 'bad.c', *fault.split())
@@ -530,11 +534,11 @@ def test_a_trial_accepts_what_is_right(tmp_path: Path, tagged: str) -> None:
 
 
 def test_a_trial_that_hangs_ends(tmp_path: Path, monkeypatch: Patch) -> None:
-  monkeypatch.setattr(trial, 'SPEC_SECONDS', 2.0)
   spec = host.make(write(tmp_path / 'bad.c', 'hang'))
+  monkeypatch.setattr(trial, 'SPEC_SECONDS', 0.5)
   assert spec.try_out is not None
   with pytest.raises(UsageError, match='did not answer'):
-    spec.try_out(1.0)
+    spec.try_out(0.5)
 
 
 def test_a_trial_that_hangs_ends_with_the_processes_that_it_started(
@@ -627,7 +631,7 @@ def test_a_damaged_library_in_the_cache_is_compiled_again(
   assert len(list(library.parent.iterdir())) == 1
 
 
-@pytest.mark.parametrize('name', ['-dash.c', f'{"é" * 120}.c', f'{"🚀" * 60}.c'])
+@pytest.mark.parametrize('name', slow_after(1, f'{"é" * 120}.c', '-dash.c', f'{"🚀" * 60}.c'))
 def test_a_file_with_an_unusual_name_is_compiled(name: str, tmp_path: Path) -> None:
   write(tmp_path / name)
   assert stream(f'c:{name}', 3) == stream('c:cartpole', 3)
@@ -647,8 +651,8 @@ def test_a_library_of_ones_own(tmp_path: Path) -> None:
 
 
 def test_processes_of_an_environment_may_exit(tmp_path: Path) -> None:
-  assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 5) == stream(
-    'c:cartpole', 5
+  assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 3, 2) == stream(
+    'c:cartpole', 3, 2
   )
 
 
@@ -689,11 +693,12 @@ def command(*words: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
   ('fault', 'word'),
-  [
+  slow_after(
+    1,
     ('late_exit_0', 'exit'),
     ('late_thread_exit_0', 'exit'),
     ('late_create', 'no licence is left'),
-  ],
+  ),
 )
 def test_a_late_fault_ends_the_run_with_exit_code_1(fault: str, word: str, tmp_path: Path) -> None:
   name = write(tmp_path / 'bad.c', fault)

@@ -10,6 +10,7 @@ import gymnasium
 import jax
 import numpy as np
 import pytest
+from shorthand import slow_after
 
 from podrace.envs.host import action_log, ale, base, worker_pool
 from podrace.envs.host.action_log import ActionLog, nth_seed
@@ -18,11 +19,11 @@ from podrace.errors import HostError
 
 NAMES = [
   'gymnasium:CartPole-v1',
-  'gymnasium:Pendulum-v1',
+  pytest.param('gymnasium:Pendulum-v1', marks=pytest.mark.slow),
   'gymnasium:host_envs:Masked-v0',
   'envpool:CartPole-v1',
   'ale:breakout',
-  'ale:breakout,sticky=0.25,episodic_life=True',
+  pytest.param('ale:breakout,sticky=0.25,episodic_life=True', marks=pytest.mark.slow),
 ]
 
 
@@ -141,7 +142,9 @@ def test_a_worker_that_died_is_seeded_otherwise_and_the_pool_is_restored() -> No
     np.testing.assert_array_equal(x[0], y[0])
 
 
-@pytest.mark.parametrize('name', ['gymnasium:CartPole-v1', 'envpool:CartPole-v1', 'ale:pong'])
+@pytest.mark.parametrize(
+  'name', slow_after(2, 'gymnasium:CartPole-v1', 'envpool:CartPole-v1', 'ale:pong')
+)
 def test_a_state_of_another_pool_is_refused_and_the_pool_begins_anew(name: str) -> None:
   one = Played(name).begin()
   one.play(5)
@@ -167,18 +170,20 @@ def test_a_state_of_another_pool_is_refused_and_the_pool_begins_anew(name: str) 
   other.pool.close()
 
 
-def test_a_pool_that_was_restored_can_be_reset() -> None:
-  for name in ('gymnasium:CartPole-v1', 'envpool:CartPole-v1', 'ale:pong'):
-    one = Played(name).begin()
-    one.play(5)
-    state = one.pool.state()
-    one.pool.close()
-    other = Played(name)
-    other.pool.restore(state)
-    other.begin()
-    other.play(3)
-    assert (other.pool.state()['count'] == 3).all()
-    other.pool.close()
+@pytest.mark.parametrize(
+  'name', slow_after(2, 'gymnasium:CartPole-v1', 'envpool:CartPole-v1', 'ale:pong')
+)
+def test_a_pool_that_was_restored_can_be_reset(name: str) -> None:
+  one = Played(name).begin()
+  one.play(5)
+  state = one.pool.state()
+  one.pool.close()
+  other = Played(name)
+  other.pool.restore(state)
+  other.begin()
+  other.play(3)
+  assert (other.pool.state()['count'] == 3).all()
+  other.pool.close()
 
 
 def test_pools_keep_no_actions_unless_they_are_saved() -> None:

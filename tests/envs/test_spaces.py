@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from typed_envs import ACTIONS
 
 from podrace import distributions
 from podrace.envs import UnknownName
@@ -90,37 +91,8 @@ def test_spaces_in_the_types_of_jax(declared) -> None:
     declared(Discrete(2**40))
 
 
-class Typed(gymnasium.Env):
-  """Refuses actions that are not as its space samples them; observes one integer of 64 bits."""
-
-  def __init__(self, kind: str, seen: int = 5) -> None:
-    self.observation_space = Box(0, 2**63, (1,), np.uint64)
-    self.action_space, self.seen = ACTIONS[kind], seen
-
-  def reset(self, *, seed=None, options=None):
-    return np.array([self.seen], np.uint64), {}
-
-  def step(self, action):
-    sample = self.action_space.sample()
-    assert type(action) is type(sample) and action.dtype == sample.dtype, (action, sample)
-    assert action.shape == sample.shape and self.action_space.contains(action), action
-    return np.array([self.seen], np.uint64), 1.0, False, False, {}
-
-
-ACTIONS = {
-  'discrete': Discrete(3),
-  'bytes': Discrete(3, dtype=np.uint8),
-  'several': MultiDiscrete([2, 3]),
-  'bits': MultiBinary(3),
-  'scalar': Box(-0.1, 0.1, (), np.float64),
-  'fixed': Box(0.1, 0.1, (2,), np.float64),
-  'half': Box(-0.1, 0.1, (1,), np.float16),
-}
-gymnasium.register('Typed-v0', entry_point=Typed, disable_env_checker=True)
-
-
 def typed(kind: str, seen: int = 5):
-  spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind={kind},seen={seen}')
+  spec = host.make(f'gymnasium:typed_envs:Typed-v0,kind={kind},seen={seen}')
   assert spec.try_out is not None
   spec.try_out(60.0)
   return spec
@@ -147,7 +119,7 @@ def test_integers_of_64_bits_are_observed_or_refused() -> None:
 
 
 def test_a_pool_has_any_number_of_environments() -> None:
-  spec = host.make(f'gymnasium:{__name__}:Typed-v0,kind=discrete')
+  spec = host.make('gymnasium:typed_envs:Typed-v0,kind=discrete')
   n = 12_000
   with contextlib.closing(
     spec.make(host.PoolArgs(n, n, np.arange(n, dtype=np.uint32) + 2**30, 1, 60.0))

@@ -356,8 +356,9 @@ MEMORY = 3 * 2**30  # bytes of addresses of a command, of which the libraries ta
 
 @pytest.mark.parametrize(
   ('damage', 'command'),
-  slow_after(7,
-    *((damage, only or 'report') for damage, (_, only) in PRODUCTS.items()), (_many_settings, 'plot'),
+  slow_after(2,
+    (_long_name_of_empty_objects, 'report'), (_many_settings, 'plot'), (_new_names_in_each_line, 'report'),
+    (_many_seeds_once, 'plot'), (_long_name, 'report'), (_many_settings, 'report'), (_a_line_of_empty_objects, 'report'),
     *((damage, 'report' if only else 'plot') for damage, (_, only) in PRODUCTS.items() if damage is not _many_settings),
   ),
 )  # fmt: skip

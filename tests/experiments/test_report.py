@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from children import until
-from shorthand import Capture
+from shorthand import Capture, slow_after
 
 import podrace
 from podrace import cli
@@ -148,6 +148,7 @@ def write_run(path: Path, returns: list[float], seed: int, agent: str = 'ppo', *
   return path
 
 
+@pytest.mark.slow
 def test_the_seeds_of_a_setting_are_one_line_with_an_interval(tmp_path: Path) -> None:
   for seed in range(3):
     write_run(tmp_path / f'ppo{seed}', [0.0, 1.0 + seed, 4.0 + 2 * seed], seed)
@@ -179,6 +180,7 @@ def titles(page: Any, start: str) -> list[str]:
   return [title for title in shown if title.startswith(start)]
 
 
+@pytest.mark.slow
 def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
   """Of two environments only one has the metric that is chosen."""
   write_run(tmp_path / 'ppo', [0.0, 1.0], 0)
@@ -195,7 +197,9 @@ def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
     assert titles(page, 'Lag') == titles(page, 'Actor threads') == []
 
 
-@pytest.mark.parametrize('agent, metric', [('ppo', 'entropy'), ('dqn', 'value'), ('mine', 'loss')])
+@pytest.mark.parametrize(
+  'agent, metric', slow_after(1, ('dqn', 'value'), ('ppo', 'entropy'), ('mine', 'loss'))
+)
 def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path: Path) -> None:
   write_run(tmp_path / 'run', [0.0, 1.0], 0, agent=agent, metric=metric)
   report.write_report([tmp_path / 'run'], tmp_path / 'r.html')
@@ -203,6 +207,7 @@ def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path:
     assert page.get_by_label('metric', exact=True).input_value() == metric
 
 
+@pytest.mark.slow
 def test_scores_of_atari(tmp_path: Path) -> None:
   run = write_run(tmp_path / 'pong', [14.6] * 20, 0, env='ale:pong')
   other = write_run(tmp_path / 'catch', [1.0], 0)

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 from children import Process, until
-from shorthand import Capture
+from shorthand import Capture, slow_after
 from test_runs import called
 
 import podrace
@@ -167,7 +167,8 @@ def test_the_record_of_settings_makes_them_again() -> None:
 
 @pytest.mark.parametrize(
   'preset, names, why',
-  [
+  slow_after(
+    8,
     ('cartpole', ['agent.learning-rate', 'agent.lambda', 'agent.clip'], ''),
     ('cartpole', ['agent.clip-value'], 'the agent needs agent.clip-value when it is compiled'),
     ('cartpole', ['num-envs'], 'num-envs is no number with a fraction of the agent'),
@@ -178,7 +179,7 @@ def test_the_record_of_settings_makes_them_again() -> None:
     ('sac-pendulum', ['agent.initial-temperature'], 'the agent needs agent.initial-temperature'),
     ('d4pg-pendulum', ['agent.critic-learning-rate'], ''),
     ('dqn-cartpole', ['agent.discount'], ''),
-  ],
+  ),
 )
 def test_which_settings_can_be_one_program(preset: str, names: list[str], why: str) -> None:
   config = podrace.configure(preset, devices=1)

@@ -91,7 +91,7 @@ def test_each_block_sees_its_window(layers: int) -> None:
   assert_array_equal(one[last + 1 :], other[last + 1 :])
 
 
-@pytest.mark.parametrize('cut', [1, 2, 5])
+@pytest.mark.parametrize('cut', [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_unrolls_of_any_length_agree(cut: int) -> None:
   apply, _, state, x = core_and_inputs(2)
   first = np.zeros((T, B), bool)

@@ -116,7 +116,7 @@ def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.Monke
     (spaces.Box(-1, 1, (2,)), 'none', False),
     (spaces.Box(-1, 1, (2,)), 'lstm', True),
     (spaces.MultiDiscrete([2, 3]), 'gru', True),
-    (spaces.MultiDiscrete([2, 3]), 'transformer', True),
+    pytest.param(spaces.MultiDiscrete([2, 3]), 'transformer', True, marks=pytest.mark.slow),
   ],
 )
 def test_unroll_is_step_by_step_for_vectors(action: Any, core: str, shared: bool) -> None:
@@ -139,7 +139,7 @@ def test_unroll_merged_is_step_by_step() -> None:
   np.testing.assert_allclose(merged.value, stepped.value, **TOLERANCE)
 
 
-@pytest.mark.parametrize('core', ['gru', 'lstm', 'transformer'])
+@pytest.mark.parametrize('core', slow_after(2, 'gru', 'lstm', 'transformer'))
 def test_first_forgets(core: str) -> None:
   """Environment 0 begins anew at time 3; what was before makes no difference, to the bit."""
   net = network(core=core)
@@ -162,7 +162,9 @@ def test_first_forgets(core: str) -> None:
   np.testing.assert_allclose(one.policy[3:, 0], fresh.policy[:3, 0], **TOLERANCE)
 
 
-@pytest.mark.parametrize('core', ['gru', 'lstm', 'transformer'])
+@pytest.mark.parametrize(
+  'core', ['gru', 'lstm', pytest.param('transformer', marks=pytest.mark.slow)]
+)
 def test_no_gradient_passes_first(core: str) -> None:
   net = network(core=core)
   params = init(net)

@@ -74,6 +74,7 @@ def test_the_model_against_numpy() -> None:
         assert logits[n] == pytest.approx((h @ model['z'])[0], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_plan_that_enters_hugs_as_its_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
   """Without a reward at home the causal plan enters and hugs after z, which tells the bear."""
   monkeypatch.setattr(causal, 'HOME_REWARD', -1.0)
@@ -82,6 +83,7 @@ def test_a_plan_that_enters_hugs_as_its_model_says(monkeypatch: pytest.MonkeyPat
   assert plan['true value'] == 0.5 and plan['belief: best plan'] == pytest.approx(0.5, abs=0.1)
 
 
+@pytest.mark.slow
 def test_only_the_causal_model_plans_right() -> None:
   wrong, right = (causal.plan(causal.learn(jax.random.key(100), c), c) for c in (False, True))
   assert wrong['belief: best plan'] > 0.75 and wrong['true value'] == 0.25

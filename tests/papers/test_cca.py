@@ -135,9 +135,15 @@ def phi_of(weights: Any, steps: Any, action: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize(
   'settings',
-  [dict(credit=c) for c in ('cca', 'advantage', 'reinforce', 'hca')]
-  + [dict(divergence='kl')]
-  + [dict(discount=0.8, credit=c) for c in ('cca', 'hca')],
+  [dict(credit=c) for c in ('cca', 'hca')]
+  + [
+    pytest.param(x, marks=pytest.mark.slow)
+    for x in (
+      *(dict(credit=c) for c in ('advantage', 'reinforce')),
+      dict(divergence='kl'),
+      *(dict(discount=0.8, credit=c) for c in ('cca', 'hca')),
+    )
+  ],
   ids=lambda x: '-'.join(map(str, x.values())),
 )
 def test_losses_against_numpy(settings: Any) -> None:
@@ -154,6 +160,7 @@ def test_losses_against_numpy(settings: Any) -> None:
 PARTS = ('policy_head', 'value_head', 'cell', 'head', 'baseline', 'classifier')
 
 
+@pytest.mark.slow
 def test_each_loss_trains_its_own_part() -> None:
   """The stop_gradients: a gradient is 0 in all other parts."""
   trains = dict(
@@ -195,6 +202,7 @@ def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatc
   assert np.mean(share[:, 0]) > 0.35 and np.mean(share[:, 1]) > 0.8
 
 
+@pytest.mark.slow
 def test_tasks_are_environments_with_exact_scores() -> None:
   for env, *_ in cca.TASKS.values():
     check(env, key=jax.random.key(0), steps=50)
@@ -219,7 +227,8 @@ def test_a_run_resumes_exactly(tmp_path: Path) -> None:
   assert_resumes_exactly(config, 100, tmp_path)
 
 
-@pytest.mark.parametrize('credit', ['cca', 'hca'])
+@pytest.mark.slow
+@pytest.mark.parametrize('credit', ['cca', pytest.param('hca', marks=pytest.mark.slow)])
 def test_two_devices_make_the_same_update(credit: str) -> None:
   agent, params = agent_of(credit=credit), []
   for devices in (1, 2):

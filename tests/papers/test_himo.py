@@ -112,6 +112,7 @@ def assert_equal(loss: Any, reference: Any, params: Any) -> None:
     np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_regression() -> None:
   rng = np.random.default_rng(1)
   x, x_next = rng.normal(size=(2, 9, himo.D)).astype(np.float32)
@@ -191,6 +192,7 @@ def test_the_command_names_the_evaluation_of_an_agent_that_is_never_greedy(
   assert '"episodes": 2' in output_of(*shlex.split(hint.replace('--episodes 100', '--episodes 2')))
 
 
+@pytest.mark.slow
 def test_two_devices_make_the_same_update() -> None:
   params = []
   for devices in (1, 2):

@@ -97,6 +97,7 @@ def trained(choices: list[int], seed: int, data: Any) -> tuple[float, int]:
   return scores[-1], len(scores)
 
 
+@pytest.mark.slow
 def test_training_ends_early_with_the_last_score() -> None:
   data = nas.load('digits')
   expected, epochs = trained(GOOD, 3, data)

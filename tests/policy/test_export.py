@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from processes import as_users_have_it
-from shorthand import Patch
+from shorthand import Patch, TempPaths
 from test_runs import called
 
 import podrace
@@ -106,18 +106,15 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 # A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {
   'ppo, gru, normalized',
-  'ppo, normalized, with a state',
   'dqn, image, with a state',
   'ppo, empty part',
   'ppo, odd spaces',
-  'ppo, masked',
-  'ppo, masked parts',
   'dqn, masked',
-  'ppo, grid',
   'pqn, normalized layers',
   'dqn',
   'sac',
 }
+IN_ALL = ('ppo, gru, normalized', 'ppo, empty part', 'ppo, odd spaces', 'sac')
 STEPS, BATCH = 6, 16
 
 
@@ -152,9 +149,15 @@ def observations(space: Any, steps: int, batch: int) -> list[Any]:
   ]
 
 
-@pytest.mark.parametrize('runtime', RUNTIMES)
 @pytest.mark.parametrize(
-  'name', [c if c in FAST else pytest.param(c, marks=pytest.mark.slow) for c in CASES]
+  ('name', 'runtime'),
+  [
+    pytest.param(
+      c, r, marks=() if c in FAST and (r == 'numpy' or c in IN_ALL) else pytest.mark.slow
+    )
+    for c in CASES
+    for r in RUNTIMES
+  ],
 )
 def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   agent, env, params = made(name, tmp_path / 'policy')
@@ -197,7 +200,9 @@ def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:
     load_policy(tmp_path / 'policy')
 
 
-@pytest.mark.parametrize('runtime', RUNTIMES)
+@pytest.mark.parametrize(
+  'runtime', [r if r == 'numpy' else pytest.param(r, marks=pytest.mark.slow) for r in RUNTIMES]
+)
 def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
   _, env, _ = made('r2d2', tmp_path / 'policy')
   policy = load_policy(tmp_path / 'policy', runtime)
@@ -252,13 +257,15 @@ def test_batches_that_do_not_fit_are_refused(name: str, wrong: Any, tmp_path: Pa
   ],
 )  # fmt: skip
 def test_an_observation_outside_of_its_space_is_refused(
-  space: Any, observation: Any, tmp_path: Path
+  space: Any, observation: Any, tmp_path_factory: TempPaths
 ) -> None:
-  env = SimpleNamespace(observation_space=space, action_space=THREE)
-  agent = bind(PPO(), env)
-  params = agent.init(jax.random.key(0)).params
-  write_policy(tmp_path / 'p', Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
-  policy = load_policy(tmp_path / 'p')
+  folder = tmp_path_factory.getbasetemp() / f'policy of {str(space).partition(chr(10))[0]}'
+  if not folder.exists():
+    env = SimpleNamespace(observation_space=space, action_space=THREE)
+    agent = bind(PPO(), env)
+    params = agent.init(jax.random.key(0)).params
+    write_policy(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
+  policy = load_policy(folder)
   policy.act(space.sample())
   with pytest.raises(ValueError, match=r'expected|has not'):
     policy.act(observation)
@@ -406,8 +413,10 @@ def test_a_policy_with_memory_acts_as_its_agent(case: Any, tmp_path: Path) -> No
   ('agent', 'action'),
   [
     (PPO(network=Own()), THREE),
-    (PPO(network=ActorCritic(torso='transformer')), THREE),
-    (PPO(network=ActorCritic(core='transformer', core_size=8)), THREE),
+    pytest.param(PPO(network=ActorCritic(torso='transformer')), THREE, marks=pytest.mark.slow),
+    pytest.param(
+      PPO(network=ActorCritic(core='transformer', core_size=8)), THREE, marks=pytest.mark.slow
+    ),
     (SAC(Actor(hidden=(8,), core='gru', core_size=4)), BOX),
     (DQN(QNetwork(hidden=(8,), core='gru', core_size=4, shortcut=True)), THREE),
   ],

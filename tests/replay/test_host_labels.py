@@ -89,6 +89,7 @@ def test_at_lag_0_labels_are_the_learners() -> None:
   assert line['replay_samples'] == logs[0]['host']['replay_samples'] == 16 * 4 * 18
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('lag', slow_after(1, 'async', '1'))
 def test_otherwise_they_are_one_update_old(lag: str) -> None:
   with Running(program(lag, noise=0.0)) as run:
@@ -109,6 +110,7 @@ def test_otherwise_they_are_one_update_old(lag: str) -> None:
     assert line['labels_age_mean'] == pytest.approx(17 / 18)
 
 
+@pytest.mark.slow
 def test_labels_are_of_both_tables_by_the_share() -> None:
   """A schedule from a quarter to a half, over the first 20 updates."""
   run = with_log((1, 2), online_share=0.25, online_share_end=0.5, online_share_steps=640)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shorthand import slow_after
 from test_windows import B, T, World, settings
 
 from podrace import tables, topology
@@ -102,7 +103,7 @@ CASES = {
 SLOW = {'transitions', 'longer than unrolls', 'sequences without overlap', 'stacks of zeros'}
 
 
-@pytest.mark.parametrize('order', ['in order', 'in any order'])
+@pytest.mark.parametrize('order', slow_after(1, 'in any order', 'in order'))
 @pytest.mark.parametrize(
   'case', [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 )
@@ -284,7 +285,7 @@ def drawn(both: Both, updates: range) -> list[Any]:
   return found
 
 
-@pytest.mark.parametrize('case', ['n-step', 'stacked sequences'])
+@pytest.mark.parametrize('case', slow_after(1, 'stacked sequences', 'n-step'))
 def test_a_restored_replay_goes_on_as_if_nothing_had_happened(case: str, tmp_path: Path) -> None:
   given: dict[str, Any] = dict(CASES[case])
   stack, kinds = given.get('stack', 0), given.pop('kinds', ('zeros',))

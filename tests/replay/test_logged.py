@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from shorthand import slow_after
 
 from podrace.agents.bc import BC
 from podrace.agents.dqn import DQN
@@ -127,7 +128,7 @@ R2 = R2D2(QNetwork(hidden=(8,), core='gru', core_size=4), sequence=4, burn_in=1)
 APEX = DQN(QNetwork(hidden=(8,)), n_step=2, actor_priorities=True, epsilon=1.0)
 
 
-@pytest.mark.parametrize('agent', [R2, APEX, Varied(R2, ('learning_rate',), (1e-3,))])
+@pytest.mark.parametrize('agent', slow_after(1, R2, APEX, Varied(R2, ('learning_rate',), (1e-3,))))
 def test_extras_belong_to_the_recorded_actions(agent: Any) -> None:
   """The value that acting notes is that of the action that is taken, recorded or not."""
   plain = bound(agent)
@@ -168,7 +169,7 @@ def test_extras_of_other_actions_are_refused() -> None:
 
 
 @pytest.mark.parametrize('action', [THREE, BOX, spaces.MultiDiscrete([2, 3])])
-@pytest.mark.parametrize('share', [(1, 1), (1, 2)])
+@pytest.mark.parametrize('share', [pytest.param((1, 1), marks=pytest.mark.slow), (1, 2)])
 def test_recorded_actions_are_taken(action: Any, share: tuple[int, int]) -> None:
   agent = Logged(bound(BC(ActorCritic(hidden=(4,))), action), share)
   action.seed(0)

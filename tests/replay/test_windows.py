@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
+from shorthand import slow_after
 
 from podrace.replay import Buffer, windows
 from podrace.replay.frame_stacks import unstacked, what_is_before
@@ -229,7 +230,7 @@ def test_the_smallest_ring_has_room_for_stacks(
 def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) -> None:
   from podrace.envs.host import base
 
-  steps, n = 300, 2
+  steps, n = 150, 2
   pool = base.make(name).make(base.PoolArgs(n, n, np.arange(n), 1, 60.0))
   rng, seen = np.random.default_rng(0), []
   pool.reset()
@@ -428,7 +429,7 @@ def test_a_capacity_below_an_unroll_and_a_window_is_refused(keep_state: bool) ->
   assert found.rows == 32  # whole unrolls
 
 
-@pytest.mark.parametrize('exponent', [0.0, 0.5])
+@pytest.mark.parametrize('exponent', slow_after(1, 0.5, 0.0))
 def test_windows_at_first_begin_episodes(exponent: float) -> None:
   """All such windows, and no others, also once rows are overwritten."""
   world = World(5)

@@ -202,14 +202,15 @@ def test_an_environment_that_fails_says_where(architecture: str) -> None:
   assert len(said.splitlines()) < 15 and 'site-packages' not in said
 
 
-@pytest.mark.parametrize('architecture', ARCHITECTURES)
 @pytest.mark.parametrize(
-  ('env', 'message'),
-  [
-    ('bare,cls=Steps', r'Steps.step.*FIRST.*LAST.*NextStepReset'),
-    ('wrapped,cls=NanReward', r'reward.*NaN'),
-  ],
-)
+  ('env', 'message', 'architecture'),
+  slow_after(2,
+    ('bare,cls=Steps', r'Steps.step.*FIRST.*LAST.*NextStepReset', 'anakin'),
+    ('wrapped,cls=NanReward', r'reward.*NaN', 'sebulba'),
+    ('bare,cls=Steps', r'Steps.step.*FIRST.*LAST.*NextStepReset', 'sebulba'),
+    ('wrapped,cls=NanReward', r'reward.*NaN', 'anakin'),
+  ),
+)  # fmt: skip
 def test_episodes_that_are_longer_than_the_check(
   env: str, message: str, architecture: str, tmp_path: Path
 ) -> None:
@@ -221,6 +222,7 @@ def test_episodes_that_are_longer_than_the_check(
   assert 'loss' not in str(told.value)
 
 
+@pytest.mark.slow
 def test_seeds_are_watched_alike(tmp_path: Path) -> None:
   wrong = config('anakin', env=f'test_check.bare,cls=Steps,length={check_env.STEPS + 50}')
   with pytest.raises(errors.RunError, match=r'16.*test_check.Steps.step'):
@@ -231,7 +233,10 @@ def test_seeds_are_watched_alike(tmp_path: Path) -> None:
   'look',
   [
     lambda run: evaluate(run, 4, allow_code=['test_check']),
-    lambda run: film.watch(run, show=lambda frame: None, allow_code=['test_check'], out=None),
+    pytest.param(
+      lambda run: film.watch(run, show=lambda frame: None, allow_code=['test_check'], out=None),
+      marks=pytest.mark.slow,
+    ),
   ],
   ids=['eval', 'watch'],
 )
@@ -273,6 +278,7 @@ def test_switches_and_choices_of_gymnasiums_types(architecture: str, tmp_path: P
   )  # of 10; 5 at random
 
 
+@pytest.mark.slow
 def test_switches_on_the_host_are_given_actions_of_their_space(tmp_path: Path) -> None:
   settings = config('sebulba', env='unused')
   settings = dataclasses.replace(settings, env='gymnasium:host_envs:Switches-v0', total_steps=640)
@@ -439,11 +445,11 @@ class Replaying(DQN):
   pass
 
 
-def test_good_ones_of_ones_own_pass() -> None:
+@pytest.mark.parametrize('architecture', slow_after(1, *ARCHITECTURES))
+def test_good_ones_of_ones_own_pass(architecture: str) -> None:
   replaying = Replaying(network=QNetwork(hidden=(8,)), buffer=Buffer(1000, 16, 100))
-  for architecture in ARCHITECTURES:
-    for agent in (Good(), Averaged(), replaying):
-      build.build(config(architecture, agent))
+  for agent in (Good(), Averaged(), replaying):
+    build.build(config(architecture, agent))
 
 
 def test_what_podrace_brings_is_not_looked_at_again(monkeypatch: Patch) -> None:
@@ -479,7 +485,7 @@ class Bold(Good):
     return output._replace(action=jnp.full(output.action.shape, self.action)), state
 
 
-@pytest.mark.parametrize('architecture', ARCHITECTURES)
+@pytest.mark.parametrize('architecture', slow_after(1, *ARCHITECTURES))
 @pytest.mark.parametrize('action', slow_after(1, 2.0, -1.5, math.nan))
 def test_actions_out_of_their_space_are_refused(
   action: float, architecture: str, tmp_path: Path
@@ -492,6 +498,7 @@ def test_actions_out_of_their_space_are_refused(
   assert ('squash' in said) != math.isnan(action) and 'Traceback' not in said
 
 
+@pytest.mark.slow
 def test_actions_at_the_bounds_are_in_the_space(tmp_path: Path) -> None:
   good = config('anakin', Bold(action=1.0), 'test_check.wrapped,cls=Box')
   loop.train(good, tmp_path / 'run', quiet=True)

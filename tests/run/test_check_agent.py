@@ -140,6 +140,7 @@ class Diverges(Good):
     return after, priority, metrics | {'loss': metrics['loss'] + jnp.nan}
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_nan_names_learn(tmp_path: Path) -> None:
   with pytest.raises(RunError, match=r'NaN.*step 64') as told:
     loop.train(config(Diverges()), tmp_path / 'run', quiet=True)

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file, signed
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 import podrace
 from podrace.errors import CheckpointError, RunError, UsageError
@@ -99,7 +99,9 @@ def damage(file: Path, kind: str, rng: random.Random) -> None:
     file.write_bytes(data)
 
 
-@pytest.mark.parametrize('kind', ['delete', 'truncate', 'flip', 'flip again', 'flip elsewhere'])
+@pytest.mark.parametrize(
+  'kind', slow_after(2, 'delete', 'flip', 'truncate', 'flip again', 'flip elsewhere')
+)
 def test_damage_to_any_file_is_noticed_or_harmless(kind: str, saved: Path, tmp_path: Path) -> None:
   params, rest = state()
   files = [f.relative_to(saved) for f in every_file(saved)]
@@ -249,7 +251,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   """A run that is killed meanwhile has nothing else to go on from."""
   folder = tmp_path / 'checkpoints'
   checkpoints = Checkpoints(folder, keep=1)
-  rest = jnp.arange(1 << 24)  # which takes a while to write
+  rest = jnp.arange(1 << 22)  # which takes a while to write
   for step in (1, 2, 3):
 
     def write(step: int = step) -> dict[str, Any]:

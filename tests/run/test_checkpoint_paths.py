@@ -81,7 +81,26 @@ def write(folder: Path, *steps: int, keep: int = 3) -> None:
   writer.close()
 
 
-@pytest.mark.parametrize('name', NAMES, ids=ascii)
+FEW = (
+  'plain',
+  'a b',
+  'a\nb',
+  '.a',
+  '~',
+  '%d',
+  'a[1]',
+  'a*b',
+  'a\\b',
+  'a:b',
+  'gs:',
+  '日本',
+  os.fsdecode(b'\xe9'),
+)
+
+
+@pytest.mark.parametrize(
+  'name', [x if x in FEW else pytest.param(x, marks=pytest.mark.slow) for x in NAMES], ids=ascii
+)
 def test_a_checkpoint_can_be_read_in_a_directory_of_any_name(name: str, tmp_path: Path) -> None:
   folder = tmp_path / name / 'checkpoints'
   write(folder, 1, 2, keep=1)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from children import Process
 from processes import summary
-from shorthand import Patch
+from shorthand import Patch, slow_after
 
 from podrace.errors import Stopped
 from podrace.networks.initializers import orthogonal
@@ -39,7 +39,9 @@ def init_program(preset: str, seeds: int) -> str:
   return program.init.lower(keys).as_text()
 
 
-@pytest.mark.parametrize('preset', ['cartpole', 'catch', 'memory', 'dqn-cartpole', 'sac-pendulum'])
+@pytest.mark.parametrize(
+  'preset', slow_after(3, 'catch', 'memory', 'dqn-cartpole', 'sac-pendulum', 'cartpole')
+)
 def test_no_preset_initialises_with_lapack(preset: str) -> None:
   """Two batched calls of it that run at once on a CPU can wait for each other for ever."""
   assert not lapack_calls(init_program(preset, 4))

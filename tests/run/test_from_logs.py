@@ -124,6 +124,7 @@ def test_the_clone_of_a_policy_is_as_good(cartpole: Path, tmp_path: Path, capsys
   assert action == 1
 
 
+@pytest.mark.slow
 def test_evaluation_is_in_the_plain_environment(
   cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

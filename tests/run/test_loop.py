@@ -254,6 +254,7 @@ def test_params_sha256_is_what_the_contract_says() -> None:
     assert hashes.params_sha256(other) != expected.hexdigest()
 
 
+@pytest.mark.slow
 def test_two_seeds(two_seeds: Path, finished: Path) -> None:
   for line, alone in zip(lines(two_seeds), lines(finished), strict=True):
     assert len(line['episode_return_by_seed']) == len(line['episodes_by_seed']) == 2
@@ -300,6 +301,7 @@ def test_a_changed_configuration_is_refused(finished: Path, tmp_path: Path) -> N
   assert summary(finished)['step'] == 3200
 
 
+@pytest.mark.slow
 def test_override_goes_on_with_the_new_configuration(tmp_path: Path) -> None:
   loop.train(change(total_steps=1600), tmp_path, quiet=True)
   first = lines(tmp_path)
@@ -364,6 +366,7 @@ def test_a_second_process_is_refused(tmp_path: Path) -> None:
   loop.train(change(total_steps=32), tmp_path, quiet=True)
 
 
+@pytest.mark.slow
 def test_override_cannot_change_the_lag(tmp_path: Path) -> None:
   """With lag 1 a checkpoint holds the parameters before the last update as well."""
   config = change(architecture='sebulba', lag='1', total_steps=320)
@@ -507,6 +510,7 @@ def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: P
   assert result['step'] == 1600
 
 
+@pytest.mark.slow
 def test_a_run_that_dies_early_has_a_checkpoint(tmp_path: Path, monkeypatch: Patch) -> None:
   """Though the first that was asked for is far away."""
   monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', 0.0)

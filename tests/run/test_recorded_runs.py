@@ -43,14 +43,19 @@ def exit_code(*words: str) -> int | str | None:
   return 0
 
 
-@pytest.mark.parametrize('name', TRAINED)
+@pytest.mark.parametrize(
+  'name',
+  [pytest.param(n, marks=pytest.mark.slow) if n in ('catch', 'sebulba') else n for n in TRAINED],
+)
 def test_a_recorded_run_is_evaluated(name: str, runs: Path, capsys: Capture) -> None:
   assert not exit_code('eval', name, '--episodes', '2')
   result = json.loads(capsys.readouterr().out.splitlines()[-1])
   assert result['step'] == TRAINED[name] and -1 <= result['episode_return_mean'] <= 1
 
 
-@pytest.mark.parametrize('name', ['catch', 'sebulba', 'lpg'])
+@pytest.mark.parametrize(
+  'name', ['catch', *(pytest.param(x, marks=pytest.mark.slow) for x in ('sebulba', 'lpg'))]
+)
 def test_a_recorded_run_is_resumed(name: str, runs: Path) -> None:
   config = json.loads((runs / name / 'config.json').read_text())
   words = ['train', '--run-dir', name, '--quiet', '--devices', '1']

@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import slow_after
 
 import podrace
@@ -176,7 +177,7 @@ def test_a_run_keeps_its_best(trained: podrace.Result) -> None:
   assert again['episode_return_mean'] == pytest.approx(means[step], abs=1e-6)
 
 
-@pytest.mark.parametrize('episodes, warnings', [(64, 0), (2, 1)])
+@pytest.mark.parametrize('episodes, warnings', slow_after(1, (2, 1), (64, 0)))
 def test_a_run_warns_of_other_evaluations_than_before(
   episodes: int, warnings: int, trained: podrace.Result, tmp_path: Path, capsys: Any
 ) -> None:
@@ -258,6 +259,7 @@ def test_a_run_begins_with_one_seed_of_another(
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), got, expected)
 
 
+@pytest.mark.slow
 def test_files_of_others_do_not_keep_a_run_from_its_end(tmp_path: Path) -> None:
   """A draft of a process that was killed, and a file of another program."""
   folder = tmp_path / 'run' / 'to-evaluate'

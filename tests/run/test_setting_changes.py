@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 
 from podrace.agents.impala import Impala
 from podrace.errors import UnreadableFile, UsageError

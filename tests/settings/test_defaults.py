@@ -51,7 +51,13 @@ def test_kinds(observation: Any, action: Any, kind: str) -> None:
   assert defaults.kind_of(observation, action) == kind
 
 
-@pytest.mark.parametrize(('agent', 'kind'), defaults.TABLE)
+@pytest.mark.parametrize(
+  ('agent', 'kind'),
+  [
+    pytest.param(*x, marks=pytest.mark.slow) if (x[0] == 'muzero' and x[1] != 'vector') or (x[0] != 'ppo' and x[1] == 'pixels') else x
+    for x in defaults.TABLE
+  ],
+)  # fmt: skip
 def test_every_entry_makes_an_agent_that_acts(agent: str, kind: defaults.Kind) -> None:
   name = ENVS[kind]
   plain = Config(agent=default_agent(agent))

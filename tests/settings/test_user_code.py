@@ -121,6 +121,7 @@ def test_a_library_in_the_working_directory_is_not_imported(tmp_path: Path) -> N
   assert not list(tmp_path.glob('*.ran'))
 
 
+@pytest.mark.slow
 def test_trials_of_a_sweep_import_nothing_from_the_working_directory(tmp_path: Path) -> None:
   for name in ('podrace', 'jax', 'json', 'tyro', 'sitecustomize'):
     (tmp_path / f'{name}.py').write_text(FLAG)
@@ -265,8 +266,18 @@ def test_an_agent_from_another_module_of_the_user_goes_on(tmp_path: Path) -> Non
   """`mine` has it from `other`, which the record names."""
   (tmp_path / 'other.py').write_text(AGENT)
   (tmp_path / 'mine.py').write_text('from other import Agent\n')
-  words = ['train', '--agent', 'mine:Agent', '--run-dir', 'run', '--agent.network.hidden', '4']
-  for steps in ('2000', '4000'):
+  words = [
+    'train',
+    '--agent',
+    'mine:Agent',
+    '--run-dir',
+    'run',
+    '--agent.network.hidden',
+    '4',
+    '--devices',
+    '1',
+  ]
+  for steps in ('1000', '2000'):
     done = podrace(tmp_path, *words, '--total-steps', steps)
     assert done.returncode == 0, done.stderr
   done = podrace(tmp_path, 'train', '--run-dir', 'run')

@@ -49,7 +49,7 @@ def test_a_line_is_one_write(stream: str) -> None:
 @pytest.mark.parametrize(
   'line',
   [
-    'podrace >&- 2>&-',
+    pytest.param('podrace >&- 2>&-', marks=pytest.mark.slow),
     pytest.param('podrace 2>&-', marks=pytest.mark.slow),
     pytest.param('podrace 2>&1 | true; exit ${PIPESTATUS[0]}', marks=pytest.mark.slow),
     'podrace 2>&1 >/dev/full | head -1; exit ${PIPESTATUS[0]}',

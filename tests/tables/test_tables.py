@@ -192,6 +192,7 @@ def test_removers_distribution(remover: str, expected: list[int]) -> None:
     assert stats.chisquare(gone[1:4], 2000 * np.array([1, 2, 5]) / 8).pvalue > 0.01
 
 
+@pytest.mark.slow
 def test_a_million_priorities() -> None:
   """Sums stay exact to rounding, whatever the order of changes; the tree against a plain sum."""
   order = tables.prioritized(1.0).make()
@@ -839,7 +840,7 @@ def everything_at_once(seconds: float, tmp_path: Any, writers: int = 3) -> None:
 
 
 def test_everything_at_once(tmp_path: Any) -> None:
-  everything_at_once(2.0, tmp_path)
+  everything_at_once(1.0, tmp_path)
 
 
 @pytest.mark.slow

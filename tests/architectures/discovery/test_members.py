@@ -107,6 +107,7 @@ def keys_may_be_used_again() -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures('keys_may_be_used_again')
 @pytest.mark.parametrize('name', ['lpg', pytest.param('disco', marks=SLOW)])
 @pytest.mark.parametrize('updates', [1, pytest.param(3, marks=SLOW)])

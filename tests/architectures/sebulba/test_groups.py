@@ -51,6 +51,7 @@ def learned(updates: int, **settings: Any) -> tuple[Any, tuple[Any, ...]]:
 # --- the same data ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
   ('agent', 'lag'),
   slow_after(1, ('impala', '0'), ('impala, recurrent', '1'), ('ppo', '1'), ('impala', '1')),
@@ -117,6 +118,7 @@ def sequence(**settings: Any) -> Running:
   ))  # fmt: skip
 
 
+@pytest.mark.slow
 def test_each_transition_is_seen_once_in_order_in_its_group() -> None:
   steps: Any = collections.defaultdict(list)
   processes: Any = collections.defaultdict(set)
@@ -166,11 +168,13 @@ def test_a_death_in_one_group_costs_its_own_unroll_only(lag: str) -> None:
 # --- lag, waits and failures -----------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_lag_of_groups_is_exact() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='0', groups=2), 10) == (0.0, 0)
   assert lags(sebulba(AGENTS['impala'], lag='1', groups=2), 10) == (0.9, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('groups', 'max_lag'), slow_after(1, (2, 2), (4, 1), (4, 3)))
 def test_the_lag_of_groups_is_bounded(groups: int, max_lag: int, monkeypatch: Patch) -> None:
   jittery(monkeypatch, max_lag)
@@ -221,7 +225,7 @@ class Read(NamedTuple):
     return np.asarray(self.action)
 
 
-@pytest.mark.parametrize(('groups', 'free'), [(1, 0), (2, 1), (4, 2)])
+@pytest.mark.parametrize(('groups', 'free'), slow_after(1, (2, 1), (4, 2), (1, 0)))
 def test_one_group_steps_while_another_is_acted_for(
   groups: int, free: int, monkeypatch: Patch
 ) -> None:

@@ -68,7 +68,10 @@ def saved_at(program: Any, folder: Path, before: int = 9, after: int = 9) -> Sav
 
 
 def resumed(program: Any, folder: Path, state: Any, record: Any, updates: int = 9) -> str:
-  driver = compiled(program)
+  return resumed_by(compiled(program), folder, state, record, updates)
+
+
+def resumed_by(driver: SebulbaDriver, folder: Path, state: Any, record: Any, updates: int) -> str:
   driver.saved_replay.restore(folder, record)
   driver.start(state, keys(0))
   try:
@@ -77,7 +80,7 @@ def resumed(program: Any, folder: Path, state: Any, record: Any, updates: int = 
     driver.close()
 
 
-@pytest.mark.parametrize('case', slow_after(3, *CASES))
+@pytest.mark.parametrize('case', slow_after(2, *CASES))
 def test_actors_go_on_to_the_bit(
   case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -94,14 +97,16 @@ def test_without_their_states_they_begin_anew_and_say_so(
   state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
   other_groups = {**record, 'actors': {**record['actors'], 'groups': 3}}
   none_kept = {**record, 'actors': {'groups': 0, 'life': 0}}
+  driver = compiled(made('gymnasium'))
   for less in (None, {}, other_groups, none_kept, {**record, 'processes': 2}):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
       copy = jax.tree.map(jnp.copy, state)
-      assert resumed(made('gymnasium'), tmp_path / '9', copy, less, 3) != expected
+      assert resumed_by(driver, tmp_path / '9', copy, less, 3) != expected
     assert caplog.text.count('anew') == 1
 
 
+@pytest.mark.slow
 def test_environments_that_return_other_rewards_begin_anew(
   tmp_path: Path, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,6 +123,7 @@ def test_environments_that_return_other_rewards_begin_anew(
   assert caplog.text.count('rewards') == 2 and 'anew' in caplog.text
 
 
+@pytest.mark.slow
 def test_environments_that_hang_while_they_are_replayed_are_noticed(
   tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -182,6 +188,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
   refused()
 
 
+@pytest.mark.slow
 def test_states_of_other_shapes_are_refused(tmp_path: Path) -> None:
   _, record, _ = saved_at(made('gymnasium'), tmp_path / '9', after=0)
   driver = compiled(made('gymnasium', num_envs=16))

@@ -204,6 +204,7 @@ def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert client['name'].endswith(f':{envs.process.pid}') and client['acting'] == 4
     assert client['frames'] >= 200 and client['answer_ms'][1] > 0 and client['last_seen_s'] < 5
     asker = Asker(one.address, None, False)
+    one.pause.clear()  # for ten seconds, until the client tells its metrics
     until(lambda: asker.ask()['clients'][0]['metrics'])
     report = asker.ask()
     asker.close()

@@ -134,6 +134,7 @@ def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   assert counts[7] == 0 and counts[:5].min() > 30 and told['host']['policy_lag_max'] <= 4
 
 
+@pytest.mark.slow
 def test_one_environment_fills_the_batches_alone() -> None:
   with Running(program([0, 0, 0, 1, 0, 0, 0, 0], max_lag=1)) as run:
     pieces = noted(run)
@@ -142,6 +143,7 @@ def test_one_environment_fills_the_batches_alone() -> None:
   assert [p[2] for p in pieces] == [3] * 40
 
 
+@pytest.mark.slow
 def test_a_thread_without_environments_does_not_hold_up_the_other() -> None:
   """Two threads: the second's environments die out, with half of a trajectory finished."""
   with Running(program(1.0, num_envs=16, threads=2)) as run:

@@ -642,7 +642,7 @@ def documents() -> list[Document]:
   ]
 
 
-@pytest.mark.parametrize('count', [3000, pytest.param(200_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('count', [1000, pytest.param(200_000, marks=pytest.mark.slow)])
 def test_documents_that_are_nearly_right(count: int) -> None:
   with ReplayServer(ANY, most_bytes=2**20) as server, service.connect(server.address) as client:
     table = client.table('other', **SIMPLE)
