@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
-from podrace.fields import SMALLEST
-
 if TYPE_CHECKING:
   from jax import Array
 
@@ -32,6 +30,7 @@ LARGEST_OBSERVATION = 1e9
 # The largest float that another process may send as output of its agent, in size: as returns of
 # such rewards.
 LARGEST_OUTPUT = 2.0**54
+TINY = float(np.finfo(np.float32).tiny)  # devices flush smaller numbers to 0
 
 
 def __getattr__(name: str) -> Any:
@@ -46,7 +45,7 @@ def round_inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndar
   """Return bounds in a narrower float type, rounded towards each other.
 
   They are rounded to the nearest number where the type has no number between them. Devices flush
-  numbers of float32 below SMALLEST in size to 0, so no bound is one.
+  numbers of float32 below TINY in size to 0, so no bound is one.
   """
   with np.errstate(over='ignore'):
     near_low, near_high = low.astype(dtype), high.astype(dtype)
@@ -54,17 +53,17 @@ def round_inward(low: np.ndarray, high: np.ndarray, dtype: Any) -> tuple[np.ndar
   up = np.where(near_low < low, np.nextafter(near_low, inf), near_low)
   down = np.where(near_high > high, np.nextafter(near_high, -inf), near_high)
   if np.dtype(dtype) == np.float32:
-    up = np.where((up > 0) & (up < SMALLEST), np.float32(SMALLEST), up)
-    up = np.where((up < 0) & (up > -SMALLEST), np.float32(0), up)
-    down = np.where((down < 0) & (down > -SMALLEST), np.float32(-SMALLEST), down)
-    down = np.where((down > 0) & (down < SMALLEST), np.float32(0), down)
+    up = np.where((up > 0) & (up < TINY), np.float32(TINY), up)
+    up = np.where((up < 0) & (up > -TINY), np.float32(0), up)
+    down = np.where((down < 0) & (down > -TINY), np.float32(-TINY), down)
+    down = np.where((down > 0) & (down < TINY), np.float32(0), down)
   crossed = up > down
   return np.where(crossed, near_low, up), np.where(crossed, near_high, down)
 
 
 def has_choice(low: Any, high: Any) -> Any:
   """Return whether half the range between two bounds is a number that devices tell from 0."""
-  return high / 2 - low / 2 >= SMALLEST
+  return high / 2 - low / 2 >= TINY
 
 
 class TimeStep(NamedTuple):
