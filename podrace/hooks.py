@@ -124,7 +124,7 @@ def innermost(agent: Any) -> Any:
 
 def settings(agent: Any) -> int:
   """Return the number of settings of hyper-parameters, each for an equal number of members."""
-  return getattr(agent, 'settings', 1)
+  return int(agent.settings) if hasattr(agent, 'init_members') else 1
 
 
 def init_members(agent: Any, keys: Any) -> Any:

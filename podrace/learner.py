@@ -309,4 +309,6 @@ def add_to_log(log: Log, sums: Metrics, count: Array, update: Array) -> Log:
 def all_finite(tree: Any) -> Array:
   """Return whether all floats of a tree are finite, [] bool."""
   floats = [x for x in jax.tree.leaves(tree) if jnp.issubdtype(x.dtype, jnp.floating)]
+  if not floats:
+    return jnp.bool_(True)
   return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in floats]))

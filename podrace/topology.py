@@ -115,7 +115,7 @@ def _numbers(text: str, flag: str) -> list[int]:
   if not text:
     return []
   parts = text.split(',')
-  if not all(p.strip().isdigit() for p in parts):
+  if not all(p.isascii() and p.strip().isdigit() for p in parts):
     raise ValueError(f'--{flag} takes device numbers with commas, as 0,1; not {text!r}')
   numbers = [int(p) for p in parts]
   if len(set(numbers)) != len(numbers):

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -247,6 +247,51 @@ def test_a_callback_changes_what_is_learned(tmp_path: Path) -> None:
 
   # The checkpoint at the end has what the callback made of the last line.
   assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(params))
+
+
+class Changing:
+  """A callback that changes what is learned."""
+
+  def __init__(self, change: Callable[[Any], Any]) -> None:
+    self.change = change
+
+  def __call__(self, line: Any) -> None: ...
+
+  def transform(self, train: Any, line: Any) -> Any:
+    return self.change(train)
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    lambda train: jax.tree.map(lambda x: 0.5 * x, train),  # Adam's count is no float
+    lambda train: train._replace(params=jax.tree.map(lambda x: x[None], train.params)),
+    lambda train: train._replace(params=()),
+  ],
+)
+def test_a_change_to_another_type_is_named_and_the_run_saved(change: Any, tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL)
+  with pytest.raises(RunError, match=r'Changing\.transform .*expected'):
+    podrace.train(config, tmp_path / 'run', [Changing(change)], quiet=True)
+  result = podrace.train(config, tmp_path / 'run', [Changing(lambda x: x)], quiet=True)
+  assert result.summary['step'] == 6_400 and len(result.metrics) == 10
+
+
+def test_a_change_may_have_one_array_twice(tmp_path: Path) -> None:
+  """As a target network that is set to the parameters. The program donates both."""
+
+  def change(train: Any) -> Any:
+    return train._replace(rest=train.rest._replace(target=train.params.network))
+
+  config = podrace.configure('catch', **SMALL, agent='dqn')
+  result = podrace.train(config, tmp_path / 'run', [Changing(change)], quiet=True)
+  assert result.summary['step'] >= 6_400
+
+
+def test_a_change_under_sebulba_is_refused(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL, architecture='sebulba', lag='0')
+  with pytest.raises(UsageError, match='anakin'):
+    podrace.train(config, tmp_path / 'run', [Changing(lambda x: x)], quiet=True)
 
 
 @pytest.mark.parametrize(

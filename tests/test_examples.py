@@ -9,6 +9,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,9 +21,11 @@ from children import STARTED
 from shorthand import Patch
 from test_export import made, observations
 
+import podrace
 from podrace.commands.templates import agent as template
 from podrace.envs.contract import check
 from podrace.policy import load_policy
+from podrace.types import Agent
 
 EXAMPLES = pathlib.Path(__file__).parents[1] / 'examples'
 
@@ -210,3 +213,18 @@ def test_the_notebook_of_callbacks(tmp_path: pathlib.Path, monkeypatch: Patch) -
   found = text(outputs_of('callbacks.ipynb', tmp_path, monkeypatch))
   assert 'an interruption' in found and 'resuming at step' in found
   assert 'ended: no better return than' in found and 'the same parameters: True' in found
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_the_smallest_agent_runs(
+  architecture: str, tmp_path: pathlib.Path, monkeypatch: Patch
+) -> None:
+  """The example of `podrace.types.Agent` has no parameters."""
+  text = textwrap.dedent((Agent.__doc__ or '').partition('Example:')[2].lstrip('\n'))
+  (tmp_path / 'smallest.py').write_text(text)
+  monkeypatch.syspath_prepend(tmp_path)
+  config = podrace.configure(
+    agent='smallest:Random', architecture=architecture, num_envs=8, unroll_length=8, total_steps=640,
+    devices=1,
+  )  # fmt: skip
+  assert podrace.train(config, tmp_path / 'run', quiet=True).summary['step'] == 640

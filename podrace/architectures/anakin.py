@@ -98,7 +98,7 @@ class Anakin:
 
     They have no sharding, which would clash within `shard_map`. Several processes compile them.
     """
-    own = getattr(self.env, 'arrays', ())
+    own = getattr(self.env, 'arrays', ()) if hasattr(self.env, 'holding') else ()
     return jax.device_put(own) if jax.process_count() == 1 else ()
 
   def _holding(self, arrays: Any) -> contextlib.AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from podrace.errors import EndTraining, UsageError
 from podrace.learner import is_reserved
 from podrace.run.metrics import Line
+from podrace.settings.config import Config
 from podrace.system.files import number
 from podrace.types import TrainState
 
@@ -106,6 +107,21 @@ class Callbacks:
   def transforms(self) -> list[Callable[[TrainState, Line], TrainState]]:
     """The `transform` methods of the callbacks that have one."""
     return [c.transform for c in self._callbacks if hasattr(c, 'transform')]
+
+  def check(self, config: Config) -> None:
+    """Raise UsageError if a run cannot call a callback's `transform`."""
+    if not self.transforms:
+      return
+    if config.agree == 'gossip':
+      raise UsageError(
+        'a callback with transform changes one TrainState, and each device of --agree gossip has '
+        'its own'
+      )
+    if config.architecture == 'sebulba':
+      raise UsageError(
+        'a callback with transform needs --architecture anakin: actors of sebulba may have taken '
+        'the parameters before it changes them'
+      )
 
   def state(self) -> Any:
     """Return the memory of all callbacks, as JSON."""

@@ -17,6 +17,8 @@ from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
+# What a changed state comes from if the record is the same.
+UNRECORDED = 'nothing in config.json: another podrace, or another number of processes, made it'
 RANDOM_SETTINGS = ('jax_default_prng_impl', 'jax_threefry_partitionable')
 
 
@@ -102,7 +104,7 @@ class Fit:
         f'the checkpoint at step {meta["step"]:,} holds another kind of state: the agent, its '
         'network, the environment, --num-envs, or what Sebulba keeps of its actors (--lag, '
         "--actor-threads, --actor-groups) has changed, which can't be in a run:\n  "
-        + '\n  '.join(changed or ['nothing that config.json tells of: another podrace made it'])
+        + '\n  '.join(changed or [UNRECORDED])
         + '\nstart afresh in another --run-dir'
       )
 

@@ -13,12 +13,14 @@ from typing import Any
 import jax
 
 from podrace.architectures.protocol import Part
+from podrace.errors import UsageError
 from podrace.run import metrics, progress, sinks
 from podrace.run.callbacks import Callbacks
 from podrace.run.diagnostics import Diagnostics
 from podrace.run.summary import summarize
 from podrace.settings import log_settings
 from podrace.settings.config import Basics, Config
+from podrace.system.blame import first_difference, label
 
 
 @dataclasses.dataclass
@@ -195,6 +197,12 @@ class Log:
   def _transformed(self, state: Any, line: metrics.Line) -> Any:
     for transform in self.callbacks.transforms:
       train = transform(state.train, line)
-      sharding = jax.tree.map(lambda x: x.sharding, state.train)
-      state = state._replace(train=jax.device_put(train, sharding))
+      if (difference := first_difference(train, state.train)) is not None:
+        came, expected = difference
+        name = label(getattr(transform, '__self__', transform), 'transform')
+        raise UsageError(f'{name} returned a TrainState {came}, expected {expected}')
+      train = jax.tree.map(  # the program donates it, so no two arrays may share a buffer
+        lambda new, old: jax.device_put(new, old.sharding, may_alias=False), train, state.train
+      )
+      state = state._replace(train=train)
     return state

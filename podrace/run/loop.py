@@ -16,7 +16,7 @@ import numpy as np
 from podrace import hooks
 from podrace.architectures.hashes import machine, params_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import CheckpointError, Stopped, UnreadableFile, UsageError
+from podrace.errors import CheckpointError, Stopped, UnreadableFile
 from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, make_server
 from podrace.run.callbacks import Callback, Callbacks
@@ -81,7 +81,7 @@ def train(
   config = continued(config, Path(run_dir))
   resolved = resolve(config)
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
-  _check_callbacks(config, options)
+  options.callbacks.check(config)
   with open_run(config, options, config.seeds) as console:
     server = make_server(config, listen)
     warm_start = WarmStart(resolved) if config.init_from else None
@@ -99,14 +99,6 @@ def train(
     if warm_start:
       run.warm_start = warm_start
     return run.carry_out()
-
-
-def _check_callbacks(config: Config, options: RunOptions) -> None:
-  if options.callbacks.transforms and config.agree == 'gossip':
-    raise UsageError(
-      'a callback with transform changes one TrainState, and each device of --agree gossip has its '
-      'own'
-    )
 
 
 def discover(

@@ -137,7 +137,8 @@ class UpdateLoop:
       summary, state = self.program.read_log(state)
     state = self.log.write(step, summary, state, functools.partial(self.saves.failing, update))
     if self.log.callbacks.transforms:
-      self.health = self.program.health(state)
+      with self.saves.failing(update, state):
+        self.health = self.program.health(state)
       self._check_health(update)
     return state
 

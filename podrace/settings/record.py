@@ -78,7 +78,7 @@ def from_json(record: dict[str, Any]) -> Any:
     module, name = KINDS[record.get(KIND, TRAIN)]
     settings = {k: v for k, v in record.items() if k not in ('version', KIND)}
     return _make(getattr(importlib.import_module(module), name), settings | {'agent': agent})
-  except (KeyError, TypeError, AttributeError, OverflowError) as e:
+  except (KeyError, TypeError, AttributeError, OverflowError, NameError) as e:
     raise UsageError(f'config.json is not the record of a run: {e!r}') from e
 
 

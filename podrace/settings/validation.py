@@ -222,6 +222,11 @@ def _check_sebulba(config: Config) -> None:
   for name in ('actor_groups', 'env_batch_size', 'env_threads'):
     if getattr(config, name) < 0:
       raise UsageError(f'--{flag(name)} must not be negative, not {getattr(config, name)}')
+  if config.env_threads and (config.envs == 'remote' or library_of(config.env) in LIBRARIES):
+    raise UsageError(
+      f'--env-threads {config.env_threads}: threads step environments on the host, in this '
+      'process; leave it out'
+    )
 
 
 def check_agent_options(agent: Any, args: Iterable[str]) -> None:

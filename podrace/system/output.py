@@ -30,8 +30,15 @@ class Lasting:
     """Write text, if the stream works; returns its length."""
     with self._failing():
       if self._file is not None:
-        self._file.write(text)
+        self._write(self._file, text)
     return len(text)
+
+  def _write(self, file: TextIO, text: str) -> None:
+    try:
+      file.write(text)
+    except UnicodeEncodeError:  # a letter that the stream's encoding lacks
+      encoding = file.encoding or 'ascii'
+      file.write(text.encode(encoding, 'backslashreplace').decode(encoding))
 
   def flush(self) -> None:
     """Write buffered text, if the stream works."""

@@ -187,6 +187,7 @@ def test_somebody_elses_agent_is_recorded_by_where_it_is() -> None:
     ({'architecture': 'sebulba', 'max_wait_ms': 2.0}, r'--max-wait-ms 2.*--envs remote'),
     ({'architecture': 'sebulba', 'env_batch_size': -1}, '--env-batch-size'),
     ({'architecture': 'sebulba', 'env_threads': -1}, '--env-threads'),
+    ({'architecture': 'sebulba', 'env_threads': 2, 'env': 'podrace:catch'}, '--env-threads 2'),
     ({'architecture': 'sebulba', 'env_deadline': -1.0}, r'--env-deadline.*0'),
   ],
 )

@@ -21,6 +21,15 @@ TRAIN = ['train', 'catch', '--num-envs', '4', '--unroll-length', '8', '--agent.n
          '--total-steps', '640', '--log-every', '32']  # fmt: skip
 
 
+def test_a_letter_that_a_stream_lacks_is_escaped() -> None:
+  data = io.BytesIO()
+  stream = Lasting(io.TextIOWrapper(data, encoding='ascii'))
+  for text in ('a', 'é', 'b'):
+    stream.write(text)
+  stream.flush()
+  assert data.getvalue() == b'a\\xe9b'
+
+
 def shell(line: str, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
   """A line of bash in which `podrace` is the command with these arguments."""
   podrace = shlex.join([sys.executable, '-m', 'podrace.cli', *args])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -80,6 +81,8 @@ class ActingProgram:
         'environments of a thread'
       )
     why = f'--env-batch-size {self.batch_size}' if self.batch_size else self.spec.name
+    if not self.ordered and self.spec.ordered_only:
+      raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
     if not self.ordered and self.groups > 1:
       raise ValueError(
         f'--actor-groups {self.groups} is for environments in order; environments in any order '
@@ -91,8 +94,6 @@ class ActingProgram:
       raise ValueError(
         f'environments in any order ({why}) need replay on the host: give --replay host'
       )
-    if not self.ordered and self.spec.ordered_only:
-      raise ValueError(f'{self.spec.name} comes in order only; leave out --env-batch-size')
     if self.spec.jax is not None:
       topology_.host_device()  # raises now if there is none
 
@@ -276,7 +277,9 @@ def make_program(*args: Any, groups: int = 0, **settings: Any) -> ActingProgram:
   parts = 2 * program.total_groups * len(program.destinations)
   if on_cpu or program.spec.jax is not None or not program.ordered or program.num_envs % parts:
     return program
-  return dataclasses.replace(program, groups=2)
+  with contextlib.suppress(ValueError):  # half a thread's environments may not be a whole part
+    return dataclasses.replace(program, groups=2)
+  return program
 
 
 def example_timestep(spec: HostSpec, num_envs: int) -> TimeStep:

@@ -132,7 +132,7 @@ class Actors:
   def publish(self, version: int, params: Any) -> None:
     """Copy a version of the parameters to the actors' devices."""
     one = jax.tree.map(_on_one_device, params)
-    source = jax.tree.leaves(one)[0].device
+    source = next((x.device for x in jax.tree.leaves(one)), None)
     devices = dict.fromkeys(self._acting.devices)
     # A device_put to the same device would cost as much as a copy.
     self.pipe.publish(version, {d: one if d == source else jax.device_put(one, d) for d in devices})

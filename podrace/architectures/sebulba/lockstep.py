@@ -136,7 +136,8 @@ class Lockstep:
       ended, last = ids[over], jax.tree.map(lambda x: x[over], timestep)
       self._inference.store(last, self._row[ended], self._ids[ended])
       for i in np.flatnonzero(over):
-        self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: x[i], timestep)
+        # A copy, as the pool may write to its memory when it has restarted an environment.
+        self._parked[int(ids[i])] = jax.tree.map(lambda x, i=i: np.array(x[i]), timestep)
       if len(self._parked) == self._n:
         self._end(self._unpark())
         return self._ids[:0], None

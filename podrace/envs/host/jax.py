@@ -24,7 +24,8 @@ class JaxSteps:
 
   def __init__(self, env: Environment, num_envs: int, length: int) -> None:
     self.env, self.num_envs, self.length = env, num_envs, length
-    many, arrays = batch(env, num_envs), getattr(env, 'arrays', ())
+    arrays = getattr(env, 'arrays', ()) if hasattr(env, 'holding') else ()
+    many = batch(env, num_envs)
     self._arrays = jax.device_put(arrays, host_device()) if arrays else ()
 
     def holding(arrays: Any) -> contextlib.AbstractContextManager[None]:
