@@ -279,7 +279,7 @@ def test_the_group_that_hangs_is_named(monkeypatch: Patch) -> None:
 )
 def test_groups_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
   with pytest.raises(ValueError, match=message):
-    sebulba(AGENTS['impala'], **settings)
+    sebulba(AGENTS['impala'], spec=host.make('gymnasium:CartPole-v1'), **settings)
 
 
 def test_groups_by_default() -> None:

@@ -630,8 +630,9 @@ def over_in(seconds: float) -> Any:
     (dict(num_envs=9, threads=2), r'--num-envs 9.*2.*8.*10.*2'),
     (dict(actors='0', learners='1,2,3', num_envs=8), r'6.*9.*3 learner'),
     (dict(batch_size=3), r'--env-batch-size 3.*8'),
-    (dict(batch_size=4), r'--lag async.*0'),
-    (dict(batch_size=4, lag='async'), 'podrace:catch'),
+    (dict(batch_size=4, spec='gymnasium:CartPole-v1'), r'--lag async.*0'),
+    (dict(batch_size=4), 'podrace:catch comes in order only'),
+    (dict(batch_size=4, lag='async'), 'podrace:catch comes in order only'),
     (dict(actors='0,9'), r'--actor-devices 0,9.*device 9.*8.*JAX_NUM_CPU_DEVICES=10'),
     (dict(actors='0,9', learners='3,11'), r'device 9.*8.*JAX_NUM_CPU_DEVICES=12'),
     (dict(actors='0,0'), 'device'),
@@ -639,6 +640,8 @@ def over_in(seconds: float) -> Any:
   ],
 )
 def test_sizes_that_do_not_fit(settings: dict[str, Any], message: str) -> None:
+  if 'spec' in settings:
+    settings = {**settings, 'spec': host.make(settings['spec'])}
   with pytest.raises(ValueError, match=message):
     sebulba(AGENTS['impala'], **settings)
 
