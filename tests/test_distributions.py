@@ -334,7 +334,7 @@ SUBNORMAL = float(np.nextafter(np.float32(0), np.float32(1)))  # devices flush i
 @pytest.mark.parametrize('squash', [False, True])
 @pytest.mark.parametrize(
   ('low', 'high', 'is_free'),
-  [(SUBNORMAL, 1, True), (-1, -SUBNORMAL, True), (-SUBNORMAL, 1, True), (0, 1e-40, False), (5e-324, 0.2, True)],
+  [(SUBNORMAL, 1, True), (-1, -SUBNORMAL, True), (-SUBNORMAL, 1, True), (0, 1e-40, False), (5e-324, 0.2, True), (2.0**-126, 1.5 * 2.0**-126, False)],
 )  # fmt: skip
 def test_bounds_that_devices_flush_to_0_are_none(
   low: float, high: float, is_free: bool, squash: bool

@@ -30,10 +30,11 @@ from podrace.experiments.sweep import plan, processes, settings, together
 from podrace.experiments.sweep.proposals import OptunaStudy
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
 from podrace.policy.export import export
-from podrace.run.directory import is_running
+from podrace.run.directory import is_running, load_config
 from podrace.run.evaluate import evaluate
+from podrace.run.saved_params import restore_params
 from podrace.settings.record import from_json, to_json
-from podrace.settings.resolved import resolve
+from podrace.settings.resolved import Resolved, resolve
 from podrace.types import TrainState
 
 SMALL: dict[str, Any] = dict(
@@ -265,6 +266,9 @@ def test_a_setting_that_diverges_ends_alone(
   good, bad = json.loads((tmp_path / 'sweep/results.json').read_text())
   assert (good['state'], good['settings']) == ('finished', {'agent.learning-rate': 1e-3})
   assert (bad['state'], bad['score']) == ('diverged', None)
+  run = tmp_path / 'sweep' / 'run'
+  params = restore_params(Resolved(load_config(run), run), run, 'newest', bad['member']).params
+  assert all(np.isfinite(x).all() for x in jax.tree.leaves(params))
   alone = podrace.configure('catch', **SMALL | dict(agent={'learning_rate': 1e-3}, seeds=2))
   result = podrace.train(alone, tmp_path / 'alone', quiet=True)
   np.testing.assert_allclose(result.summary['episode_return_by_seed'], good['scores'], atol=0.1)
