@@ -369,6 +369,11 @@ class Run:
       together = functools.partial(everyones, [update])
       self.stop.during(together, 'waiting for the other processes', self.warn, GRACE_SECONDS)
 
+  def _diverged(self, state: Any) -> list[int]:
+    """Return the members of a sweep that have diverged."""
+    is_sweep = hooks.settings(self.config.agent) > 1
+    return diverged_members(self.program.health(state)) if is_sweep else []
+
   def _write_summary(self, state: Any) -> dict[str, Any]:
     """Write the summary and return it. The last checkpoint is on disk."""
     summary = {
@@ -384,7 +389,7 @@ class Run:
       'ended': self.callbacks.ended,
       'missing_lines': {name: n for name, n in self.log.missing.items() if n},
       'diagnostics': self.log.diagnostics.made,
-      'diverged': diverged_members(self.program.health(state)),  # of a sweep
+      'diverged': self._diverged(state),
     }
     summary |= {name: value for name, value in at_times.items() if value}
     if self.leader:

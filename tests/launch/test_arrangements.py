@@ -246,9 +246,14 @@ class Launch(Process):
     return int(pid)
 
   def goes_on(self) -> None:
-    """Waits for two more lines of metrics, or the end."""
-    before = len(self.lines())
-    until(lambda: len(self.lines()) > before + 1 or self.process.poll() is not None)
+    """Waits for two more lines of metrics and a checkpoint, or the end."""
+    before, folder = len(self.lines()), self.run_dir / 'checkpoints'
+
+    def has_gone_on() -> bool:
+      saved = any(path.name.isdigit() for path in folder.glob('*'))
+      return saved and len(self.lines()) > before + 1
+
+    until(lambda: has_gone_on() or self.process.poll() is not None)
 
   def lines(self) -> list[dict[str, float]]:
     path = self.run_dir / 'metrics.jsonl'
