@@ -29,7 +29,7 @@ from podrace.run.save_and_resume import Saves
 from podrace.run.saved_params import best_step
 from podrace.run.setting_changes import last_change, note_changes
 from podrace.run.summary import final_return
-from podrace.run.updates import UpdateLoop, count_updates, diverged_members
+from podrace.run.updates import UpdateLoop, count_updates, diverged_of_sweep
 from podrace.run.warm_start import WarmStart
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Basics, Config
@@ -369,11 +369,6 @@ class Run:
       together = functools.partial(everyones, [update])
       self.stop.during(together, 'waiting for the other processes', self.warn, GRACE_SECONDS)
 
-  def _diverged(self, state: Any) -> list[int]:
-    """Return the members of a sweep that have diverged."""
-    is_sweep = hooks.settings(self.config.agent) > 1
-    return diverged_members(self.program.health(state)) if is_sweep else []
-
   def _write_summary(self, state: Any) -> dict[str, Any]:
     """Write the summary and return it. The last checkpoint is on disk."""
     summary = {
@@ -389,7 +384,7 @@ class Run:
       'ended': self.callbacks.ended,
       'missing_lines': {name: n for name, n in self.log.missing.items() if n},
       'diagnostics': self.log.diagnostics.made,
-      'diverged': self._diverged(state),
+      'diverged': diverged_of_sweep(self.config, self.program, state),
     }
     summary |= {name: value for name, value in at_times.items() if value}
     if self.leader:

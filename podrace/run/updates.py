@@ -199,6 +199,12 @@ def diverged_members(health: tuple[Any, Any]) -> list[int]:
   return np.flatnonzero((broken >= 0) | ~finite).tolist()
 
 
+def diverged_of_sweep(config: Basics, program: Architecture, state: Any) -> list[int]:
+  """Return the members of a sweep that have diverged; none of another run."""
+  is_sweep = hooks.settings(config.agent) > 1
+  return diverged_members(program.health(state)) if is_sweep else []
+
+
 def count_updates(state: Any) -> int:
   """Return the number of updates that a state was made by."""
   return int(np.atleast_1d(jax.device_get(state.update))[0])
