@@ -180,7 +180,7 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
 
 
 def _check_kinds(agent: Any, settings: dict[str, Any]) -> None:
-  """Raise UsageError for an agent, or a setting that others depend on, of a wrong type."""
+  """Raise UsageError for an agent or a name of a wrong type."""
   if isinstance(agent, type):
     raise UsageError(f'agent is the class {agent.__name__}, expected an agent: {agent.__name__}()')
   if not (agent is None or isinstance(agent, str | dict) or dataclasses.is_dataclass(agent)):

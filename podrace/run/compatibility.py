@@ -17,7 +17,7 @@ from podrace.settings.config import Basics
 from podrace.settings.record import changes, option, to_json
 from podrace.topology import data_size, model_size
 
-# What a changed state comes from if the record is the same.
+# The origin of a changed state if the record is the same.
 UNRECORDED = 'nothing in config.json: another podrace, or another number of processes, made it'
 RANDOM_SETTINGS = ('jax_default_prng_impl', 'jax_threefry_partitionable')
 
