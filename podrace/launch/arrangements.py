@@ -115,7 +115,7 @@ def select_options(
 ) -> list[str]:
   """Return the options `names` with their values, and with `of_agent` the fields of the agent.
 
-  With None for `names`, return all options but those in `without`.
+  With None for `names`, return all options except `without`.
   """
   selected: list[str] = []
   taken = names is None

@@ -319,7 +319,7 @@ class Run:
     self.program.start(state, keys)
 
   def _note_changes(self) -> None:
-    """Record settings that differ from those of the run before."""
+    """Record each setting that differs from the one in the run's record."""
     changed = changes_of(self.config, self.run_dir)
     note_changes(self.run_dir, max(self.saves.saved, 0), changed)
     if self.callbacks.ended and self.saves.saved == last_change(self.run_dir):

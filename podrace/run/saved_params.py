@@ -215,7 +215,7 @@ class BestParams:
       path.unlink(missing_ok=True)
       return
     best = self._folder / f'{step}{SUFFIX}'
-    best.unlink(missing_ok=True)  # the same parameters, whose line of eval.jsonl was lost
+    best.unlink(missing_ok=True)  # the same parameters; their line of eval.jsonl was lost
     move(path, best)
     self._kept.append((step, float(mean)))
     oldest = self._oldest()

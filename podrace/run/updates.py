@@ -194,7 +194,7 @@ class UpdateLoop:
 
 
 def diverged_members(health: tuple[Any, Any]) -> list[int]:
-  """Return the members whose loss or parameters are not finite, of `Architecture.health`."""
+  """Return the members with a loss or parameters that are not finite, of `Architecture.health`."""
   broken, finite = (np.atleast_1d(x) for x in health)
   return np.flatnonzero((broken >= 0) | ~finite).tolist()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import IO, Protocol
 
 from podrace.launch.program import Node, is_one_of_several
+from podrace.run.directory import saved_steps
 from podrace.system.child import ChildProcess, python
 from podrace.system.files import open_append
-from podrace.system.files.schema import is_step
 
 CHUNK = 64 * 1024  # bytes read from one process at a time
 LONGEST_LINE = 256 * 1024  # bytes, after which a line is passed on without its end
@@ -144,7 +143,7 @@ class Replica:
     """
     before, backoff = self.newest, self.node.restart
     if self.node.main or is_one_of_several(self.node):
-      self.newest = max(_saved_steps(directory), default=None)
+      self.newest = max(saved_steps(directory), default=None)
     has_progress = self.newest is None or self.newest != before
     lived = time.monotonic() - self.began
     is_healthy = backoff is not None and lived >= backoff.healthy and has_progress
@@ -205,10 +204,3 @@ class Replica:
       return None
     self.signal(signal.SIGKILL)
     return code
-
-
-def _saved_steps(directory: Path) -> list[int]:
-  """Return the steps of a run's checkpoints."""
-  with contextlib.suppress(OSError):
-    return [int(name) for name in os.listdir(directory / 'checkpoints') if is_step(name)]
-  return []
