@@ -37,13 +37,12 @@ import podrace
 from podrace.types import TimeStep, TrainState, Trajectory, take_batch
 
 LENGTH = 23
-TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of the agent
-  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500, {}),
+TASKS: dict[str, Any] = {  # environment, sizes of a run, updates
+  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500),
   'key-to-door': (
     key_to_door(LENGTH),
     dict(env=f'python:cca.key_to_door,length={LENGTH}', num_envs=64, unroll_length=LENGTH),
     8100,
-    dict(independence=3.0, entropy_cost=0.03),
   ),
 }
 OFF, KL = 'CCA, independence off', "CCA, the paper's KL"
@@ -76,8 +75,8 @@ class Probe:
 
 def run(task: str, seeds: Sequence[int], score: Any, lines: int = 15, **settings: Any) -> Any:
   """Train and return the scores by line and seed, the seeds in one program."""
-  env, sizes, updates, of_task = TASKS[task]
-  agent = CCA(**of_task | settings)
+  env, sizes, updates = TASKS[task]
+  agent = CCA(**settings)
   bound = dataclasses.replace(
     agent, network=agent.network.bind(env.observation_space, env.action_space)
   )
@@ -160,7 +159,7 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   )
   labels = 'expected reward', 'probability of the treasure'
   for axis, (task, label) in zip(axes, zip(TASKS, labels, strict=True), strict=True):
-    _, sizes, updates, _ = TASKS[task]
+    _, sizes, updates = TASKS[task]
     for name, lines in results[task].items():
       mean, half = interval(lines)
       x = np.arange(1, len(mean) + 1) / len(mean) * updates * sizes['num_envs'] / 1000

@@ -189,8 +189,8 @@ def test_advantages_do_not_train_values(credit: str) -> None:
 @pytest.mark.slow
 def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatch: Any) -> None:
   """Without the independence loss, or with its sign swapped, the share is about 0."""
-  env, sizes, _, settings = cca.TASKS['bandit']
-  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300, settings))
+  env, sizes, _ = cca.TASKS['bandit']
+  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300))
   jax.config.update('jax_debug_key_reuse', False)  # of vmap's transpositions
   try:
     few = cca.partial(cca.gradient_moments, episodes=512)
