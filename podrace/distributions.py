@@ -82,7 +82,7 @@ class Categorical:
 
     `u * total < total`, so an action of probability 0 is never taken, not even by rounding.
     """
-    cdf = jnp.cumsum(jax.nn.softmax(params), axis=-1)
+    cdf = jnp.cumsum(jax.nn.softmax(params.astype(jnp.float32)), axis=-1)
     u = jax.random.uniform(key, params.shape[:-1])
     return jnp.sum(cdf <= u[..., None] * cdf[..., -1:], axis=-1, dtype=jnp.int32)
 

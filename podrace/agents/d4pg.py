@@ -136,7 +136,7 @@ class D4PG:
       metrics = dict(
         loss=critic_loss,
         actor_loss=actor_loss,
-        value=batch.average(value),
+        value=batch.mean_of_valid(value),
         **distributions.saturation(policy, policy.from_unit(action)),
       )
       return critic_loss + actor_loss, (metrics, batch.priority(step.mask * (each + 1e-6)))

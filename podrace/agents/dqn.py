@@ -201,7 +201,7 @@ class DQN:
       q = value_based.select_action(self.outputs(network, batch, online_key), step.action)
       each, error = self.losses(q, target)
       total = batch.mean(each, batch.weight)
-      value = batch.average(self.network.mean(q))
+      value = batch.mean_of_valid(self.network.mean(q))
       priority = batch.priority(step.mask * (error + 1e-6))
       return total, (dict(loss=total, value=value), priority)
 

@@ -160,7 +160,7 @@ class QTOpt:
       value = self.network.returns(output)
       each, metrics = self.losses(output, target, mask)
       total = batch.mean(jnp.where(mask > 0, each, 0.0), batch.weight)
-      metrics |= dict(loss=total, value=batch.average(value))
+      metrics |= dict(loss=total, value=batch.mean_of_valid(value))
       return total, (metrics, batch.priority(mask * (jnp.abs(target - value) + 1e-6)))
 
     network, opt_state, metrics, priority = sgd(

@@ -144,7 +144,8 @@ class R2D2:
       error, mask, values = self.errors(network, rest.target, sample.trajectory)
       each = jnp.sum(mask * 0.5 * error**2, axis=0)  # of a sequence: Adam's epsilon is for sums
       total = jnp.mean(sample.weight * each)
-      return total, (dict(loss=total, value=jnp.mean(values)), self.priority(mask * error))
+      value = jnp.sum(mask * values) / jnp.maximum(jnp.sum(mask), 1.0)
+      return total, (dict(loss=total, value=value), self.priority(mask * error))
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), train.params, rest.opt_state, keep=True

@@ -260,10 +260,6 @@ class Batch:
       return mean
     return mean * (weight.size / jnp.maximum(jnp.sum(self.step.mask), 1.0))
 
-  def average(self, x: Array) -> Array:
-    """Return the mean of x [N], for metrics: of padded sequences, over the valid steps."""
-    return self.mean_of_valid(x) if self.is_padded else jnp.mean(x)
-
   def mean_of_valid(self, x: Array) -> Array:
     """Return the mean of x [N] over the valid steps of this device, for metrics."""
     return jnp.sum(self.step.mask * x) / jnp.maximum(jnp.sum(self.step.mask), 1.0)

@@ -130,7 +130,7 @@ class SAC:
       metrics = dict(
         loss=critic_loss,
         actor_loss=actor_loss,
-        value=batch.average(value),
+        value=batch.mean_of_valid(value),
         entropy=-batch.mean_of_valid(log_prob),
         temperature=alpha,
         **distributions.saturation(policy, policy.from_unit(action)),

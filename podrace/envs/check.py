@@ -13,7 +13,7 @@ from gymnasium import spaces
 
 from podrace.envs import contract
 from podrace.envs.host.infos import MOST
-from podrace.envs.spaces import bounds, check_observation_space, map_leaves, values
+from podrace.envs.spaces import action_dtype, bounds, check_observation_space, map_leaves, values
 from podrace.envs.spaces import leaves as leaves_of
 from podrace.envs.timestep_rules import DTYPES, RESETS, RULES, broken_rules, is_outside
 from podrace.errors import UsageError
@@ -105,9 +105,7 @@ def _check_types(env: Any, wrapped: bool) -> None:
 
   with jax.debug_key_reuse(False):
     before, _ = jax.eval_shape(reset, key_type())
-    action = jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), batch_type(1, env.action_space)
-    )
+    action = map_leaves(lambda s: jax.ShapeDtypeStruct(s.shape, action_dtype(s)), env.action_space)
     after, _ = jax.eval_shape(step, before, action, key_type())
   if different := first_difference(after, before):
     refuse(env, 'step', f'the state {different[0]}', f'{different[1]}, as `reset` returns it')

@@ -13,7 +13,7 @@ import numpy as np
 
 from podrace import distributions
 from podrace.envs.base import batch, select
-from podrace.envs.spaces import MASK, bounds, leaves, tree, values
+from podrace.envs.spaces import MASK, action_dtype, bounds, leaves, tree, values
 from podrace.envs.timestep_rules import DTYPES, RULES, broken_rules, is_outside
 from podrace.types import Array, Environment, TimeStep
 
@@ -47,18 +47,15 @@ def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> 
 
 
 def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
-  """Draw actions [n, ...], uniform over the space."""
-  shape = (n, *(space.shape or ()))
-  if isinstance(space, gymnasium.spaces.Discrete):
-    return jax.random.randint(key, shape, 0, int(space.n))
-  if isinstance(space, gymnasium.spaces.MultiDiscrete):
-    numbers = jnp.broadcast_to(jnp.asarray(space.nvec), shape)
-    return jax.random.randint(key, shape, 0, numbers)
-  if isinstance(space, gymnasium.spaces.MultiBinary):
-    return jax.random.randint(key, shape, 0, 2)
-  assert isinstance(space, gymnasium.spaces.Box), f'no random actions for {space}'
-  low, high = (jnp.broadcast_to(jnp.asarray(b), shape) for b in (space.low, space.high))
-  bounded = jnp.isfinite(low) & jnp.isfinite(high)
+  """Draw actions [n, ...], uniform over the space, in the types of agents."""
+  limits = bounds(space)
+  assert limits is not None, f'no random actions for {space}'
+  shape: tuple[int, ...] = (n, *(space.shape or ()))
+  if action_dtype(space) == np.int32:
+    least, most = (np.clip(np.asarray(x, np.int64), -(2**31), 2**31 - 2) for x in limits)
+    return jax.random.randint(key, shape, jnp.int32(least), jnp.int32(most + 1))
+  low, high = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in limits)
+  bounded = (low >= -distributions.UNBOUNDED) & (high <= distributions.UNBOUNDED)
   inside = jax.random.uniform(
     jax.random.clone(key),
     shape,

@@ -99,6 +99,11 @@ def bounds(space: Any) -> tuple[Any, Any] | None:
   return int(space.start), int(space.start) + int(space.n) - 1  # a Discrete
 
 
+def action_dtype(space: Any) -> Any:
+  """Return the type of the actions that agents give to environments in JAX."""
+  return np.float32 if np.issubdtype(space.dtype, np.floating) else np.int32
+
+
 def map_leaves(f: Callable[..., Any], space: Any, *trees: Any) -> Any:
   """Return the tree of f(space, *arrays) over the spaces that hold arrays."""
   spaces = (leaf for _, leaf in leaves(space))
@@ -130,7 +135,7 @@ class NumberEncoding(NamedTuple):
 
 def is_bytes_of_image(space: Any) -> bool:
   """Return whether a Box is an image of bytes from 0 to 255."""
-  return len(space.shape) == 3 and space.dtype == np.uint8 and np.max(space.high) == 255
+  return len(space.shape) == 3 and space.dtype == np.uint8 and np.max(space.high, initial=0) == 255
 
 
 def is_grid_of_bytes(space: Any) -> bool:

@@ -48,8 +48,14 @@ def is_outside(x: Any, low: Any, high: Any) -> Any:
 
 
 def choices_of(space: Any) -> list[int]:
-  """Return the number of choices of each part of a MultiDiscrete; [] for other spaces."""
-  return [int(n) for n in np.ravel(getattr(space, 'nvec', ()))]
+  """Return the number of choices of each part of an action; [] for a space without choices."""
+  if hasattr(space, 'nvec'):  # a MultiDiscrete
+    return [int(n) for n in np.ravel(space.nvec)]
+  if hasattr(space, 'low') or not hasattr(space, 'n'):
+    return []
+  if hasattr(space, 'start'):  # a Discrete
+    return [int(space.n)]
+  return [2] * math.prod(space.shape)  # a MultiBinary
 
 
 def _allows_nothing(timestep: TimeStep, begins: Any, choices: Sequence[int] = ()) -> Any:

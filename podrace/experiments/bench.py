@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from gymnasium import spaces
 
 from podrace.architectures.sebulba import ActingProgram, Actors, ActorSource, Batch, SebulbaDriver
 from podrace.architectures.sebulba.device_programs import pack
+from podrace.envs.host.spaces import allowed_choices, best_choices
 from podrace.errors import RunError, UsageError
 from podrace.run.build import build_sebulba
 from podrace.settings.config import Config
@@ -212,10 +212,10 @@ def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds:
         pool.reset()
         begun = True
       arrival = pool.recv()
-      action, observation = actions[arrival.env_id], arrival.timestep.observation
-      masked = isinstance(observation, dict) and 'action_mask' in observation
-      if masked and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-        action = sample_allowed(space, observation['action_mask'], rng)
+      action = actions[arrival.env_id]
+      mask = allowed_choices(space, arrival.timestep.observation, len(action))
+      if mask is not None:
+        action = best_choices(space, rng.random(mask.shape) * mask)
       pool.send(arrival.env_id, action)
       return len(arrival.env_id)
 
@@ -231,16 +231,6 @@ def measure_environments(program: ActingProgram, state: Any, keys: Any, seconds:
       for pool in pools:
         pool.kill()
       raise
-
-
-def sample_allowed(space: Any, mask: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-  """Sample actions [n] or [n, choices] i32 where the mask [n, ...] is not 0."""
-  mask = np.reshape(mask, (len(mask), -1)) != 0
-  chance = np.where(mask, 1 + rng.random(mask.shape), 0)
-  if not isinstance(space, spaces.MultiDiscrete):
-    return chance.argmax(1).astype(np.int32)
-  parts = np.split(chance, np.cumsum(space.nvec.ravel())[:-1], axis=1)
-  return np.stack([x.argmax(1) for x in parts], axis=1).astype(np.int32)
 
 
 def measure_inference(program: ActingProgram, state: Any, seconds: float) -> float:

@@ -17,8 +17,9 @@ from jax import lax
 from podrace.envs.base import batch
 from podrace.envs.check import check_environment
 from podrace.envs.host.base import HostSpec
+from podrace.envs.host.spaces import i32
 from podrace.envs.logs.recorded_spaces import check_spaces
-from podrace.envs.spaces import STATE
+from podrace.envs.spaces import STATE, convert
 from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
@@ -232,7 +233,7 @@ def eval_env(resolved: Resolved, name: str = '', option: str = '--env') -> Any:
     return env
   for kind in ('observation', 'action'):
     trained_space, space = (getattr(x, f'{kind}_space') for x in (trained, env))
-    if trained_space == space:
+    if convert(i32, trained_space) == convert(i32, space):
       continue
     has_state = [isinstance(x, spaces.Dict) and STATE in x.spaces for x in (trained_space, space)]
     advice = (

@@ -15,10 +15,9 @@ from podrace.envs.base import PooledState, ResetState
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.envs.host.jax import JaxPool, JaxSteps
-from podrace.envs.host.spaces import action_bounds
+from podrace.envs.host.spaces import action_bounds, allowed_choices, best_choices
 from podrace.envs.logs.recorded_spaces import check_keys
 from podrace.envs.logs.writing import Episode, check_target, cut_episodes, write_log
-from podrace.envs.spaces import MASK
 from podrace.errors import HostError, RunError, UsageError
 from podrace.hooks import act_with, can_be_greedy, greedily
 from podrace.run.directory import check_directory, load_config
@@ -321,10 +320,6 @@ def random_actions(space: Any, observation: Any, n: int, rng: np.random.Generato
   if np.issubdtype(space.dtype, np.floating):
     return rng.uniform(low, high, shape).astype(space.dtype)
   low, high = (np.asarray(x, np.int64) for x in (low, high))
-  is_choice = hasattr(space, 'start')  # Discrete or MultiDiscrete
-  if is_choice and isinstance(observation, dict) and MASK in observation:
-    ends = np.cumsum(high - low + 1)
-    scores = rng.random((n, ends[-1])) * (np.asarray(observation[MASK]) != 0).reshape(n, -1)
-    choices = [part.argmax(1) for part in np.split(scores, ends[:-1], axis=1)]
-    return (low + np.stack(choices, 1).reshape(shape)).astype(space.dtype)
+  if (mask := allowed_choices(space, observation, n)) is not None:
+    return best_choices(space, rng.random(mask.shape) * mask)
   return rng.integers(low, high, shape, endpoint=True).astype(space.dtype)

@@ -191,7 +191,8 @@ class Layout:
     paths = [leaf[0] for leaf in schema['observation']]
     self._mask = paths.index(f'observation/{MASK}') if f'observation/{MASK}' in paths else None
     *_, action_kind, limits = schema['action']
-    self._choices = limits if action_kind == 'MultiDiscrete' else []
+    bits = [2] * math.prod(self.action[1])
+    self._choices = {'MultiDiscrete': limits, 'MultiBinary': bits}.get(action_kind, [])
     self.environment_bytes = sum(self._bytes)
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:

@@ -11,6 +11,7 @@ SearchAndRescue), and Sokoban, which downloads its levels when it is made.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -66,7 +67,14 @@ def _dynamics(name: str, env: jumanji.Environment) -> Jumanji:
   space = observation_space(env.observation_spec)
   if name == 'TSP-v1':  # before the first city the position is -1, which its spec leaves out
     space['position'] = box(-1, space['position'].n - 1, (), np.int32)
-  return Jumanji(env, space, action_space(env.action_spec))
+  mask = space.get(MASK) if isinstance(space, gymnasium.spaces.Dict) else None
+  actions: Any = env.action_spec
+  parts: tuple[int, ...] = ()
+  if isinstance(actions, specs.MultiDiscreteArray) and mask is not None:
+    numbers = tuple(int(n) for n in np.ravel(actions.num_values))
+    if mask.shape == numbers and math.prod(numbers) != sum(numbers):
+      actions, parts = specs.DiscreteArray(math.prod(numbers)), numbers
+  return Jumanji(env, space, action_space(actions, mask), parts)
 
 
 def observation_space(spec: Any) -> Any:
@@ -84,14 +92,19 @@ def observation_space(spec: Any) -> Any:
   return gymnasium.spaces.Dict(fields)
 
 
-def action_space(spec: Any) -> gymnasium.Space:
-  """Return a Discrete, a MultiDiscrete (also for bounded integers from 0) or a Box."""
+def action_space(spec: Any, mask: Any = None) -> gymnasium.Space:
+  """Return a Discrete, a MultiDiscrete (also for bounded integers from 0) or a Box.
+
+  A `mask` with a row for each integer says how many there are: MultiCVRP's bound is one too large.
+  """
   if isinstance(spec, specs.DiscreteArray):
     return discrete(spec.num_values)
   if isinstance(spec, specs.MultiDiscreteArray):
     return gymnasium.spaces.MultiDiscrete(np.asarray(spec.num_values), dtype=np.int32)
   if np.issubdtype(spec.dtype, np.integer):
-    numbers = np.broadcast_to(np.asarray(spec.maximum, np.int32) + 1, spec.shape)
+    has_rows = mask is not None and mask.shape[:-1] == spec.shape
+    largest = mask.shape[-1] - 1 if has_rows else np.asarray(spec.maximum, np.int32)
+    numbers = np.broadcast_to(largest + 1, spec.shape)
     return gymnasium.spaces.MultiDiscrete(numbers, dtype=np.int32)
   return box(spec.minimum, spec.maximum, spec.shape, np.float32)
 
@@ -117,6 +130,7 @@ class Jumanji:
   env: jumanji.Environment
   observation_space: gymnasium.Space
   action_space: gymnasium.Space
+  parts: tuple[int, ...] = ()  # choices of each part of an action that the mask judges as a whole
 
   @allow_rank_promotion
   def reset(self, key: Array) -> tuple[Any, TimeStep]:
@@ -127,7 +141,10 @@ class Jumanji:
   @allow_rank_promotion
   def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
     """Take one action."""
-    del key  # jumanji keeps one in its state
+    if hasattr(state, 'key'):  # a search that steps twice from a state must not foresee chance
+      state = dataclasses.replace(state, key=raw_key(key))
+    if self.parts:
+      action = jnp.stack(jnp.unravel_index(action, self.parts))
     state, timestep = self.env.step(state, jnp.asarray(action, self.env.action_spec.dtype))
     terminated = timestep.last() & (timestep.discount == 0)
     observation = self._observe(timestep.observation)
@@ -141,7 +158,8 @@ class Jumanji:
       # A trapped snake is allowed nothing. All actions end the episode, so all are allowed. Of
       # several agents each has a row.
       mask = observation[MASK]
-      each = mask.ndim > 1 and mask.size == sum(choices_of(self.action_space))
+      choices = choices_of(self.action_space)
+      each = mask.ndim > 1 < len(choices) and mask.size == sum(choices)
       observation = {
         **observation,
         MASK: mask | ~jnp.any(mask, -1 if each else None, keepdims=True),

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from gymnasium import spaces
 
 from podrace.envs.env_names import full_name
 from podrace.envs.host import registered, trial
@@ -24,7 +23,7 @@ from podrace.envs.host import worker as w
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
 from podrace.envs.host.infos import FIELDS, Infos
-from podrace.envs.host.spaces import WRAPPER, action_bounds, in_jax
+from podrace.envs.host.spaces import WRAPPER, action_bounds, allowed_choices, best_choices, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
 from podrace.envs.spaces import check_observation_space, convert, leaves, map_leaves, values
@@ -205,15 +204,10 @@ def _until(steps: int) -> Iterator[int]:
 
 def allowed_action(space: Any, observation: Any) -> np.ndarray:
   """Return an action [1, ...] for one environment: allowed by the mask, or the one nearest to 0."""
-  mask = observation.get('action_mask') if isinstance(observation, dict) else None
-  if mask is not None and isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
-    counts = np.ravel(space.nvec if isinstance(space, spaces.MultiDiscrete) else space.n)
-    parts = np.split(mask.ravel(), np.cumsum(counts)[:-1])
-    chosen = np.array([np.argmax(x) for x in parts], space.dtype)
-  else:
-    low, high = action_bounds(space)
-    chosen = np.broadcast_to(np.clip(0, low, high), space.shape).astype(space.dtype)
-  return chosen.reshape(1, *space.shape)
+  if (mask := allowed_choices(space, observation, 1)) is not None:
+    return best_choices(space, mask)
+  low, high = action_bounds(space)
+  return np.broadcast_to(np.clip(0, low, high), (1, *space.shape)).astype(space.dtype)
 
 
 def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Field]:

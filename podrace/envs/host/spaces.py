@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from podrace.envs.spaces import bounds
+from podrace.envs.spaces import MASK, bounds
+from podrace.envs.timestep_rules import choices_of
 from podrace.errors import UnknownName
 from podrace.types import round_inward
 
@@ -44,6 +45,24 @@ def action_bounds(space: Any) -> tuple[Any, Any]:
       'them of one of these'
     )
   return limits
+
+
+def allowed_choices(space: Any, observation: Any, n: int) -> np.ndarray | None:
+  """Return which choices of actions n observations allow, bool [n, choices].
+
+  None if the space has no choices, or the observation no mask of as many.
+  """
+  mask = observation.get(MASK) if isinstance(observation, dict) else None
+  if mask is None or not (choices := sum(choices_of(space))) or np.size(mask) != n * choices:
+    return None
+  return np.reshape(mask, (n, choices)) != 0
+
+
+def best_choices(space: Any, scores: np.ndarray) -> np.ndarray:
+  """Return the actions [n, ...] whose choices have the highest scores [n, choices]."""
+  parts = np.split(scores, np.cumsum(choices_of(space))[:-1], axis=1)
+  best = np.stack([x.argmax(1) for x in parts], 1).reshape(len(scores), *space.shape)
+  return (best + getattr(space, 'start', 0)).astype(space.dtype)
 
 
 def i32(space: Any) -> Any:

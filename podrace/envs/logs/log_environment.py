@@ -204,7 +204,7 @@ def read_rows(rows: LogRows, row: Any) -> TimeStep:
 def _unrecorded(timestep: TimeStep, action_space: Any) -> TimeStep:
   """Return timesteps [n] of an environment with an empty entry for the recorded action."""
   n = timestep.reward.shape[0]
-  action = jnp.zeros((n, *action_space.shape), action_space.dtype)
+  action = jnp.zeros((n, *action_space.shape), jax.dtypes.canonicalize_dtype(action_space.dtype))
   observation = {INNER: timestep.observation, RECORDED: action, FLAG: jnp.zeros(n, jnp.int8)}
   return timestep._replace(observation=observation)
 

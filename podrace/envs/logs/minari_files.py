@@ -18,6 +18,7 @@ from podrace.envs.host.spaces import action_bounds, wide_bounds
 from podrace.envs.logs.recorded import Log, LogRows
 from podrace.envs.logs.recorded_spaces import SPACES, spaces_in
 from podrace.envs.spaces import MASK, leaves, tree
+from podrace.envs.timestep_rules import choices_of
 from podrace.errors import MissingExtra, UnreadableFile, UsageError
 from podrace.system.files.reading import open_regular, read_json
 from podrace.system.importing import why_not
@@ -239,12 +240,11 @@ class _Reader:
   def _check_masks(self, rows: LogRows) -> None:
     """Refuse actions that the masks of their observations forbid."""
     mask = rows.observation.get(MASK) if isinstance(rows.observation, dict) else None
-    is_choice = hasattr(self._action, 'start')  # Discrete or MultiDiscrete
-    if not is_choice or not isinstance(mask, np.ndarray):
+    counts = np.array(choices_of(self._action), int)
+    if not counts.size or not isinstance(mask, np.ndarray):
       return
-    low, high = (np.ravel(x) for x in action_bounds(self._action))
-    counts = high - low + 1
-    choices = rows.action.reshape(len(mask), -1) - low + np.cumsum(counts) - counts
+    chosen = rows.action.reshape(len(mask), -1) - np.ravel(getattr(self._action, 'start', 0))
+    choices = chosen + np.cumsum(counts) - counts
     allowed = mask.reshape(len(mask), -1) != 0
     if allowed.shape[1] != counts.sum():
       raise UsageError(

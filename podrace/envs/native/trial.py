@@ -16,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from podrace.envs.host.spaces import allowed_choices, best_choices
 from podrace.envs.native.library import TEXT, EnvironmentLibrary, NativeSpec, text_of
-from podrace.envs.spaces import MASK, bounds
-from podrace.envs.timestep_rules import is_outside
+from podrace.envs.spaces import bounds
+from podrace.envs.timestep_rules import choices_of, is_outside
 from podrace.errors import UsageError
 from podrace.system.child import python
 
@@ -257,14 +258,10 @@ RESULT = np.dtype(
 def random_action(spec: NativeSpec, arrays: Mapping[str, np.ndarray], rng: Any) -> np.ndarray:
   """Return a random action, allowed by the action mask if there is one."""
   a = spec.action
-  if a.choices:
-    mask = np.ravel(arrays[MASK]) if MASK in arrays else np.ones(sum(a.choices))
-    parts = np.split(mask, np.cumsum(a.choices)[:-1])
-    allowed = [np.flatnonzero(x) if np.any(x) else np.arange(1) for x in parts]
-    return np.array([rng.choice(x) for x in allowed], np.int32).reshape(a.shape)
-  if a.dtype == 'bool':
-    return rng.integers(0, 2, a.shape).astype(np.uint8)
   box = a.space()
+  if choices := sum(choices_of(box)):
+    scores, mask = rng.random((1, choices)), allowed_choices(box, arrays, 1)
+    return np.asarray(best_choices(box, scores if mask is None else scores * mask)[0])
   lowest, highest = box.low.astype(np.float64), box.high.astype(np.float64)
   low = np.maximum(lowest, np.where(highest < -10, highest - 20, -10))  # near 0, if they can be
   high = np.minimum(highest, np.where(lowest > 10, lowest + 20, 10))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from podrace import hooks
@@ -22,7 +23,7 @@ from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.resolved import resolve
 from podrace.system.files import number, write_whole
-from podrace.types import TrainState
+from podrace.types import TrainState, Trajectory
 
 SHARE = 0.25  # share of a population that is replaced, and that replaces
 FACTORS = (0.8, 1.25)  # factors of a replaced member's hyper-parameters
@@ -68,7 +69,7 @@ class _Guard:
 
 
 def _act_without(config: Config, paths: list[str]) -> None:
-  """Trace the agent's acting, and make its replay, without access to fields.
+  """Trace the agent's acting, and its replay of it, without access to fields.
 
   Members share all but parameters.
 
@@ -77,15 +78,30 @@ def _act_without(config: Config, paths: list[str]) -> None:
   """
   resolved = resolve(config)
   agent, env = resolved.agent, resolved.env
-  unread = with_values(agent, dict.fromkeys(paths, _Guard()))
+  unread = _guard(agent, paths)
+  n, length = config.num_envs, config.unroll_length
+  replay = hooks.memory(unread, env, n, length)
 
-  def act(key: Any) -> Any:
-    params, (_, timestep) = agent.init(key).params, batch(env, 2).reset(key)
-    return unread.act(params, unread.initial_state(jax.numpy.arange(2)), timestep, key)
+  def remember(key: Any) -> Any:
+    params, (_, timestep), ids = agent.init(key).params, batch(env, n).reset(key), jnp.arange(n)
+    state = unread.initial_state(ids)
+    output, _ = unread.act(params, state, timestep, key)
+    steps, outputs = (
+      jax.tree.map(lambda x, times=times: jnp.broadcast_to(x, (times, *x.shape)), tree)
+      for tree, times in ((timestep, length + 1), (output, length))
+    )
+    trajectory = Trajectory(steps, outputs, state, ids)
+    return replay.add(replay.init(trajectory), trajectory)
 
   with jax.debug_key_reuse(False):
-    jax.eval_shape(act, jax.random.key(0))
-  hooks.memory(unread, env, config.num_envs, config.unroll_length)
+    jax.eval_shape(remember, jax.random.key(0))
+
+
+def _guard(agent: Any, paths: list[str]) -> Any:
+  """Return an agent, or the one that it wraps, without access to fields."""
+  if hasattr(agent, 'agent'):
+    return with_values(agent, {'agent': _guard(agent.agent, paths)})
+  return with_values(agent, dict.fromkeys(paths, _Guard()))
 
 
 def field_path(name: str) -> str:
