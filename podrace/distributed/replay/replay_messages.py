@@ -17,7 +17,7 @@ import zstandard
 from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.frame import Kind, WireError, check_fields, packed
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore
+from podrace.tables.chunks import AS_IS, DIFFERENCES, Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
 
 SERVICE = 'podrace replay'
@@ -68,8 +68,6 @@ UNPACKED_CHUNK_BYTES = 2**26  # of a packed chunk, if it has more than one row
 UNPACKED_SAMPLE_BYTES = 2**32  # of one message of samples
 DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and their parents
 KEY_CHARACTERS, NAME_CHARACTERS = 200, 1000  # of a key in a structure, and of the name of a leaf
-
-AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how the bytes of a chunk are stored
 
 
 def _layout(**fields: str) -> np.dtype:
@@ -216,11 +214,9 @@ def make_chunk(
     raise WireError(f'a chunk that is not zstandard ({e})') from None
   if unpacked != size or size > FRAME_BYTES:
     raise WireError(f'a chunk with {unpacked} bytes of rows, expected {size}')
-  if how == AS_IS:
-    return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
-  if rows > 1 and size > UNPACKED_CHUNK_BYTES:
+  if how != AS_IS and rows > 1 and size > UNPACKED_CHUNK_BYTES:
     raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
-  return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
+  return store.stored_chunk(data, how, dtype, shape, rows)
 
 
 OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
@@ -282,14 +278,6 @@ def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, An
   fields = {name: details.get(name) for name in expected}
   check_fields(kind, list(fields.values()), tuple(expected.values()))
   return fields
-
-
-def stored_form(chunk: Chunk) -> tuple[int, Any]:
-  """Return how the bytes of a full chunk are stored, and the bytes."""
-  if chunk.packed is None:
-    return AS_IS, chunk.array
-  data, differences = chunk.packed
-  return DIFFERENCES if differences else PACKED, data
 
 
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
