@@ -7,7 +7,6 @@ is not exactly as expected raises WireError.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import numpy as np
 import zstandard
 
 from podrace.distributed.net import reports, session_messages
-from podrace.distributed.net.frame import Kind, WireError, check_fields, packed
+from podrace.distributed.net.frame import DTYPE, Kind, WireError, check_fields, packed, read_map
 from podrace.tables import trees
 from podrace.tables.chunks import AS_IS, DIFFERENCES, Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
@@ -104,9 +103,6 @@ def pack_signature(signature: Signature) -> list[Any]:
   return [trees.to_json(signature.structure), leaves]
 
 
-_DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
-
-
 def read_signature(details: Any) -> Signature:
   """Read a signature of `pack_signature`; raise WireError if it is malformed."""
   try:
@@ -164,7 +160,7 @@ def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """Read the dtype and shape of a row; raise WireError if they are malformed."""
   try:
     name, shape = details
-    dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
+    dtype = np.dtype(name) if type(name) is str and DTYPE.fullmatch(name) else None
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.str != name:
@@ -219,12 +215,11 @@ def make_chunk(
   return store.stored_chunk(data, how, dtype, shape, rows)
 
 
-OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
 # The type of an accepted request's ANSWER, or its fields and their types.
 OF_ANSWER: dict[Kind, Any] = {
   TABLE: dict(settings=dict, most=float),
   INFO: dict(
-    OF_TABLE,
+    reports.OF_TABLE,
     chunks=int,
     deletes=int,
     updates=int,
@@ -256,28 +251,11 @@ def check_answer(kind: Kind, value: Any) -> None:
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
   """Return the known fields of a REPORT; raise WireError if one is missing or malformed."""
-  report = read_map('report', details, OF_REPORT)
+  report = read_map('report', details, reports.OF_SHARD)
   if not math.isfinite(report['resident_mb']):
     raise WireError('a report with a memory that is not finite')
-  return report | {'tables': [read_map('table of a report', t, OF_TABLE) for t in report['tables']]}
-
-
-def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
-  """Return the expected fields of a map.
-
-  Args:
-    kind: of map, for the error.
-    details: the map.
-    expected: types by field.
-
-  Raises:
-    WireError: a field is missing or has another type.
-  """
-  if type(details) is not dict:
-    raise WireError(f'a {kind} that is no map')
-  fields = {name: details.get(name) for name in expected}
-  check_fields(kind, list(fields.values()), tuple(expected.values()))
-  return fields
+  tables = [read_map('table of a report', t, reports.OF_TABLE) for t in report['tables']]
+  return report | {'tables': tables}
 
 
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
