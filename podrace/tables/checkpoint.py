@@ -82,7 +82,6 @@ def save(store: ChunkStore, path: Path) -> dict[str, float]:
   Raises:
     CheckpointError: If `path` exists already or can't be written.
   """
-  _check_new(path)
   return write(snapshot(store), path)
 
 
@@ -96,7 +95,8 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     CheckpointError: If `path` exists already or can't be written.
   """
   path = Path(path)
-  _check_new(path)
+  if os.path.lexists(path):
+    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
   begun = time.perf_counter()
   partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
   try:
@@ -110,11 +110,6 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     files.remove(partial)
   seconds = time.perf_counter() - begun + taken.blocked_s
   return dict(blocked_s=taken.blocked_s, seconds=seconds, bytes=size)
-
-
-def _check_new(path: Path) -> None:
-  if os.path.lexists(path):
-    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
 
 
 def extra_of(path: Path) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -212,12 +212,6 @@ class Contents:
     self.updates += len(slots)
     return int(known.sum())
 
-  def check_priorities(self, priorities: np.ndarray) -> None:
-    """Raise ValueError for the first of priorities [n] that the selectors don't accept."""
-    wrong = ~((priorities >= 0) & (priorities <= self._most))
-    if wrong.any():
-      self.check_priority(float(priorities[wrong][0]))
-
   def _set_priorities(self, slots: np.ndarray, priorities: np.ndarray) -> None:
     self._priorities[slots] = priorities
     self.next_sampled.update(slots, priorities)
@@ -266,6 +260,22 @@ class Contents:
     for item in self.items:
       if item is not None:
         self.hold(item, self.account)
+
+
+def read_updates(
+  keys: Any, priorities: Any, check: Callable[[float], object]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Return the arguments of `update_priorities` as arrays, keys [n] and priorities [n].
+
+  Raises:
+    ValueError: If their shapes differ, or `check` raises it for the least or largest priority.
+  """
+  names, values = np.asarray(keys), np.asarray(priorities, np.float64)
+  if names.shape != values.shape or names.ndim != 1:
+    raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
+  for extreme in (values.min(initial=0.0), values.max(initial=0.0)):
+    check(float(extreme))
+  return names, values
 
 
 def check_alike(name: str, known: Signature | None, signature: Signature) -> None:
