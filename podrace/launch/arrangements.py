@@ -279,17 +279,13 @@ def _learners(
       )  # fmt: skip
     own = listens if i == 0 or each else ()
     if own:
-      more += _listening(request)
+      more += ('--listen', '{listen}', '--announce', '{announce}', *request.keys)
     elif listens:  # only the first one listens, but all connect
       more += ('--listen', NOWHERE, *request.keys)
     elif several and i == 0:
       more += ('--announce', '{announce}')
     words = (*command, *more, '--run-dir', literal(request.run_dir))
     yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
-
-
-def _listening(request: LaunchRequest) -> tuple[str, ...]:
-  return ('--listen', '{listen}', '--announce', '{announce}', *request.keys)
 
 
 ARRANGEMENTS: dict[str, Callable[[LaunchRequest], Program]] = {

@@ -65,10 +65,9 @@ class Contents:
     """Raise ValueError if an item has a different signature, an invalid key or too many bytes."""
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
-    if item.amends:
-      check_columns(self.name, self.signature, item.signature)
-    elif item.signature is not self.signature:
-      check_alike(self.name, self.signature, item.signature)
+    if self.signature is not None and item.signature is not self.signature:
+      check_signature = check_columns if item.amends else check_alike
+      check_signature(self.name, self.signature, item.signature)
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
       if (needed := sum(chunk.nbytes for chunk in chunks)) > self.max_bytes:
@@ -278,14 +277,12 @@ def read_updates(
   return names, values
 
 
-def check_alike(name: str, known: Signature | None, signature: Signature) -> None:
-  """Check that a signature equals the signature of a table's items, if the table has any.
+def check_alike(name: str, known: Signature, signature: Signature) -> None:
+  """Check that a signature equals the signature of a table's items.
 
   Raises:
     ValueError: If the signatures differ.
   """
-  if known is None:
-    return
   same = trees.to_json(signature.structure) == trees.to_json(known.structure)
   if not same or signature.leaves != known.leaves:
     raise ValueError(
@@ -293,16 +290,12 @@ def check_alike(name: str, known: Signature | None, signature: Signature) -> Non
     )
 
 
-def check_columns(name: str, known: Signature | None, signature: Signature) -> None:
-  """Check that a table's items have the columns of a signature, if the table has any items.
-
-  An empty table has nothing to amend.
+def check_columns(name: str, known: Signature, signature: Signature) -> None:
+  """Check that a table's items have the columns of a signature.
 
   Raises:
     ValueError: If the items lack a column.
   """
-  if known is None:
-    return
   leaves = set(known.leaves)
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
     raise ValueError(
