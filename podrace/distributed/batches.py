@@ -241,13 +241,10 @@ class Feed:
   def _run(self, work: Callable[[], None]) -> None:
     try:
       work()
-    except tables.Closed:
-      if not self._closed:  # the owner did not close it, and would wait
+    except BaseException as e:
+      if not (self._closed and isinstance(e, tables.Closed)):  # by the owner, else it would wait
         self._has_failed = True
         raise
-    except BaseException:
-      self._has_failed = True
-      raise
 
   def _close_after_failure(self) -> None:
     """End waits of the learner; called when the failure can be seen by `check`."""

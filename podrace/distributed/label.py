@@ -61,23 +61,18 @@ class Draws:
     self._place, self._mix = place, Mix(place.layout.windows)
     self._tables = source_tables(place.client, place.layout, place.space, place.run)
     self._batches: ClosableQueue[Batch] = ClosableQueue(stage.PREFETCH)
-    self._worker: Worker | None = None
 
   def __enter__(self) -> Iterator[Batch]:
-    self._worker = Worker('draws', self._read, self._batches.close)
-    return iter(self._next, None)
+    return self._each(Worker('draws', self._read, self._batches.close))
 
   def __exit__(self, *exc: object) -> None:
     self._batches.close()
 
-  def _next(self) -> Batch:
-    batch = self._batches.get()
-    if batch is None:
-      assert self._worker is not None
-      self._worker.wait()
-      self._worker.check()
-      raise Closed('the source is closed')
-    return batch
+  def _each(self, worker: Worker) -> Iterator[Batch]:
+    while (batch := self._batches.get()) is not None:
+      yield batch
+    worker.join()
+    raise Closed('the source is closed')
 
   def _read(self) -> None:
     number = 0

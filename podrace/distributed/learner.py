@@ -14,12 +14,7 @@ import jax
 import numpy as np
 
 from podrace.architectures.protocol import Part
-from podrace.architectures.sebulba import (
-  Batch,
-  LearningProgram,
-  State,
-)
-from podrace.distributed import replay
+from podrace.architectures.sebulba import Batch, LearningProgram, State
 from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed, Labelled, Queued, Sampled
 from podrace.distributed.net.process_metrics import Measures, resident_mb
@@ -284,7 +279,7 @@ class DistributedSource:
 Reports = list[dict[str, Any]]
 
 
-def replay_reports(client: replay.ReplayClient | None) -> Reports:
+def replay_reports(client: service.ReplayClient | None) -> Reports:
   """Return the newest reports of all connected shards, and request newer ones, which come later."""
   connections = [] if client is None else client.connections
   for connection in connections:

@@ -40,11 +40,8 @@ from podrace.system.threads import Worker
 
 log = logging.getLogger('podrace.distributed')
 RECORD_BYTES = 2**15  # of a record in HELLO; a larger one is compared with the first parameters
-FIXED = {
-  'architecture': 'sebulba',
-  'lag': 'async',
-  'replay': 'service',
-}  # settings of all these processes
+# Settings of all these processes.
+FIXED = {'architecture': 'sebulba', 'lag': 'async', 'replay': 'service'}
 
 
 @dataclasses.dataclass(frozen=True)

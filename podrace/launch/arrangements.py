@@ -130,10 +130,7 @@ def select_options(
 
 
 def seed(request: LaunchRequest) -> Program:
-  """Return SEED RL (Espeholt et al.
-
-  2020, arXiv 1910.06591): other processes only have environments.
-  """
+  """Return SEED RL (Espeholt et al. 2020, arXiv 1910.06591): environments in other processes."""
   config = request.config
   if config.env.partition(':')[0] not in HOST_LIBRARIES:
     raise UsageError(
@@ -146,8 +143,7 @@ def seed(request: LaunchRequest) -> Program:
   if (each := config.num_envs // request.actors) % request.learners:
     raise UsageError(
       f'--num-envs {config.num_envs}: the {each} of each of --actors {request.actors} do not '
-      'divide over '
-      f'--learners {request.learners}'
+      f'divide over --learners {request.learners}'
     )
   learners = tuple(
     _learners(request, request.command('train', '--envs', 'remote'), ('envs',), True)
@@ -162,10 +158,7 @@ def seed(request: LaunchRequest) -> Program:
 
 
 def impala(request: LaunchRequest) -> Program:
-  """Return IMPALA (Espeholt et al.
-
-  2018, arXiv 1802.01561): unrolls in a queue, each learned from once.
-  """
+  """Return IMPALA (Espeholt et al. 2018, arXiv 1802.01561): unrolls are learned from once."""
   if learns_from_replay(request.config.agent):
     raise UsageError(
       f'--as impala: {agent_name(request.config.agent)} learns from replay; take --as apex'
@@ -184,10 +177,7 @@ def apex(request: LaunchRequest) -> Program:
 
 
 def reanalyse(request: LaunchRequest) -> Program:
-  """Return MuZero Reanalyse (Schrittwieser et al.
-
-  2021, arXiv 2104.06294): Ape-X with newer targets.
-  """
+  """Return MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): newer targets."""
   if agent_name(request.config.agent) != 'muzero':
     raise UsageError(
       f'--as reanalyse: {agent_name(request.config.agent)} has no search; take --agent muzero'
@@ -198,10 +188,10 @@ def reanalyse(request: LaunchRequest) -> Program:
 
 
 def qtopt(request: LaunchRequest) -> Program:
-  """Return QT-Opt (Kalashnikov et al.
+  """Return QT-Opt (Kalashnikov et al. 2018, arXiv 1806.10293): the targets have a stage.
 
-  2018, arXiv 1806.10293): acting processes, which also replay a log if there is one, Bellman
-  updaters, and a learner that regresses on their labels.
+  Acting processes also replay a log, if there is one. Bellman updaters make labels, on which the
+  learner regresses.
   """
   if not hasattr(request.config.agent, 'labels'):
     raise UsageError(
@@ -277,9 +267,8 @@ def _learners(
   if several and request.keyed and not request.learners_insecure:
     raise UsageError(
       f'--learners {request.learners} on several machines: JAX connects learners without keys and '
-      'in plain text, so '
-      'everyone with access to their network can read and disturb it; give --learners-insecure if '
-      'it is yours alone'
+      'in plain text, so everyone with access to their network can read and disturb it; give '
+      '--learners-insecure if it is yours alone'
     )
   for i in range(request.learners):
     more: tuple[str, ...] = ()
@@ -290,17 +279,13 @@ def _learners(
       )  # fmt: skip
     own = listens if i == 0 or each else ()
     if own:
-      more += _listening(request)
+      more += ('--listen', '{listen}', '--announce', '{announce}', *request.keys)
     elif listens:  # only the first one listens, but all connect
       more += ('--listen', NOWHERE, *request.keys)
     elif several and i == 0:
       more += ('--announce', '{announce}')
     words = (*command, *more, '--run-dir', literal(request.run_dir))
     yield Node(f'learner-{i}' if i else 'learner', words, listens=own, main=i == 0)
-
-
-def _listening(request: LaunchRequest) -> tuple[str, ...]:
-  return ('--listen', '{listen}', '--announce', '{announce}', *request.keys)
 
 
 ARRANGEMENTS: dict[str, Callable[[LaunchRequest], Program]] = {

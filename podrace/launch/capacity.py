@@ -97,7 +97,7 @@ class Estimate:
   """
 
   limits: Mapping[str, float]
-  price: float
+  price: float = 0.0
 
   @property
   def waits_for(self) -> str:
@@ -114,11 +114,11 @@ class Estimate:
     return steps / self.steps_per_s / 3600
 
 
-def one_machine(rates: Rates, price: float = 0.0) -> Estimate:
+def one_machine(rates: Rates) -> Estimate:
   """Estimate Sebulba in one process."""
   if not rates.shared:
-    return Estimate({'acting': rates.acting, 'learner': rates.learner}, price)
-  return Estimate({'all stages': 1 / (1 / rates.acting + 1 / rates.learner)}, price)
+    return Estimate({'acting': rates.acting, 'learner': rates.learner})
+  return Estimate({'all stages': 1 / (1 / rates.acting + 1 / rates.learner)})
 
 
 def seed(learner: Rates, acting: Rates, machines: Machines) -> Estimate:

@@ -153,8 +153,7 @@ def parse(argument: str) -> Iterator[str | Reference]:
     if conversion or spec not in ('', 'all') or not NAME.fullmatch(node):
       raise UsageError(
         f'{argument!r}: {{{field}}} is no reference, expected {{NODE}}, {{NODE.NAME}} or '
-        f'{{NODE:all}}; '
-        'a brace is written {{ or }}'
+        '{NODE:all}; a brace is written {{ or }}'
       )
     yield Reference(node, address, spec == 'all')
 
@@ -202,8 +201,7 @@ class Program:
       if not {Reference('coordinator'), Reference('announce')} <= {*own}:
         raise UsageError(
           f'node {main[0]}: the main node is the first of those with {{coordinator}}; it needs it '
-          f'too, and '
-          '--announce {announce}'
+          'too, and --announce {announce}'
         )
     self.order()
 

@@ -19,7 +19,6 @@ from podrace.replay.layout import Columns, Layout, is_single
 from podrace.replay.windows import Windows
 
 TABLE, OFFLINE, TRAIN = 'windows', 'offline', 'train'
-LABEL = 'extras/label'  # the column that `refresh` of these agents sets
 # Further columns of TRAIN: the version of the parameters that labelled the window, and whether the
 # window is of the log.
 VERSION, LOGGED = 'version', 'logged'

@@ -36,8 +36,7 @@ def import_attribute(context: str, module: str, name: str) -> Any:
   if mine.exists() and (file is None or not mine.samefile(file)):
     raise UsageError(
       f'{context}: module {module!r} is another one here, from {file or "Python itself"}, and not '
-      'your '
-      f'{mine}: give the file another name'
+      f'your {mine}: give the file another name'
     )
   public = [n for n in vars(loaded) if not n.startswith('_')]
   near = difflib.get_close_matches(name, public, n=1, cutoff=0.5) or [

@@ -36,8 +36,7 @@ def lock(directory: Path) -> IO[str]:
       raise OSError(
         e.errno,
         f'its file system has no locks (flock: {e.strerror}), so two runs could write there at '
-        'once; '
-        'take a directory on another file system',
+        'once; take a directory on another file system',
       ) from e
     raise
   return file

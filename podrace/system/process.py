@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import os
 import signal
 import tempfile
@@ -109,10 +110,7 @@ def undone_by_signals(undo: Callable[[], None]) -> Iterator[None]:
 def scratch_directory(prefix: str, parent: Path | None = None) -> Iterator[Path]:
   """Yield a new directory, and remove it at the end, also if a signal ends the process."""
   path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
-
-  def remove() -> None:
-    files.remove(path)
-
+  remove = functools.partial(files.remove, path)
   with undone_by_signals(remove):
     try:
       yield path

@@ -31,7 +31,7 @@ from podrace.system.files import sync
 from podrace.system.files.reading import open_regular, parse_json, read_bytes, read_npz
 from podrace.system.files.schema import COUNT, Member, check_members, needed
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore, pack
+from podrace.tables.chunks import AS_IS, DIFFERENCES, PACKED, Chunk, ChunkStore, encode
 from podrace.tables.items import Item, Leaf, Signature, held
 
 VERSION = 1
@@ -43,10 +43,9 @@ MANIFEST_MEMBERS = {
   'chunk_types': Member('a list', needed=True),
 }
 MANIFEST, CHUNKS, INDEX = 'manifest.json', 'chunks.bin', 'chunks.npz'
-AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # encodings of a chunk
-UNPACKED_BYTES = (
-  2**31
-)  # largest chunk in memory; a writer ends a chunk at 2**18 bytes, or at one row
+UNPACKED_BYTES = 2**31  # largest chunk; a writer ends a chunk at 2**18 bytes, or at one row
+
+Spec = tuple[np.dtype, tuple[int, ...]]  # dtype and shape of a row
 
 
 class Snapshot(NamedTuple):
@@ -83,7 +82,6 @@ def save(store: ChunkStore, path: Path) -> dict[str, float]:
   Raises:
     CheckpointError: If `path` exists already or can't be written.
   """
-  _check_new(path)
   return write(snapshot(store), path)
 
 
@@ -97,7 +95,8 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     CheckpointError: If `path` exists already or can't be written.
   """
   path = Path(path)
-  _check_new(path)
+  if os.path.lexists(path):
+    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
   begun = time.perf_counter()
   partial = path.with_name(f'.{path.name}.partial-{os.getpid()}')
   try:
@@ -111,11 +110,6 @@ def write(taken: Snapshot, path: Path) -> dict[str, float]:
     files.remove(partial)
   seconds = time.perf_counter() - begun + taken.blocked_s
   return dict(blocked_s=taken.blocked_s, seconds=seconds, bytes=size)
-
-
-def _check_new(path: Path) -> None:
-  if os.path.lexists(path):
-    raise CheckpointError(f'{path} is there already; a checkpoint is never written over')
 
 
 def extra_of(path: Path) -> Any:
@@ -211,15 +205,10 @@ def _bytes_of(chunk: Chunk) -> tuple[Any, int, int]:
   """Return (bytes, encoding, rows) of a chunk. Rows may be added to the chunk during the call."""
   length, array = chunk.length, chunk.array
   packed = chunk.packed  # after `array`: `seal` sets `packed` before it clears `array`
-  if packed is None:
-    assert array is not None
-    rows = array[:length]
-    packed = pack(rows, False)
-    if packed is None:
-      return rows.tobytes(), AS_IS, length
-  else:
-    length = chunk.length
-  return packed[0], DIFFERENCES if packed[1] else PACKED, length
+  if packed is not None:
+    return *packed, chunk.length
+  assert array is not None
+  return *encode(array[:length], False), length
 
 
 def _table_arrays(table: dict[str, Any], number: dict[int, int]) -> dict[str, np.ndarray]:
@@ -322,7 +311,7 @@ def _read_chunks(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> lis
 
 
 def _read_chunk(
-  store: ChunkStore, file: BinaryIO, n: int, kind: int, length: int, of: tuple[Any, ...]
+  store: ChunkStore, file: BinaryIO, n: int, kind: int, length: int, of: Spec
 ) -> Chunk:
   if n < 0 or kind not in (AS_IS, PACKED, DIFFERENCES):
     raise ValueError(f'{INDEX} has a chunk of {n:,} bytes, kind {kind}')
@@ -331,9 +320,7 @@ def _read_chunk(
   data = file.read(n)
   if len(data) != n:
     raise ValueError(f'{CHUNKS} ends too early')
-  if kind == AS_IS:
-    return store.chunk(np.frombuffer(data, of[0]).reshape(length, *of[1]), length)
-  return store.packed_chunk(data, kind == DIFFERENCES, of[0], of[1], length)
+  return store.stored_chunk(data, kind, *of, length)
 
 
 def _dtype(text: str) -> np.dtype:

@@ -29,7 +29,9 @@ BYTES_PER_CHUNK = 2**18  # limit of a chunk, as is ROWS_PER_CHUNK
 ROWS_PER_CHUNK = 256
 WIDE = 1024  # bytes of a row from which differences are summed row by row
 SMALL = 4096  # bytes of a part up to which parts are concatenated at once
+AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # encodings of rows, also in checkpoints and messages
 
+Packed = tuple[bytes, int]  # rows and their encoding, PACKED or DIFFERENCES
 Part = tuple[tuple['Chunk', ...], int, int]  # chunks, offset in the first one, rows
 
 
@@ -88,7 +90,7 @@ class Chunk:
     self.dtype, self.shape = array.dtype, array.shape[1:]
     self.array: np.ndarray | None = array  # may have room for more rows
     self.length = length  # written rows
-    self.packed: tuple[bytes, bool] | None = None  # bytes, whether differences
+    self.packed: Packed | None = None
     self.holders: dict[Account, int] = {}
     self.nbytes = array.nbytes  # as accounted, without the cached copy
     self.used = False  # since the cache's last inspection
@@ -122,12 +124,14 @@ class ChunkStore:
     """Make a chunk without holders from an array with `length` written rows."""
     return Chunk(next(self._chunk_keys), array, length)  # `next` is one call into C: no lock
 
-  def packed_chunk(
-    self, data: bytes, differences: bool, dtype: np.dtype, shape: tuple[int, ...], length: int
+  def stored_chunk(
+    self, data: bytes, encoding: int, dtype: np.dtype, shape: tuple[int, ...], length: int
   ) -> Chunk:
-    """Make a chunk without holders from the result of `pack` for rows [length, *shape]."""
+    """Make a chunk without holders from the result of `encode` for rows [length, *shape]."""
+    if encoding == AS_IS:
+      return self.chunk(np.frombuffer(data, dtype).reshape(length, *shape), length)
     chunk = self.chunk(np.empty((0, *shape), dtype), length)
-    chunk.packed, chunk.nbytes, chunk.array = (data, differences), len(data), None
+    chunk.packed, chunk.nbytes, chunk.array = (data, encoding), len(data), None
     return chunk
 
   def same(self, value: Any) -> Any:
@@ -186,7 +190,7 @@ class ChunkStore:
     assert chunk.packed is not None
     array = unpack(chunk.packed, chunk.dtype, (chunk.length, *chunk.shape))
     with self.lock:
-      if chunk.holders and chunk.array is None:
+      if chunk.holders and chunk.array is None and array.nbytes <= self.cache_bytes:
         chunk.array = array
         self._keep(chunk)
     return array
@@ -218,9 +222,6 @@ class ChunkStore:
 
   def _keep(self, chunk: Chunk) -> None:
     """Cache a chunk. Evict the oldest chunks that were not used since their last inspection."""
-    if not chunk.holders or _unpacked_bytes(chunk) > self.cache_bytes:
-      chunk.array = None
-      return
     self._cache[chunk.key] = chunk
     self.cached += _unpacked_bytes(chunk)
     chunk.used = False  # a chunk must be read again to survive
@@ -241,22 +242,24 @@ def _unpacked_bytes(chunk: Chunk) -> int:
 
 # --- packing ----------------------------------------------------------------------------------
 
-_codecs = threading.local()  # a compressor serves one thread at a time
+
+class _Codecs(threading.local):
+  """Compressor and decompressor of each thread."""
+
+  def __init__(self) -> None:
+    self.compressor = zstandard.ZstdCompressor(level=LEVEL)
+    self.decompressor = zstandard.ZstdDecompressor()
 
 
-def _compressor() -> zstandard.ZstdCompressor:
-  if not hasattr(_codecs, 'compressor'):
-    _codecs.compressor = zstandard.ZstdCompressor(level=LEVEL)
-    _codecs.decompressor = zstandard.ZstdDecompressor()
-  return _codecs.compressor
+_codecs = _Codecs()
 
 
-def _decompressor() -> zstandard.ZstdDecompressor:
-  _compressor()
-  return _codecs.decompressor
+def encode(rows: np.ndarray, differences: bool) -> tuple[bytes, int]:
+  """Return rows as bytes, and their encoding. Arguments as of `pack`."""
+  return pack(rows, differences) or (rows.tobytes(), AS_IS)
 
 
-def pack(rows: np.ndarray, differences: bool) -> tuple[bytes, bool] | None:
+def pack(rows: np.ndarray, differences: bool) -> Packed | None:
   """Compress rows. Return None if that saves too little.
 
   Args:
@@ -268,7 +271,8 @@ def pack(rows: np.ndarray, differences: bool) -> tuple[bytes, bool] | None:
   if differences:
     rows = difference(rows)
   packed = compress(np.ascontiguousarray(rows).reshape(-1).view(np.uint8).data)
-  return (packed, differences) if len(packed) <= MUST_SAVE * rows.nbytes else None
+  encoding = DIFFERENCES if differences else PACKED
+  return (packed, encoding) if len(packed) <= MUST_SAVE * rows.nbytes else None
 
 
 def compress(data: memoryview) -> bytes:
@@ -279,30 +283,30 @@ def compress(data: memoryview) -> bytes:
   of 17.
   """
   into = io.BytesIO()
-  with _compressor().stream_writer(into, size=len(data), closefd=False) as writer:
+  with _codecs.compressor.stream_writer(into, size=len(data), closefd=False) as writer:
     writer.write(data)
   return into.getvalue()
 
 
-def unpack(packed: tuple[bytes, bool], dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+def unpack(packed: Packed, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
   """Decompress rows into a new array."""
   rows = np.empty(shape, dtype)
   unpack_into(packed, rows)
   return rows
 
 
-def unpack_into(packed: tuple[bytes, bool], rows: np.ndarray) -> None:
+def unpack_into(packed: Packed, rows: np.ndarray) -> None:
   """Decompress rows into `rows`, a contiguous array.
 
   Raises:
     ValueError: If fewer bytes were packed.
   """
-  data, differences = packed
+  data, encoding = packed
   into = rows.reshape(-1).view(np.uint8)
-  done = _decompressor().stream_reader(data).readinto(into.data) if len(into) else 0
+  done = _codecs.decompressor.stream_reader(data).readinto(into.data) if len(into) else 0
   if done != len(into):
     raise ValueError(f'{done} bytes were packed, expected {len(into)}')
-  if differences:
+  if encoding == DIFFERENCES:
     accumulate(rows)
 
 
@@ -328,8 +332,8 @@ def differences_help(rows: np.ndarray) -> bool:
   """Return whether rows pack smaller as differences. Always false unless they are integers."""
   if rows.dtype.kind not in 'iu' or rows.nbytes < LEAST:
     return False
-  sizes = [len(packed[0]) if (packed := pack(rows, d)) else rows.nbytes for d in (False, True)]
-  return sizes[1] < sizes[0]
+  plain, differences = (len(encode(rows, x)[0]) for x in (False, True))
+  return differences < plain
 
 
 # --- reading ----------------------------------------------------------------------------------
@@ -365,12 +369,7 @@ def _pieces(store: ChunkStore, part: Part) -> Iterable[np.ndarray]:
   """Return the rows of a part, chunk by chunk."""
   chunks, offset, length = part
   if len(chunks) == 1:
-    array = chunks[0].array
-    if array is None:
-      array = store.read(chunks[0])
-    else:
-      chunks[0].used = True
-    return (array[offset : offset + length],)
+    return (store.read(chunks[0])[offset : offset + length],)
   return _pieces_of_many(store, part)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,10 +65,9 @@ class Contents:
     """Raise ValueError if an item has a different signature, an invalid key or too many bytes."""
     if not NEW <= item.key < END_OF_KEYS:
       raise ValueError(f'table {self.name!r}: key={item.key} must be above 0 and below 2^62')
-    if item.amends:
-      check_columns(self.name, self.signature, item.signature)
-    elif item.signature is not self.signature:
-      check_alike(self.name, self.signature, item.signature)
+    if self.signature is not None and item.signature is not self.signature:
+      check_signature = check_columns if item.amends else check_alike
+      check_signature(self.name, self.signature, item.signature)
     if self.max_bytes is not None:
       chunks = {chunk for part in item.parts for chunk in part[0]}
       if (needed := sum(chunk.nbytes for chunk in chunks)) > self.max_bytes:
@@ -212,12 +211,6 @@ class Contents:
     self.updates += len(slots)
     return int(known.sum())
 
-  def check_priorities(self, priorities: np.ndarray) -> None:
-    """Raise ValueError for the first of priorities [n] that the selectors don't accept."""
-    wrong = ~((priorities >= 0) & (priorities <= self._most))
-    if wrong.any():
-      self.check_priority(float(priorities[wrong][0]))
-
   def _set_priorities(self, slots: np.ndarray, priorities: np.ndarray) -> None:
     self._priorities[slots] = priorities
     self.next_sampled.update(slots, priorities)
@@ -268,14 +261,28 @@ class Contents:
         self.hold(item, self.account)
 
 
-def check_alike(name: str, known: Signature | None, signature: Signature) -> None:
-  """Check that a signature equals the signature of a table's items, if the table has any.
+def read_updates(
+  keys: Any, priorities: Any, check: Callable[[float], object]
+) -> tuple[np.ndarray, np.ndarray]:
+  """Return the arguments of `update_priorities` as arrays, keys [n] and priorities [n].
+
+  Raises:
+    ValueError: If their shapes differ, or `check` raises it for the least or largest priority.
+  """
+  names, values = np.asarray(keys), np.asarray(priorities, np.float64)
+  if names.shape != values.shape or names.ndim != 1:
+    raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
+  for extreme in (values.min(initial=0.0), values.max(initial=0.0)):
+    check(float(extreme))
+  return names, values
+
+
+def check_alike(name: str, known: Signature, signature: Signature) -> None:
+  """Check that a signature equals the signature of a table's items.
 
   Raises:
     ValueError: If the signatures differ.
   """
-  if known is None:
-    return
   same = trees.to_json(signature.structure) == trees.to_json(known.structure)
   if not same or signature.leaves != known.leaves:
     raise ValueError(
@@ -283,16 +290,12 @@ def check_alike(name: str, known: Signature | None, signature: Signature) -> Non
     )
 
 
-def check_columns(name: str, known: Signature | None, signature: Signature) -> None:
-  """Check that a table's items have the columns of a signature, if the table has any items.
-
-  An empty table has nothing to amend.
+def check_columns(name: str, known: Signature, signature: Signature) -> None:
+  """Check that a table's items have the columns of a signature.
 
   Raises:
     ValueError: If the items lack a column.
   """
-  if known is None:
-    return
   leaves = set(known.leaves)
   if other := [leaf for leaf in signature.leaves if leaf not in leaves]:
     raise ValueError(

@@ -227,8 +227,9 @@ class History:
       column.extend(rows)
 
   def _begin(self, step: Any, many: bool = False) -> None:
-    structure = trees.structure_of(step)
-    names, arrays = trees.names(structure), [np.asarray(x) for x in trees.leaves(step)]
+    leaves: list[Any] = []
+    structure = trees.flatten(step, leaves)
+    names, arrays = trees.names(structure), list(map(np.asarray, leaves))
     if any(x.dtype == object for x in arrays):
       raise ValueError('the first step must have an array in every column')
     if many:

@@ -63,11 +63,11 @@ class RateLimiter:
     balance = counts.inserts * self.samples_per_insert - counts.samples - n
     return counts.size >= self.min_size and balance >= self.min_diff
 
-  def may_insert(self, counts: Counts, n: int = 1) -> bool:
-    """Return whether n items may be inserted, by the second rule."""
-    if counts.size + n <= self.min_size:
+  def may_insert(self, counts: Counts) -> bool:
+    """Return whether one more item may be inserted, by the second rule."""
+    if counts.size < self.min_size:
       return True
-    return (counts.inserts + n) * self.samples_per_insert - counts.samples <= self.max_diff
+    return (counts.inserts + 1) * self.samples_per_insert - counts.samples <= self.max_diff
 
   def samples_allowed(self, counts: Counts, most: int) -> int:
     """Return the largest n <= `most` that may be sampled now, if nothing is deleted in between."""
@@ -102,8 +102,8 @@ class RateLimiter:
   def why_no_insert(self, counts: Counts) -> str:
     """Explain in numbers why the next insert waits, and how the wait can end."""
     reasons = []
-    balance = (counts.inserts + 1) * self.samples_per_insert - counts.samples
-    if not self.may_insert(counts) and balance > self.max_diff:
+    if not self.may_insert(counts):
+      balance = (counts.inserts + 1) * self.samples_per_insert - counts.samples
       reasons.append(
         f'inserts * samples_per_insert - samples would rise to {balance:g}, above '
         f'{self.max_diff:g} (sample {math.ceil(balance - self.max_diff)} more)'

@@ -50,7 +50,7 @@ class Reads:
         finally:
           self._desk.wait_more(-1, peek)
 
-  def draw(self, draws: Draws, n: int, peek: bool = False) -> None:
+  def draw(self, draws: Draws, n: int, peek: bool) -> None:
     """Draw items until `draws` has n, as far as the limiter permits now. Never wait.
 
     Raises:
@@ -82,7 +82,7 @@ class Reads:
         contents.draw(draws, n)
     return n
 
-  def wait_more(self, more: int, peek: bool = False) -> None:
+  def wait_more(self, more: int, peek: bool) -> None:
     """Add `more` to the number of waiting samplers, which use `draw`. It may be negative."""
     with self._desk.running:
       self._desk.wait_more(more, peek)

@@ -21,7 +21,7 @@ from podrace.tables.blocking import (
   log,
 )
 from podrace.tables.chunks import ChunkStore
-from podrace.tables.contents import Contents
+from podrace.tables.contents import Contents, read_updates
 from podrace.tables.inserts import Inserts
 from podrace.tables.items import Item, Samples, TableInfo
 from podrace.tables.limiters import RateLimiter
@@ -160,12 +160,9 @@ class Table:
     Raises:
       ValueError: If any priority is negative, NaN or too large. No priority is set then.
     """
-    names, values = np.asarray(keys), np.asarray(priorities, np.float64)
-    if names.shape != values.shape or names.ndim != 1:
-      raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
-    self.contents.check_priorities(values)
+    updates = read_updates(keys, priorities, self.check_priority)
     with self.desk.running:
-      return self.contents.update_priorities(names, values)
+      return self.contents.update_priorities(*updates)
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
     """Remove items by key and return the number of keys that were present."""

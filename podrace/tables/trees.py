@@ -18,11 +18,6 @@ SEQUENCE = (tuple, list)
 NAMED = 'named '  # before the name of a named tuple, in JSON
 
 
-def structure_of(tree: Any) -> tuple[Any, ...]:
-  """Return the structure of a tree."""
-  return flatten(tree, [])
-
-
 def flatten(tree: Any, into: list[Any]) -> tuple[Any, ...]:
   """Return the structure of a tree, and append its leaves in order to `into`.
 
@@ -42,13 +37,6 @@ def flatten(tree: Any, into: list[Any]) -> tuple[Any, ...]:
     return (type(tree), fields, parts) if fields else (type(tree).__name__, (), parts)
   into.append(tree)
   return LEAF
-
-
-def leaves(tree: Any) -> list[Any]:
-  """Return all leaves, in the structure's order."""
-  found: list[Any] = []
-  flatten(tree, found)
-  return found
 
 
 def match(structure: tuple[Any, ...], tree: Any, into: list[Any]) -> None:
@@ -91,8 +79,7 @@ def size(structure: tuple[Any, ...]) -> int:
 
 def build(structure: tuple[Any, ...], values: list[Any]) -> Any:
   """Build the tree of a structure from its leaves."""
-  rest = iter(values)
-  return _build(structure, rest)
+  return _build(structure, iter(values))
 
 
 def _build(structure: tuple[Any, ...], values: Any) -> Any:

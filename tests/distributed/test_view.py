@@ -16,7 +16,7 @@ from services import ANY, all_of
 from podrace import cli
 from podrace.distributed import acting, parameters, replay
 from podrace.distributed.learner import replay_metrics, replay_reports
-from podrace.distributed.net import session_messages
+from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.dashboard import Asker, counters, table
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.parameters import parameter_messages, reader
@@ -62,8 +62,8 @@ def test_a_report_that_is_none(change: dict[str, Any]) -> None:
     all_of(client)
     report = dict(server.report(), clients=[])
     kept = replay_messages.read_report(report)
-    assert kept.keys() == replay_messages.OF_REPORT.keys()
-    assert kept['tables'][0].keys() == replay_messages.OF_TABLE.keys()
+    assert kept.keys() == reports.OF_SHARD.keys()
+    assert kept['tables'][0].keys() == reports.OF_TABLE.keys()
     with pytest.raises(WireError):
       replay_messages.read_report(report | change)
 

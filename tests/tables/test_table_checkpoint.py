@@ -278,11 +278,11 @@ def test_traffic_waits_for_references_only(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(where, name, watched)
 
-  calls = ((checkpoint, 'pack'), (checkpoint, 'sync'), (np, 'savez'), (hashlib, 'file_digest'))
+  calls = ((checkpoint, 'encode'), (checkpoint, 'sync'), (np, 'savez'), (hashlib, 'file_digest'))
   for where, name in (*calls, (os, 'open')):
     watch(where, name)
   tables.save(store, tmp_path / 'saved')
-  assert set(done) == {'pack', 'sync', 'savez', 'file_digest', 'open'}
+  assert set(done) == {'encode', 'sync', 'savez', 'file_digest', 'open'}
 
 
 @pytest.mark.parametrize('pixels', [1, 300])

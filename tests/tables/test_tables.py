@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from podrace import tables
+from podrace.tables.chunks import DIFFERENCES, PACKED
 from podrace.tables.items import held
 from podrace.tables.limiters import Counts, RateLimiter
 
@@ -758,7 +759,7 @@ def test_whole_chunks_are_not_cached_where_there_is_no_room() -> None:
     if i >= 10:
       writer.create_item(table, 1.0, num_steps=11)
   packed = [c.packed for c in held(table.contents.items).values() if c.packed]
-  assert {differences for _, differences in packed} == {True, False}
+  assert {encoding for _, encoding in packed} == {PACKED, DIFFERENCES}
   found = table.sample(30).data
   np.testing.assert_array_equal(found['counts'], [rows[i : i + 11] for i in range(30)])
   assert not found['zeros'].any() and table.store.cached == 0

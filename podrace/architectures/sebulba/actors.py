@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -59,16 +60,14 @@ class Actors:
     update = max(versions)
     run_key = jax.device_get(jax.random.key_data(key))
     groups: list[ActorGroup] = []
-    try:
+    with contextlib.ExitStack() as made:
       for i in range(a.local_groups):
         if i % a.groups == 0:
           stopwatch = Stopwatch()
         snapshot = snapshots[i] if snapshots else None
         groups.append(self._group(i, update, run_key, actor_key, snapshot, stopwatch))
-    except BaseException:
-      for group in groups:
-        group.pool.close()
-      raise
+        made.callback(groups[-1].pool.close)
+      made.pop_all()
     self._threads = [
       ActorThread(
         i, a.device_of(i * a.groups), groups[i * a.groups : (i + 1) * a.groups], self.pipe
@@ -161,11 +160,12 @@ class Actors:
     return False
 
   def close(self) -> None:
-    """End the threads. A thread that is stuck is left behind."""
+    """End the threads. A thread that is stuck is left behind, and its pools are killed."""
     self.pipe.close()
-    end = time.monotonic() + CLOSE_SECONDS
-    for actor in self._threads:
-      actor.close(max(end - time.monotonic(), 0))
+    deadline = time.monotonic() + CLOSE_SECONDS
+    with contextlib.ExitStack() as stack:  # each thread, even if a pool of another one fails
+      for actor in self._threads:
+        stack.callback(actor.close, deadline)
 
 
 @jax.jit

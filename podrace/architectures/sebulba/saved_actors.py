@@ -199,8 +199,8 @@ def part_of(folder: Path) -> Path:
 def _write(path: Path, states: Sequence[ActorState], by_pool: bool) -> dict[str, Any]:
   """Write states, and return entries of the record for `_read`. A file too large is left out."""
   file = io.BytesIO()
-  each = [_arrays(s, by_pool) for s in states]
-  save_arrays(file, {f'{i}/{k}': x for i, arrays in enumerate(each) for k, x in arrays.items()})
+  arrays = {f'{i}/{k}': x for i, s in enumerate(states) for k, x in _arrays(s, by_pool).items()}
+  save_arrays(file, arrays)
   data = file.getvalue()
   if len(data) > BYTES:
     log.warning(
@@ -251,14 +251,10 @@ def _read(path: Path, record: dict[str, Any], acting: ActingProgram) -> tuple[Ac
     data = read_bytes(path, size)
     if (sha256 := hashlib.sha256(data).hexdigest()) != record.get('sha256'):
       raise ValueError(f'its checksum is {sha256}, expected {record.get("sha256")}')
-    arrays, states = read_npz(data), []
-    for i in range(acting.local_groups):
-      prefix = f'{i}/'
-      own = {k[len(prefix) :]: x for k, x in arrays.items() if k.startswith(prefix)}
-      states.append(_state(own, acting))
+    arrays = read_npz(data)
+    return tuple(_state(_within(arrays, str(i)), acting) for i in range(acting.local_groups))
   except (OSError, ValueError) as e:
     raise CheckpointError(f'{path} is damaged: {e}') from e
-  return tuple(states)
 
 
 def _state(arrays: Mapping[str, np.ndarray], acting: ActingProgram) -> ActorState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Sequence
 
 import jax
@@ -41,11 +42,12 @@ class ActorThread:
     """Begin to act."""
     self.worker = Worker(f'actor-{self.index}', self._main, at_end=self._close_pools)
 
-  def close(self, timeout: float) -> None:
-    """Wait for the thread's end. Pools that are stuck are killed."""
-    if self.worker is not None and not self.worker.wait(timeout):
-      for group in self.groups:
-        group.pool.kill()
+  def close(self, deadline: float) -> None:
+    """Wait for the thread's end until a time. Pools that are stuck are killed."""
+    if self.worker is not None and not self.worker.wait(max(deadline - time.monotonic(), 0)):
+      with contextlib.ExitStack() as stack:
+        for group in self.groups:
+          stack.callback(group.pool.kill)
 
   def check(self) -> None:
     """Raise ActorFailed if the thread failed. Errors for the user have no traceback."""

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from podrace.distributed.net import session_messages
-from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short
+from podrace.distributed.net.frame import Buffer, WireError, fixed, packed, short, split
 from podrace.envs.spaces import MASK, leaves
 from podrace.envs.timestep_rules import RULES
 from podrace.types import LARGEST_OBSERVATION, TimeStep
@@ -197,10 +197,7 @@ class Layout:
 
   def arrays(self, body: Buffer, n: int) -> list[memoryview]:
     """Return the bytes of the records and of each observation array of n environments."""
-    view, at, arrays = memoryview(body), 0, []
-    for size in self._bytes:
-      arrays.append(view[at : (at := at + n * size)])
-    return arrays
+    return split(body, (n * size for size in self._bytes))
 
   @staticmethod
   def records(steps: Sequence[Sequence[Buffer]]) -> Records:

@@ -121,8 +121,8 @@ class EnvironmentGroup:
 
   def buffer(self, size: int) -> np.ndarray:
     """Return memory for the next STEP; the last STEP may still be in use, the one before is not."""
-    while len(self._buffers) < 2:
-      self._buffers.append(np.empty(size, np.uint8))
+    if not self._buffers:
+      self._buffers = [np.empty(size, np.uint8) for _ in range(2)]
     return self._buffers[self.seq % 2]
 
   def accept(self, records: Records) -> np.ndarray | None:

@@ -70,12 +70,8 @@ class Server(ServiceHandler):
   ) -> None:
     self.listener = listener = Listener(listen, self, say)
     self.log, self.counts, self.peers = listener.log, listener.counts, listener.peers
-    self._max_wait, self._deadline, self._limit, self._on_cores = (
-      max_wait,
-      deadline,
-      slots,
-      on_cores,
-    )
+    self._max_wait, self._deadline = max_wait, deadline
+    self._limit, self._on_cores = slots, on_cores
     self.slots = Slots(slots, self._start, self.groups)
     self.network = SharedNetwork(listener, self.slots.pools)
     self.call = self.network.call

@@ -6,6 +6,7 @@ Nothing that comes in is trusted: any difference from the protocol is a WireErro
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ PREFIX = struct.Struct('<II')  # bytes that follow; kind + 256 * bytes of the he
 HEADER_BYTES = 2**22  # at most
 DEPTH = 100  # of nested lists and maps in a header, at most
 NUMBER = 2**63  # bound of whole numbers in a header
+DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')  # of NumPy's numbers; it reads other text as Python
 
 Buffer = Any  # bytes, a memoryview of bytes, or an array
 
@@ -184,6 +186,24 @@ def check_fields(name: str, fields: Sequence[Any], types: Sequence[type]) -> Non
   for x, kind in zip(fields, types, strict=True):
     if kind is not object and (type(x) is not kind or (type(x) is int and not 0 <= x < NUMBER)):
       raise WireError(f'{short(x)} in a {name}, expected {kind.__name__}')
+
+
+def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
+  """Return the expected fields of a map.
+
+  Args:
+    kind: of map, for the error.
+    details: the map.
+    expected: types by field.
+
+  Raises:
+    WireError: a field is missing or has another type.
+  """
+  if type(details) is not dict:
+    raise WireError(f'a {kind} that is no map')
+  fields = {name: details.get(name) for name in expected}
+  check_fields(kind, list(fields.values()), tuple(expected.values()))
+  return fields
 
 
 def short(x: Any) -> str:

@@ -138,7 +138,7 @@ class Link:
     self.changed = changed or threading.Condition()
     self.session: int | None = None
     self.number = 0
-    self.closed = self.over = self.waits = False
+    self.closed = self.waits = False
     self.silence, self.ping_every, self.patience = session_messages.SILENCE, math.inf, 0.5
     self._client = session_messages.new_client()
     self._outage = Outage(what or handler.service, address, give_up)
@@ -318,7 +318,7 @@ class Link:
     reason = plain(reason)
     if self.handler.ended(complete, reason):
       self._bye = 'the service has ended'
-      self.over = self.closed = True
+      self.closed = True
     else:
       self._leave()
       self._lose(reason)

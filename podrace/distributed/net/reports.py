@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from podrace.distributed.net import process_metrics
-from podrace.distributed.net.frame import WireError, check_fields, short
+from podrace.distributed.net.frame import WireError, check_fields, read_map, short
 
 OF_ALL = dict(service=str, counts=dict, clients=list, more_clients=int, resident_mb=float)
 OF_CLIENT = dict(name=str, seconds=float, last_seen_s=float, metrics=dict)
@@ -28,17 +28,18 @@ def read(report: Any) -> dict[str, Any]:
     WireError: naming the entry that is missing or of another type.
   """
   _check_json(report)
-  _check('report', report, OF_ALL)
-  _check_values('counts', report['counts'], int)
+  read_map('report', report, OF_ALL)
+  counts = report['counts'].values()
+  check_fields('counts', list(counts), (int,) * len(counts))
   is_learner = 'env' in report
   if is_learner:
-    _check('report', report, OF_LEARNER)
+    read_map('report', report, OF_LEARNER)
   elif 'version' in report:
-    _check('report', report, dict(parameter_bytes=int, program=dict))
+    read_map('report', report, dict(parameter_bytes=int, program=dict))
     if type(report['version']) is not int:
       raise WireError(f'a version {short(report["version"])} in a report, expected int')
     optional = {'steps': 0, 'replay': [], 'missing': []}
-    _check('program', optional | report['program'], dict(steps=int, replay=list, missing=list))
+    read_map('program', optional | report['program'], dict(steps=int, replay=list, missing=list))
     for role in report['program'].get('missing', []):
       check_fields('missing', [role], (str,))
     for shard in report['program'].get('replay', []):
@@ -46,29 +47,19 @@ def read(report: Any) -> dict[str, Any]:
   else:
     _check_shard(report)
   for client in report['clients']:
-    _check('client of a report', client, OF_CLIENT)
+    read_map('client of a report', client, OF_CLIENT)
     process_metrics.check(client['metrics'])
     if is_learner:
-      _check('client of a report', client, OF_LEARNERS_CLIENT)
+      read_map('client of a report', client, OF_LEARNERS_CLIENT)
       for name in ('answer_ms', 'step_ms'):
         check_fields(name, client[name], (float, float))
   return report
 
 
 def _check_shard(report: Any) -> None:
-  _check('report of a replay service', report, OF_SHARD)
+  read_map('report of a replay service', report, OF_SHARD)
   for table in report['tables']:
-    _check('table of a report', table, OF_TABLE)
-
-
-def _check(what: str, details: Any, expected: dict[str, type]) -> None:
-  if type(details) is not dict:
-    raise WireError(f'a {what} that is no map')
-  check_fields(what, [details.get(name) for name in expected], tuple(expected.values()))
-
-
-def _check_values(what: str, details: dict[str, Any], kind: type) -> None:
-  check_fields(what, list(details.values()), (kind,) * len(details))
+    read_map('table of a report', table, OF_TABLE)
 
 
 def _check_json(x: Any) -> None:

@@ -164,8 +164,7 @@ class Publisher(listener.ServiceHandler):
 
   def clients(self, role: str) -> list[process_metrics.Measures]:
     """Return the metrics of each reader with this role; readers act by default."""
-    peers = list(self.peers)
-    return [p.metrics for p in peers if p.state is not None and p.state.role == role]
+    return [p.metrics for p in list(self.peers) if p.state.role == role]
 
   @property
   def waited_for(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from podrace.distributed.net import link, process_metrics, session_messages
-from podrace.distributed.net.frame import Kind, WireError, short, split
+from podrace.distributed.net.frame import DTYPE, Kind, WireError, short, split
 from podrace.distributed.net.link import Link
 from podrace.distributed.parameters.parameter_messages import (
   ACTING,
@@ -27,9 +26,6 @@ from podrace.errors import StaleParameters
 from podrace.tables.blocking import Closed
 
 QUIET_SECONDS = 2.0  # of waiting for a first version, before a line is logged
-
-# numpy's own types. NumPy would read other text as Python.
-_PLAIN = re.compile(r'[<>|][biufc]\d{1,2}')
 
 log = logging.getLogger('podrace.distributed.parameters')
 
@@ -249,7 +245,7 @@ def _specs(leaves: list[Any]) -> list[tuple[str, np.dtype, list[int]]]:
 
 def _dtype(name: Any) -> np.dtype:
   """Return a dtype of NumPy or ml_dtypes by name. Raise ValueError or TypeError."""
-  if type(name) is str and _PLAIN.fullmatch(name):
+  if type(name) is str and DTYPE.fullmatch(name):
     return np.dtype(name)
   import ml_dtypes
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from podrace.distributed.net.frame import Kind, WireError, short
+from podrace.distributed.net.frame import Kind, WireError, read_map, short
 from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.safe_text import plain_lines
 from podrace.distributed.net.session_messages import ASK, PING, REPORT
@@ -211,7 +211,7 @@ class ReplayConnection(LinkHandler):
   def joined(self, details: dict[str, Any]) -> None:
     """Begin a session: send again the calls without an answer and the settings of tables."""
     expected = dict(number=int, largest=int, waiting=bytes, missing=bytes)
-    replay_messages.read_map('welcome', details, expected)
+    read_map('welcome', details, expected)
     waiting, missing = (
       set(replay_messages.read_records(details[name], '<u8').tolist())
       for name in ('waiting', 'missing')

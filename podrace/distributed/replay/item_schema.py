@@ -15,7 +15,7 @@ import zstandard
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.replay import replay_messages
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, unpack, unpack_into
+from podrace.tables.chunks import PACKED, Chunk, unpack, unpack_into
 from podrace.tables.items import Item, Leaf, Samples, Signature
 
 LARGEST = sys.float_info.max
@@ -159,7 +159,7 @@ class ItemSchema:
     try:
       if column.low is not None:
         return unpack(chunk.packed, chunk.dtype, shape)
-      unpack_into((chunk.packed[0], False), rows)  # only to see that it can be unpacked
+      unpack_into((chunk.packed[0], PACKED), rows)  # only to see that it can be unpacked
     except (zstandard.ZstdError, ValueError) as e:
       raise ValueError(f'a chunk of {column.leaf} is damaged: {e}') from None
     return rows

@@ -17,6 +17,7 @@ from podrace.distributed.replay.shards import Shards
 from podrace.distributed.replay.writer_store import Sending, WriterStore
 from podrace.tables.blocking import InFlight, Pending, RateLimited, Wait, deadline_of
 from podrace.tables.chunks import ChunkStore
+from podrace.tables.contents import read_updates
 from podrace.tables.items import Item, Samples, TableInfo
 
 INFO_SECONDS = 60.0  # for a service to answer INFO
@@ -140,13 +141,8 @@ class RemoteTable:
     self, keys: Sequence[int] | np.ndarray, priorities: Sequence[float] | np.ndarray
   ) -> int:
     """Set priorities [n] of keys [n]; return how many keys were in the table."""
-    names, values = np.asarray(keys), np.asarray(priorities, np.float64)
-    if names.shape != values.shape or names.ndim != 1:
-      raise ValueError(f'expected keys [n] and priorities [n], got {names.shape}, {values.shape}')
-    wrong = ~((values >= 0) & (values <= self.max_priority))
-    if wrong.any():
-      self.check_priority(float(values[wrong][0]))
-    return self._send_keys(replay_messages.UPDATE, names, values)
+    updates = read_updates(keys, priorities, self.check_priority)
+    return self._send_keys(replay_messages.UPDATE, *updates)
 
   def delete(self, keys: Sequence[int] | np.ndarray) -> int:
     """Remove the items of keys [n]; return how many keys were in the table."""

@@ -7,7 +7,6 @@ is not exactly as expected raises WireError.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,9 +14,9 @@ import numpy as np
 import zstandard
 
 from podrace.distributed.net import reports, session_messages
-from podrace.distributed.net.frame import Kind, WireError, check_fields, packed
+from podrace.distributed.net.frame import DTYPE, Kind, WireError, check_fields, packed, read_map
 from podrace.tables import trees
-from podrace.tables.chunks import Chunk, ChunkStore
+from podrace.tables.chunks import AS_IS, DIFFERENCES, Chunk, ChunkStore
 from podrace.tables.items import Leaf, Signature
 
 SERVICE = 'podrace replay'
@@ -69,8 +68,6 @@ UNPACKED_SAMPLE_BYTES = 2**32  # of one message of samples
 DEPTH, LEAVES, NODES = 32, 1024, 4096  # of a signature; nodes are leaves and their parents
 KEY_CHARACTERS, NAME_CHARACTERS = 200, 1000  # of a key in a structure, and of the name of a leaf
 
-AS_IS, PACKED, DIFFERENCES = 0, 1, 2  # how the bytes of a chunk are stored
-
 
 def _layout(**fields: str) -> np.dtype:
   return np.dtype(list(fields.items()))
@@ -104,9 +101,6 @@ def pack_signature(signature: Signature) -> list[Any]:
   """Return a signature as msgpack has it."""
   leaves = [[x.name, x.dtype.str, list(x.shape), x.single] for x in signature.leaves]
   return [trees.to_json(signature.structure), leaves]
-
-
-_DTYPE = re.compile(r'[<>|][biufc]\d{1,2}')
 
 
 def read_signature(details: Any) -> Signature:
@@ -166,7 +160,7 @@ def read_spec(details: Any) -> tuple[np.dtype, tuple[int, ...]]:
   """Read the dtype and shape of a row; raise WireError if they are malformed."""
   try:
     name, shape = details
-    dtype = np.dtype(name) if type(name) is str and _DTYPE.fullmatch(name) else None
+    dtype = np.dtype(name) if type(name) is str and DTYPE.fullmatch(name) else None
   except (TypeError, ValueError):
     dtype = None
   if dtype is None or dtype.str != name:
@@ -216,19 +210,16 @@ def make_chunk(
     raise WireError(f'a chunk that is not zstandard ({e})') from None
   if unpacked != size or size > FRAME_BYTES:
     raise WireError(f'a chunk with {unpacked} bytes of rows, expected {size}')
-  if how == AS_IS:
-    return store.chunk(np.frombuffer(data, dtype).reshape(rows, *shape), rows)
-  if rows > 1 and size > UNPACKED_CHUNK_BYTES:
+  if how != AS_IS and rows > 1 and size > UNPACKED_CHUNK_BYTES:
     raise WireError(f'a packed chunk of {rows} rows with more than {UNPACKED_CHUNK_BYTES:,} bytes')
-  return store.packed_chunk(data, how == DIFFERENCES, dtype, shape, rows)
+  return store.stored_chunk(data, how, dtype, shape, rows)
 
 
-OF_REPORT, OF_TABLE = reports.OF_SHARD, reports.OF_TABLE
 # The type of an accepted request's ANSWER, or its fields and their types.
 OF_ANSWER: dict[Kind, Any] = {
   TABLE: dict(settings=dict, most=float),
   INFO: dict(
-    OF_TABLE,
+    reports.OF_TABLE,
     chunks=int,
     deletes=int,
     updates=int,
@@ -260,36 +251,11 @@ def check_answer(kind: Kind, value: Any) -> None:
 
 def read_report(details: dict[str, Any]) -> dict[str, Any]:
   """Return the known fields of a REPORT; raise WireError if one is missing or malformed."""
-  report = read_map('report', details, OF_REPORT)
+  report = read_map('report', details, reports.OF_SHARD)
   if not math.isfinite(report['resident_mb']):
     raise WireError('a report with a memory that is not finite')
-  return report | {'tables': [read_map('table of a report', t, OF_TABLE) for t in report['tables']]}
-
-
-def read_map(kind: str, details: Any, expected: dict[str, type]) -> dict[str, Any]:
-  """Return the expected fields of a map.
-
-  Args:
-    kind: of map, for the error.
-    details: the map.
-    expected: types by field.
-
-  Raises:
-    WireError: a field is missing or has another type.
-  """
-  if type(details) is not dict:
-    raise WireError(f'a {kind} that is no map')
-  fields = {name: details.get(name) for name in expected}
-  check_fields(kind, list(fields.values()), tuple(expected.values()))
-  return fields
-
-
-def stored_form(chunk: Chunk) -> tuple[int, Any]:
-  """Return how the bytes of a full chunk are stored, and the bytes."""
-  if chunk.packed is None:
-    return AS_IS, chunk.array
-  data, differences = chunk.packed
-  return DIFFERENCES if differences else PACKED, data
+  tables = [read_map('table of a report', t, reports.OF_TABLE) for t in report['tables']]
+  return report | {'tables': tables}
 
 
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:

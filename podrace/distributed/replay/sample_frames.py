@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.replay_messages import AS_IS, DRAWN
+from podrace.distributed.replay.replay_messages import DRAWN
+from podrace.tables.chunks import AS_IS
 from podrace.tables.items import Draws
 
 
@@ -44,7 +45,7 @@ def sample_frames(draws: Draws) -> list[Any]:
           number = numbers.get(chunk.key)
           if number is None:
             number = numbers[chunk.key] = len(chunks)
-            how, stored = replay_messages.stored_form(chunk)
+            stored, how = chunk.packed or (chunk.array, AS_IS)
             data.append(stored)
             chunks.append((0, chunk.length, how, chunk.nbytes))
             size += chunk.nbytes

@@ -20,7 +20,7 @@ import numpy as np
 
 from podrace.distributed.replay import replay_messages
 from podrace.tables.blocking import REPORT_AFTER, Desk, InFlight, Pending, Wait
-from podrace.tables.chunks import Account, Chunk, ChunkStore, pack, unpack
+from podrace.tables.chunks import AS_IS, Account, Chunk, ChunkStore, encode, unpack
 from podrace.tables.items import NEW, Item
 
 COUNTED = 4096  # bytes above which a chunk counts in the size of a message
@@ -64,8 +64,8 @@ class ChunkPiece:
 
   __slots__ = ('data', 'how', 'number', 'rows', 'session')
 
-  def __init__(self, rows: int, how: int, data: bytes) -> None:
-    self.rows, self.how, self.data = rows, how, data
+  def __init__(self, rows: int, data: bytes, how: int) -> None:
+    self.rows, self.data, self.how = rows, data, how
     self.number, self.session = 0, -1
 
 
@@ -154,12 +154,8 @@ class WriterStore(ChunkStore):
     assert isinstance(chunk, SentChunk)
     pieces = [
       np.frombuffer(piece.data, chunk.dtype).reshape(piece.rows, *chunk.shape)
-      if piece.how == replay_messages.AS_IS
-      else unpack(
-        (piece.data, piece.how == replay_messages.DIFFERENCES),
-        chunk.dtype,
-        (piece.rows, *chunk.shape),
-      )
+      if piece.how == AS_IS
+      else unpack((piece.data, piece.how), chunk.dtype, (piece.rows, *chunk.shape))
       for piece in chunk.pieces
     ]
     return np.concatenate(pieces)
@@ -210,16 +206,7 @@ class WriterStore(ChunkStore):
       if upto > chunk.through:
         assert chunk.array is not None
         rows = chunk.array[chunk.through : upto]
-        packed = pack(rows, differences)
-        if packed is None:
-          piece = ChunkPiece(len(rows), replay_messages.AS_IS, rows.tobytes())
-        else:
-          piece = ChunkPiece(
-            len(rows),
-            replay_messages.DIFFERENCES if packed[1] else replay_messages.PACKED,
-            packed[0],
-          )
-        chunk.pieces.append(piece)
+        chunk.pieces.append(ChunkPiece(len(rows), *encode(rows, differences)))
         chunk.through = upto
       if chunk.array is not None and upto == len(chunk.array):
         chunk.array = None

@@ -60,8 +60,7 @@ def run_place(options: Options) -> tuple[str, Path]:
   if not NAME.fullmatch(directory.name):
     raise UsageError(
       f'--run-dir {directory}: --on {options.text("--on")} calls the program as its last part, '
-      'which must have '
-      f'1 to 40 of a-z, 0-9 and -, and begin with a letter, not {directory.name!r}'
+      f'which must have 1 to 40 of a-z, 0-9 and -, and begin with a letter, not {directory.name!r}'
     )
   return directory.name, directory
 

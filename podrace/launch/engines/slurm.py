@@ -223,8 +223,7 @@ def main(directory: Path, submitted: str = '') -> int:
   if sha256(text) != submitted:
     raise UsageError(
       f'{directory / "program.json"} is not the program of this job: its sha256 is {sha256(text)}, '
-      'expected '
-      f'{submitted or "one"}; submit it anew by podrace launch --on slurm'
+      f'expected {submitted or "one"}; submit it anew by podrace launch --on slurm'
     )
   program = programs.from_json(text)
   with end_on_warning() as warnings, Screen([x for n in program.nodes for x in n.names]) as screen:

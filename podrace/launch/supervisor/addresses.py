@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 from collections.abc import Iterator, Mapping
@@ -60,7 +59,7 @@ class Addresses:
       if Reference('keys') in references(node):
         raise UsageError(
           f'node {node.name}: {{keys}} are for programs on several machines, there are none here; '
-          f'leave them out'
+          'leave them out'
         )
     names = (f'{n.name}-{n.replicas}' for n in self._program.nodes)
     if max(len(os.fsencode(self._sockets / name)) for name in names) > LONGEST:
@@ -85,8 +84,7 @@ class Addresses:
 
   def forget(self, node: Node, number: int) -> None:
     """Remove the announcement of a process that starts again."""
-    with contextlib.suppress(FileNotFoundError):
-      self._file(node, number).unlink()
+    self._file(node, number).unlink(missing_ok=True)
 
   def command(self, node: Node, i: int, known: Announced) -> tuple[str, ...]:
     """Return the command of a replica; all references in it must be known."""

@@ -192,7 +192,7 @@ class Supervisor:
   def _write(self, replica: Replica, data: bytes) -> None:
     """Add to a log. A full disk does not end the program."""
     try:
-      replica.write(self._logs, data)
+      replica.open_log(self._logs).write(data)
     except OSError as e:
       if 'a log' not in self._complained:  # which is no name of a replica
         self._complained.add('a log')

@@ -179,14 +179,6 @@ class Replica:
       lines, self.rest = [*lines, self.rest], b''
     return (line.decode(errors='replace') for line in lines)
 
-  def write(self, directory: Path, data: bytes) -> None:
-    """Add to its log.
-
-    Raises:
-      OSError: if the log cannot be written.
-    """
-    self.open_log(directory).write(data)
-
   def open_log(self, directory: Path) -> IO[bytes]:
     """Open its log, unless it is open; raises as `files.open_append`."""
     if self.log is None:

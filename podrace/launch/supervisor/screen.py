@@ -12,7 +12,6 @@ import re
 import sys
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.table import Table
 from rich.text import Text
@@ -65,9 +64,7 @@ class Screen:
     self._thread = Worker('screen', self._table if self._out.isatty() else self._plain)
     return self
 
-  def __exit__(
-    self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-  ) -> None:
+  def __exit__(self, *exc: object) -> None:
     with contextlib.suppress(queue.Full):
       self.lines.put(None, timeout=LAST)
     self._thread.wait(LAST)

@@ -17,8 +17,7 @@ from podrace.architectures.protocol import WriteExtra
 from podrace.errors import CheckpointError
 from podrace.run.checkpoint.arrays import described, snapshot
 from podrace.run.checkpoint.library import PlainPath, pass_warnings_on
-from podrace.run.checkpoint.merging import DRAFT
-from podrace.run.checkpoint.stored import StoredCheckpoint, signed
+from podrace.run.checkpoint.stored import DRAFT, StoredCheckpoint, signed
 from podrace.system import files
 from podrace.system.files.schema import is_step
 from podrace.system.threads import Worker
@@ -195,16 +194,10 @@ class Checkpoints:
 
   def _join(self, timeout: float | None = None) -> None:
     """Wait for the folder that belongs to a checkpoint; raises a failure there once."""
-    if self._writing is None:
-      return
-    try:
-      with self._failing():
-        if not self._writing.join(timeout):
-          return
-    except CheckpointError:
+    if (writing := self._writing) is not None and writing.wait(timeout):
       self._writing = None
-      raise
-    self._writing = None
+      with self._failing():
+        writing.check()
 
   def check(self) -> None:
     """Raise CheckpointError if a save in the background has failed."""

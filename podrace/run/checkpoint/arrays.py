@@ -26,11 +26,8 @@ MIX = 0x9E3779B1  # an odd number that makes each place count differently
 
 PART = 'ocdbt.process_'  # begins the name of the store that one process writes
 METADATA = {b'.zarray', b'.zattrs', b'zarr.json'}  # keys of an array that hold no data
-CONFIG = {
-  'max_inline_value_bytes': 1024,
-  'max_decoded_node_bytes': 10**8,
-  'manifest_kind': 'single',
-}  # as orbax
+# As orbax.
+CONFIG = dict(max_inline_value_bytes=1024, max_decoded_node_bytes=10**8, manifest_kind='single')
 
 Arrays = list[tuple[str, tuple[int, ...], np.dtype]]  # name, shape, dtype
 

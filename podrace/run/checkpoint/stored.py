@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from podrace.errors import CheckpointError, UsageError
-from podrace.run.checkpoint.arrays import PART, Arrays, StoredArrays, fingerprint
+from podrace.run.checkpoint.arrays import PART, Arrays, StoredArrays, fingerprint, merge
 from podrace.run.checkpoint.library import PlainPath
-from podrace.run.checkpoint.merging import DRAFT, merged
+from podrace.system.files import create_folder
 from podrace.system.files.reading import read_json
 from podrace.system.files.schema import COUNT, POSITIVE, TEXT, Member, check_members
 
 META_BYTES = 2**26
+DRAFT = '.orbax-checkpoint-tmp'  # in the name of a checkpoint that is not whole
+INDEX = ('manifest.ocdbt', 'd')  # the names that make up the index of an item
 OBJECT = Member('an object', null=True)
 META = {
   'step': COUNT, 'update': COUNT, 'mesh': POSITIVE, 'model': POSITIVE, 'steps_per_update': POSITIVE,
@@ -81,11 +86,11 @@ class StoredCheckpoint:
       CheckpointError: if the checkpoint is damaged, or of other shapes.
     """
     try:
-      return self._read_in(self._plain, shapes, meta)
+      return self._read_in(self._plain / str(self._step), shapes, meta)
     except CheckpointError as e:
       try:
-        with merged(self._directory, self._step, shapes) as directory:
-          trees = self._read_in(directory, shapes, meta)
+        with _merged(self._directory, self._step, shapes) as folder:
+          trees = self._read_in(folder, shapes, meta)
       except Exception:
         raise e from None
     log.warning(
@@ -95,11 +100,11 @@ class StoredCheckpoint:
     )
     return trees
 
-  def _read_in(self, directory: Path, shapes: Trees, meta: dict[str, Any]) -> Trees:
+  def _read_in(self, folder: Path, shapes: Trees, meta: dict[str, Any]) -> Trees:
     trees = {}
     for item, tree in shapes.items():
       try:
-        trees[item] = StoredArrays(directory / str(self._step) / item).read(tree)
+        trees[item] = StoredArrays(folder / item).read(tree)
       except Exception as e:
         raise self._unreadable(e, f', {item}') from e
       if fingerprint(trees[item]) != meta['fingerprints'].get(item):
@@ -132,6 +137,38 @@ class StoredCheckpoint:
 
   def _failure(self, problem: str) -> CheckpointError:
     return CheckpointError(f'checkpoint {self._step} in {self._directory}{problem}')
+
+
+@contextlib.contextmanager
+def _merged(directory: Path, step: int, items: Iterable[str]) -> Iterator[Path]:
+  """Index the arrays of an older podrace's checkpoint anew, without writing to `directory`.
+
+  With one of MISREAD in the directory's path, orbax left out the index over the folders
+  `ocdbt.process_*`, and a backslash led the folders to another directory.
+
+  Yields:
+    A folder with the items as links, which is removed with the context.
+
+  Raises:
+    OSError, ValueError: if the checkpoint has an index, or if a folder is missing or unreadable.
+  """
+  source = directory / str(step)
+  if all((source / item / INDEX[0]).exists() for item in items):
+    raise ValueError(f'{source} has an index')
+  elsewhere = Path(str(directory).replace('\\', '/')) / f'{step}{DRAFT}'
+  with (
+    tempfile.TemporaryDirectory(prefix='podrace-') as root,
+    contextlib.closing(PlainPath(Path(root))) as plain,
+  ):
+    for item in items:
+      target = create_folder(Path(root, item))
+      folders = [f for f in (source / item, elsewhere / f'{item}{DRAFT}') if f.is_dir()]
+      for entry in (entry for folder in folders for entry in folder.iterdir()):
+        link = target / entry.name
+        if entry.name not in INDEX and not link.is_symlink():
+          link.symlink_to(entry)
+      merge(plain.path / item)
+    yield plain.path
 
 
 def _read_meta(folder: Path) -> dict[str, Any]:

@@ -68,14 +68,14 @@ def sync(path: Path) -> None:
 # --- files -------------------------------------------------------------------------------------
 
 
-def open_new(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
+def open_new(path: Path, mode: str = 'w') -> IO[Any]:
   """Open a new file to write, in the place of a file or a link of that name.
 
   Raises:
     OSError: if a directory has the name, or the file cannot be made.
   """
   path.unlink(missing_ok=True)
-  return create(path, mode, permissions)
+  return create(path, mode)
 
 
 def create(path: Path, mode: str = 'w', permissions: int = 0o666) -> IO[Any]:
@@ -230,9 +230,8 @@ def check_folder(directory: Path, name: str, links: bool = False) -> None:
   if strange:
     raise UsageError(
       f'{name} {directory}: {", ".join(strange[:5])}{" and more" if strange[5:] else ""}; podrace '
-      'does not '
-      'write or read there. Remove it, move what it leads to in its place, or make the whole '
-      'directory a link'
+      'does not write or read there. Remove it, move what it leads to in its place, or make the '
+      'whole directory a link'
     )
 
 

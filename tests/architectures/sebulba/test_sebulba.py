@@ -615,6 +615,27 @@ def test_environments_that_hang_while_they_reset_are_noticed(monkeypatch: Patch)
     forever.set()
 
 
+def test_every_pool_of_stuck_threads_is_killed_although_none_can_be(monkeypatch: Patch) -> None:
+  from podrace.envs.host import jax as jax_pool
+
+  forever, killed = threading.Event(), list[Any]()
+
+  def kill(pool: Any) -> None:
+    killed.append(pool)
+    raise OSError('it cannot be killed')
+
+  program = sebulba(AGENTS['impala'], threads=2, groups=2)
+  driver = compiled(program)
+  monkeypatch.setattr(jax_pool.JaxPool, 'reset', lambda pool: forever.wait(30))
+  monkeypatch.setattr(jax_pool.JaxPool, 'kill', kill)
+  with Running(program, driver=driver) as run:
+    with monkeypatch.context() as patch, pytest.raises(OSError, match='it cannot be killed'):
+      patch.setattr('podrace.architectures.sebulba.actors.CLOSE_SECONDS', 0.1)
+      run.actors.close()
+    assert killed == run.actors.pools[::-1]
+    forever.set()
+
+
 def over_in(seconds: float) -> Any:
   """For `give_up`."""
   end = time.monotonic() + seconds

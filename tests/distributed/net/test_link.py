@@ -176,7 +176,7 @@ def test_an_end_that_is_complete_ends_it() -> None:
     two.say(session_messages.END, True, 'all done')
     two.expect(session_messages.BYE)
   until(lambda: link.closed)
-  assert link.over and client.over
+  assert link.closed and client.over
   link.close()
   end.close()
 
