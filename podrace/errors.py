@@ -15,10 +15,6 @@ class UsageError(ValueError):
   """Bad usage or input; the message is for the user. The command line exits with 2."""
 
 
-class UnfitSetting(UsageError):
-  """A setting that the data of a run prove wrong, such as the range of a head."""
-
-
 class UnreadableFile(UsageError):
   """A file of a run directory, a rule or a policy cannot be read, or has unexpected contents.
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import types
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, Protocol
 
-from podrace.errors import EndTraining, UsageError
+from podrace.errors import EndTraining, RunError, UsageError
 from podrace.learner import is_reserved
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
@@ -48,6 +48,9 @@ class Callbacks:
   """
 
   def __init__(self, callbacks: Sequence[Callback], override: bool = False) -> None:
+    if not isinstance(callbacks, Iterable):
+      raise UsageError(f'callbacks is {callbacks!r}, expected a sequence, as [{_name(callbacks)}]')
+    callbacks = tuple(callbacks)
     for callback in callbacks:
       if not callable(callback):
         raise UsageError(f'{callback!r} is no callback: it cannot be called with a line of metrics')
@@ -74,6 +77,14 @@ class Callbacks:
       except EndTraining as e:
         self.ended = self.ended or str(e) or 'a callback ended it'
         added = e.metrics
+      except SystemExit as e:
+        raise RunError(
+          f'{_name(callback)} called sys.exit: raise podrace.errors.EndTraining to end a run'
+        ) from e
+      if not (isinstance(added, Mapping) and all(isinstance(name, str) for name in added)):
+        raise UsageError(
+          f'{_name(callback)} returned {added!r:.100}, expected a dict of numbers by name, or None'
+        )
       for name, value in added.items():
         if name in line or name in metrics or is_reserved(name):
           raise UsageError(f'a callback reports {name}, which is there already; take another name')
@@ -109,7 +120,8 @@ class Callbacks:
     return [c.transform for c in self._callbacks if hasattr(c, 'transform')]
 
   def check(self, config: Config) -> None:
-    """Raise UsageError if a run cannot call a callback's `transform`."""
+    """Raise UsageError if a run cannot save a callback's memory, or call its `transform`."""
+    self.state()
     if not self.transforms:
       return
     if config.agree == 'gossip':
@@ -125,11 +137,15 @@ class Callbacks:
 
   def state(self) -> Any:
     """Return the memory of all callbacks, as JSON."""
-    states = [c.state() if hasattr(c, 'state') else None for c in self._callbacks]
-    try:
-      json.dumps(states, allow_nan=False)
-    except (TypeError, ValueError) as e:
-      raise UsageError(f'the state of a callback is no JSON: {e}') from e
+    states = []
+    for callback in self._callbacks:
+      try:
+        states.append(callback.state() if hasattr(callback, 'state') else None)
+        json.dumps(states[-1], allow_nan=False)
+      except Exception as e:
+        raise UsageError(
+          f'{_name(callback)}.state() failed, or returned no JSON: {type(e).__name__}: {e}'
+        ) from e
     return {'ended': self.ended, 'states': states, 'names': self._names}
 
   def restore(self, saved: Any) -> None:

@@ -163,8 +163,8 @@ class Log:
       step: of the line.
       summary: of `Architecture.read_log`.
       state: of the run.
-      saving: makes the context in which sinks, callbacks and the agent's advice are called. If they
-        fail, it saves the state that it is called with.
+      saving: makes the context in which the line is written, and sinks, callbacks and the agent's
+        advice are called. If they fail, it saves the state that it is called with.
     """
     line: metrics.Line = {
       'step': step,
@@ -180,8 +180,8 @@ class Log:
       line = self.callbacks(line)
     except Exception as e:  # raised below: a checkpoint of this update needs the line
       failure = e
-    self.lines.write(line)
     with saving(state):
+      self.lines.write(line)
       if failure is not None:
         raise failure
       state = self._transformed(state, line)

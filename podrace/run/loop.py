@@ -178,6 +178,7 @@ class Run:
     self.evaluates: Resolved | None = None
     self.evaluations: Evaluations | None = None
     self.compile_s = 0.0
+    self.has_begun = False
 
   def use_log(self, data: Log | None) -> None:
     """Replay a data set, if there is one."""
@@ -198,7 +199,8 @@ class Run:
         return summary
       self._listen(stack)
       self._open(stack, is_ours)
-      with note_end(self.run_dir, Stopped, is_ours) if self.leader else contextlib.nullcontext():
+      noted = note_end(self.run_dir, Stopped, is_ours, lambda: self.has_begun)
+      with noted if self.leader else contextlib.nullcontext():
         self._compile(stack)
         state, keys = self._restore_or_init()
         self._start(stack, state, keys)
@@ -317,6 +319,7 @@ class Run:
       self._note_changes()
       (self.run_dir / 'summary.json').unlink(missing_ok=True)
     self.program.start(state, keys)
+    self.has_begun = True
 
   def _note_changes(self) -> None:
     """Record each setting that differs from the one in the run's record."""

@@ -44,6 +44,13 @@ class RunOptions:
   quiet: bool
   callbacks: Callbacks
 
+  def __post_init__(self) -> None:
+    if isinstance(self.sinks, str):
+      raise UsageError(f'sinks is {self.sinks!r}, expected a sequence, as ({self.sinks!r},)')
+    object.__setattr__(self, 'sinks', tuple(self.sinks))
+    # A callback or an environment may change the working directory.
+    object.__setattr__(self, 'run_dir', self.run_dir.absolute())
+
   def check(self) -> None:
     """Raise UsageError for unknown sinks, and for callbacks that these processes cannot have."""
     check_sinks(self.sinks, self.run_dir)

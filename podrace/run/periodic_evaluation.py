@@ -160,10 +160,14 @@ class Evaluations:
         params = jax.device_put(read_params(self._path(step), self._shapes), device)
         began = time.perf_counter()
         line = {'step': step, 'wall_s': round(wall_s, 3), **evaluate(params)}
+        if self._stopped:  # the directory may be another run's by now
+          break
         self.lines.write({**line, 'eval_s': round(time.perf_counter() - began, 3)})
         if self._config.eval_video:
           self._film(resolved, step, params)
         self.lines.sync()
+        if self._stopped:
+          break
         self._best.offer(step, line['episode_return_mean'], self._path(step))
         self._made += 1
     self.lines.close()

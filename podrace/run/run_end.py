@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import CheckpointError, RunError, UnfitSetting, UnreadableFile, UsageError
+from podrace.errors import CheckpointError, RunError, UnreadableFile, UsageError
 from podrace.system.files import write_whole
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import TEXT
@@ -23,7 +23,10 @@ END = 'end.json'  # in a run directory without a summary
 
 @contextlib.contextmanager
 def note_end(
-  path: Path, stopped: type[Exception], is_ours: Callable[[], bool] = lambda: True
+  path: Path,
+  stopped: type[Exception],
+  is_ours: Callable[[], bool] = lambda: True,
+  has_begun: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
   """Record how a life of a run ended, if an exception leaves the context.
 
@@ -33,6 +36,7 @@ def note_end(
     path: the run directory.
     stopped: the exception that a signal raises.
     is_ours: returns whether the directory is still the run's. Else nothing is written.
+    has_begun: returns whether training has begun.
   """
   try:
     before = read_end(path)
@@ -52,11 +56,10 @@ def note_end(
   except stopped as e:
     note(STOPPED, str(e))
     raise
-  except UnfitSetting as e:
-    note(FAILED, summarize_failure(e))
-    raise
-  except UsageError:
-    if before:
+  except UsageError as e:
+    if has_begun():
+      note(FAILED, summarize_failure(e))
+    elif before:
       note(before.get('state', FAILED), before.get('why', ''))
     raise
   except KeyboardInterrupt:

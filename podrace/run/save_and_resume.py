@@ -203,7 +203,7 @@ class Saves:
         part.restore(meta[name])
       except UsageError:
         raise
-      except (KeyError, TypeError, AttributeError, ValueError) as e:
+      except Exception as e:  # of a callback's `restore`, or a damaged file
         raise RunError(
           f'checkpoint {step}: its part {name!r} cannot be restored: {type(e).__name__}: {e}'
         ) from e

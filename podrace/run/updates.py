@@ -11,7 +11,7 @@ import numpy as np
 
 from podrace import hooks
 from podrace.architectures.protocol import Architecture
-from podrace.errors import RunError, Stopped, UnfitSetting
+from podrace.errors import RunError, Stopped, UsageError
 from podrace.run.log import Log
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.run.save_and_resume import Saves
@@ -156,7 +156,7 @@ class UpdateLoop:
     return int(all_[0, 0]), int(all_[:, 1].max()), bool(all_[0, 2]), bool(all_[0, 3])
 
   def _check_health(self, update: int) -> None:
-    """Raise RunError or UnfitSetting if the loss or a parameter is not finite.
+    """Raise RunError or UsageError if the loss or a parameter is not finite.
 
     Of several settings, one that diverges is reported, and the run goes on.
     """
@@ -184,7 +184,7 @@ class UpdateLoop:
       self.saves.checkpoints.wait()  # so that it is there
       kept = f'the last good checkpoint is step {self.saves.saved:,}'
     if bad and np.all(finite) and (reason := hooks.refusal(self.config.agent)):
-      raise UnfitSetting(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
+      raise UsageError(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
     learn = label(hooks.innermost(self.config.agent), 'learn')
     raise RunError(
       f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n'
