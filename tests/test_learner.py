@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from podrace.agents.impala import Impala
 from podrace.agents.ppo import PPO
 from podrace.architectures.anakin import Anakin
 from podrace.envs import make
-from podrace.learner import empty_log, learner, sample_learner, sgd
+from podrace.learner import device_step, empty_log, learner, sample_learner, sgd
 from podrace.networks import ActorCritic, body
 from podrace.replay import on_policy
 from podrace.types import Sample, TimeStep, TrainState, Trajectory
@@ -406,3 +407,22 @@ def test_collectives_are_found() -> None:
   found = collectives(jax.jit(step).lower(jnp.ones(128)).compile().as_text())
   assert {c.kind for c in found} == set(COLLECTIVES)
   assert [(c.depth, c.size) for c in found if c.kind == 'all-reduce'] == [(1, 16)]
+
+
+def test_metrics_of_several_samples_are_summed_as_floats() -> None:
+  """A bool would be their or, and a byte would wrap."""
+
+  class Counting:
+    def learn(self, train: Any, sample: Any, key: Any) -> Any:
+      metrics = {'loss': jnp.float32(1), 'is_large': jnp.bool_(True), 'count': jnp.uint8(100)}
+      return train, (), metrics
+
+  replay: Any = SimpleNamespace(
+    add=lambda memory, trajectory: memory, times=lambda update: jnp.int32(3),
+    sample=lambda memory, key: SimpleNamespace(index=0), update=lambda memory, *_: memory,
+  )  # fmt: skip
+  step = jax.vmap(device_step(Counting(), replay), axis_name=topology.AXIS, axis_size=1)
+  one = jnp.zeros(1)
+  *_, metrics, times = step(one, one, one, jax.random.split(jax.random.key(0), 1), one)
+  assert {k: float(v[0]) for k, v in metrics.items()} == {'loss': 3, 'is_large': 3, 'count': 300}
+  assert times == 3

@@ -53,7 +53,8 @@ def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
   shape: tuple[int, ...] = (n, *(space.shape or ()))
   if action_dtype(space) == np.int32:
     least, most = (np.clip(np.asarray(x, np.int64), -(2**31), 2**31 - 2) for x in limits)
-    return jax.random.randint(key, shape, jnp.int32(least), jnp.int32(most + 1))
+    ends = (jnp.broadcast_to(jnp.int32(x), shape) for x in (least, most + 1))
+    return jax.random.randint(key, shape, *ends)
   low, high = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), shape) for x in limits)
   bounded = (low >= -distributions.UNBOUNDED) & (high <= distributions.UNBOUNDED)
   inside = jax.random.uniform(

@@ -42,7 +42,8 @@ class Resolved:
       UsageError: if there is no such environment or log.
     """
     if self.log is None:
-      return self.make_env(self.config.env)
+      make = host.make if self.config.architecture == 'sebulba' else envs.make
+      return make(self.config.env)
     acting = self.acting.env if self.config.env else None
     return log_settings.environment(self.config, self.log, acting)
 
@@ -72,8 +73,9 @@ class Resolved:
     return Resolved(config, self.run_dir)
 
   def make_env(self, name: str) -> Any:
-    """Make an environment as the run's architecture needs it."""
-    return host.make(name) if self.config.architecture == 'sebulba' else envs.make(name)
+    """Make an environment for an evaluation: on the host if the run acts there, or must."""
+    on_host = self.config.architecture == 'sebulba' or needs_sebulba(name)
+    return host.make(name) if on_host else envs.make(name)
 
   @functools.cached_property
   def agent(self) -> Any:
@@ -137,10 +139,6 @@ class WithoutEnvironment(Resolved):
   def acting(self) -> Resolved:
     """Itself."""
     return self
-
-  def make_env(self, name: str) -> Any:
-    """Make the environment of an evaluation, on the host if it is in no other place."""
-    return host.make(name) if needs_sebulba(name) else envs.make(name)
 
 
 def resolve(config: Config) -> Resolved:

@@ -17,6 +17,7 @@ from test_runs import called
 
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.r2d2 import R2D2
 from podrace.distributed.environments import environment_messages
 from podrace.distributed.net.frame import WireError
 from podrace.envs import contract
@@ -30,7 +31,8 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.run.loop import train
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
-from podrace.types import FIRST, LAST, MID, Arrival, TimeStep
+from podrace.topology import AXIS
+from podrace.types import FIRST, LAST, MID, ActorOutput, Arrival, Sample, TimeStep, Trajectory
 
 SPACE = spaces.Dict(
   action_mask=spaces.Box(0, 1, (3,), np.int8), x=spaces.Box(-9, 9, (3,), np.float32)
@@ -214,3 +216,24 @@ def test_no_environment_has_answered() -> None:
   spec = HostSpec('mine', SPACE, spaces.Discrete(3), make=lambda args: None)  # type: ignore[arg-type, return-value]
   ids = np.zeros(0, np.int32)
   Checker(spec, 3)(Arrival(ids, t, none, none > 0, ids))
+
+
+@pytest.mark.parametrize('cls', [DQN, pytest.param(R2D2, marks=pytest.mark.slow)])
+def test_a_forbidden_filler_is_in_no_metric(cls: Any) -> None:
+  """A log repeats an action in the rows of LAST, where the mask may forbid it."""
+  sizes = dict(burn_in=0, sequence=2) if cls is R2D2 else {}
+  env = SimpleNamespace(observation_space=SPACE, action_space=spaces.Discrete(3))
+  agent = bind(cls(network=QNetwork(hidden=(4,)), **sizes), env)
+  kinds = jnp.array([[MID, LAST], [LAST, FIRST], [FIRST, MID]], jnp.int8)
+  one, last = jnp.ones((3, 2)), (kinds == LAST).astype(jnp.int8)
+  mask = 1 - last[..., None] * jnp.array([[[1, 0, 0]]], jnp.int8)
+  steps = TimeStep({'action_mask': mask, 'x': jnp.ones((3, 2, 3))}, one, one, kinds)
+  length = 2 if cls is R2D2 else 1
+  steps = jax.tree.map(lambda x: x[: length + 1], steps)
+  state = agent.initial_state(jnp.arange(2))
+  outputs = ActorOutput(jnp.zeros((length, 2), jnp.int32))
+  sample = Sample(Trajectory(steps, outputs, state, jnp.arange(2)), jnp.ones(2), jnp.arange(2))
+  train, key = agent.init(jax.random.key(0)), jax.random.key(1)
+  step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
+  _, _, metrics = step(jax.tree.map(lambda x: x[None], train))
+  assert abs(float(metrics['value'][0])) < 100

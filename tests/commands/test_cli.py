@@ -62,7 +62,6 @@ from podrace.commands.shared_options import PEER_TIMEOUT
 from podrace.distributed.net.session_messages import SILENCE
 from podrace.errors import UsageError
 from podrace.experiments import runs as directories
-from podrace.experiments.bench import sample_allowed
 from podrace.fields import flag
 from podrace.hooks import BOUND
 from podrace.networks import ActorCritic
@@ -579,17 +578,6 @@ def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
   )  # fmt: skip
   assert code == 0, told
   assert json.loads(out.splitlines()[-1])['environment'] > 0
-
-
-@pytest.mark.parametrize('space', [spaces.Discrete(5), spaces.MultiDiscrete([2, 3])], ids=str)
-def test_random_actions_that_masks_allow(space: spaces.Space) -> None:
-  rng = np.random.default_rng(0)
-  mask = np.tile(np.array([[1, 0, 0, 1, 1]], np.int8), (200, 1))
-  action = sample_allowed(space, mask, rng)
-  if isinstance(space, spaces.Discrete):
-    assert set(action.tolist()) == {0, 3, 4}
-  else:
-    assert set(action[:, 0].tolist()) == {0} and set(action[:, 1].tolist()) == {1, 2}
 
 
 @pytest.mark.parametrize(

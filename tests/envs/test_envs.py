@@ -164,6 +164,41 @@ ENDS = (
 )
 
 
+def _of_jumanji(name: str) -> Any:
+  dynamics = podrace.envs.make(f'jumanji:{name}').dynamics
+  return getattr(dynamics, 'dynamics', dynamics)  # without the time limit
+
+
+def test_a_search_does_not_foresee_the_chance_of_jumanji() -> None:
+  """Its state holds a key, which is not the one of the next step."""
+  dynamics = _of_jumanji('Snake-v1')
+  state, _ = dynamics.reset(jax.random.key(0))
+  step = jax.jit(lambda key: dynamics.step(state, jnp.int32(1), key)[0].key)
+  keys = {tuple(np.asarray(step(key))) for key in jax.random.split(jax.random.key(1), 3)}
+  assert len(keys) == 3
+
+
+@pytest.mark.parametrize(
+  'name', ['Minesweeper-v0', pytest.param('Tetris-v0', marks=pytest.mark.slow)]
+)
+def test_a_mask_of_jumanji_that_judges_an_action_as_a_whole(name: str) -> None:
+  dynamics = _of_jumanji(name)
+  parts = tuple(np.asarray(dynamics.env.action_spec.num_values))
+  assert dynamics.action_space == spaces.Discrete(int(np.prod(parts)), dtype=np.int32)
+  key = jax.random.key(0)
+  state, first = dynamics.reset(key)
+  action = int(np.flatnonzero(np.ravel(first.observation['action_mask']))[7])
+  assert action % parts[1]
+  _, timestep = dynamics.step(state, jnp.int32(action), key)
+  _, expected = dynamics.env.step(state, jnp.array(np.unravel_index(action, parts), jnp.int32))
+  assert timestep.reward == expected.reward
+  changed = timestep.observation['action_mask'] != first.observation['action_mask']
+  np.testing.assert_array_equal(
+    changed, expected.observation.action_mask != first.observation['action_mask']
+  )
+  assert changed.any()
+
+
 @pytest.mark.parametrize(
   ('name', 'action', 'step', 'discount'),
   [

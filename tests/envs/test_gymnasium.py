@@ -236,6 +236,7 @@ def test_environments_that_allow_few_actions_are_given_one() -> None:
     (spaces.MultiDiscrete([2, 3]), [0, 1, 0, 0, 1], [1, 2]),
     (spaces.MultiDiscrete([2, 3]), None, [0, 0]),
     (spaces.MultiBinary(2), None, [0, 0]),
+    (spaces.MultiBinary(2), [0, 1, 1, 0], [1, 0]),
     (spaces.Box(1, 2, (2,)), None, [1, 1]),
     (spaces.Box(-np.inf, np.inf, ()), None, 0),
   ],

@@ -11,17 +11,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Dict, Discrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from typed_envs import ACTIONS
 
 from podrace import distributions
 from podrace.envs import UnknownName
+from podrace.envs.contract import random_action
 from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
-from podrace.envs.host.spaces import in_jax
+from podrace.envs.host.spaces import allowed_choices, best_choices, in_jax
 from podrace.envs.host.worker import actions_for
-from podrace.envs.spaces import convert, leaves, map_leaves, tree, values
+from podrace.envs.spaces import convert, is_bytes_of_image, leaves, map_leaves, tree, values
+from podrace.envs.timestep_rules import RULES, choices_of
 from podrace.errors import HostError, UsageError
+from podrace.types import MID, TimeStep
 
 SPACE = Dict(b=Tuple([Discrete(3), Dict(x=Box(0, 1, (2,)))]), a=Discrete(2))
 VALUE = {'a': 1, 'b': (2, {'x': 3}), 'more': 4}  # what is not declared is left out
@@ -126,3 +129,67 @@ def test_a_pool_has_any_number_of_environments() -> None:
   ) as pool:
     pool.reset()
     assert len(pool.recv().env_id) == n
+
+
+# --- choices --------------------------------------------------------------------------------------
+
+MASK = np.array([1, 0, 0, 1, 1, 0], np.int8)
+CHOICES = (  # a space, the choices of its parts, and the actions that MASK allows
+  (Discrete(6), [6], [0, 3, 4]),
+  (Discrete(6, start=2), [6], [2, 5, 6]),
+  (MultiDiscrete([2, 4]), [2, 4], [[0, 1], [0, 2]]),
+  (MultiDiscrete([[2], [4]], start=[[1], [0]]), [2, 4], [[[1], [1]], [[1], [2]]]),
+  (MultiBinary(3), [2, 2, 2], [[0, 1, 0]]),
+)
+
+
+@pytest.mark.parametrize(('space', 'counts', 'allowed'), CHOICES, ids=str)
+def test_actions_that_a_mask_allows(space, counts, allowed) -> None:
+  assert choices_of(space) == counts
+  mask = allowed_choices(space, {'action_mask': np.tile(MASK, (200, 1))}, 200)
+  rng = np.random.default_rng(0)
+  actions = best_choices(space, rng.random(mask.shape) * mask)
+  assert actions.dtype == space.dtype and all(map(space.contains, actions))
+  assert np.unique(actions, axis=0).tolist() == allowed
+
+
+def test_no_mask_of_the_choices() -> None:
+  masked = {'action_mask': MASK[None]}
+  assert allowed_choices(Discrete(5), masked, 1) is None  # the network refuses it
+  assert allowed_choices(Box(0, 1, (6,)), masked, 1) is None
+  assert allowed_choices(Discrete(6), MASK, 1) is None
+  assert choices_of(Box(0, 1, (6,))) == choices_of(Box(0, 5, (6,), np.int8)) == []
+
+
+def test_a_switch_whose_mask_allows_nothing_breaks_the_contract() -> None:
+  mask = np.array([[1, 0, 0, 0], [1, 0, 0, 1]], np.int8)
+  one = np.ones(2, np.float32)
+  t = TimeStep({'action_mask': mask}, one, one, np.full(2, MID, np.int8))
+  broken = RULES['mask'].is_broken(t, None, choices_of(MultiBinary(2)))
+  assert broken.tolist() == [True, False]
+
+
+@pytest.mark.parametrize(
+  'space',
+  [
+    Discrete(3, start=-1), MultiDiscrete([2, 3], start=[5, 0], dtype=np.int8), MultiBinary(3),
+    Box(-2, 1, (2,), np.int8), Box(-(2**31), 2**31 - 1, (2,), np.int32), Box(0, 2**32 - 1, (1,), np.uint32),
+    Box(-1, 1, (2,), np.float64), Box(-np.inf, 5, (2,)),
+    Box(-np.finfo('f').max, np.finfo('f').max, (2,)), Box(0, 1e30, (2,)),
+  ],
+  ids=str,
+)  # fmt: skip
+def test_random_actions_are_in_the_space_and_in_the_types_of_agents(space) -> None:
+  actions = np.asarray(random_action(space, jax.random.key(0), 500))
+  is_float = np.issubdtype(space.dtype, np.floating)
+  assert actions.dtype == (np.float32 if is_float else np.int32)
+  assert actions.shape == (500, *space.shape) and np.isfinite(actions).all()
+  for action in actions:
+    assert space.contains(action.astype(space.dtype)), action
+  for part in np.reshape(actions, (500, -1)).T:
+    assert len(np.unique(part)) == (2 if space == MultiBinary(3) else len(np.unique(part))) > 1
+
+
+def test_an_image_of_no_pixels_is_none() -> None:
+  assert not is_bytes_of_image(Box(0, 255, (0, 4, 3), np.uint8))
+  assert is_bytes_of_image(Box(0, 255, (4, 4, 3), np.uint8))

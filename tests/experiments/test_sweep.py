@@ -23,13 +23,16 @@ import podrace
 from podrace import cli
 from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
+from podrace.agents.r2d2 import R2D2
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 from podrace.experiments import plot
 from podrace.experiments.sweep import plan, processes, settings, together
 from podrace.experiments.sweep.proposals import OptunaStudy
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace
+from podrace.networks import QNetwork
 from podrace.policy.export import export
+from podrace.replay import Buffer
 from podrace.run.directory import is_running, load_config
 from podrace.run.evaluate import evaluate
 from podrace.run.saved_params import restore_params
@@ -500,3 +503,23 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_a_sweep(
   sweep: Any = SimpleNamespace(folder=tmp_path, spaces={})
   assert plan._draw(sweep, []) is None
   assert 'no such backend' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize('log', ['', 'log'])
+@pytest.mark.parametrize('path', ['agent.discount', 'agent.epsilon-base'])
+def test_first_priorities_and_acting_are_of_all_members(
+  path: str, log: str, tmp_path: Path, capsys: Capture
+) -> None:
+  """R2D2 computes priorities of new windows by them, with a log as well."""
+  of_log = {}
+  if log:
+    of_log = dict(log=str(tmp_path / 'log'), log_share='1/2')
+    to = '--to', of_log['log']
+    assert called(capsys, 'record', 'catch', '--random', '--episodes', '4', *to)[0] == 0
+  buffer = Buffer(capacity=2_000, min_size=64, batch_size=8, priority_exponent=0.9)
+  agent = R2D2(QNetwork(core='lstm', core_size=8, hidden=(8,)), buffer, sequence=10, burn_in=2)
+  config = podrace.configure(
+    'catch', agent=agent, num_envs=4, unroll_length=10, total_steps=400, devices=1,
+    **of_log,
+  )  # fmt: skip
+  assert path in together.why_not(config, [{path: 0.1}, {path: 0.2}])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from gymnasium import spaces
@@ -262,6 +263,36 @@ class Switches(Steps):
     reward = jnp.mean(action.astype(jnp.float32))
     over = state.time + 1 >= self.length
     return State(state.time + 1), transition(jnp.array([2, 0]), reward, False, over)
+
+
+class KeptState(NamedTuple):
+  time: Any
+  action: Any  # [2] i32, as agents give it
+
+
+class Kept(Steps):
+  """Its state holds the action of two switches, of which the first must be on."""
+
+  observation_space = spaces.Dict(
+    action_mask=spaces.MultiBinary(4), x=spaces.Box(0, 1, (2,), np.float32)
+  )
+  action_space = spaces.MultiBinary(2)
+
+  def see(self, action: Any) -> Any:
+    mask = jnp.array([0, 1, 1, 1], jnp.int8)
+    return {'action_mask': mask, 'x': action.astype(jnp.float32)}
+
+  def reset(self, key: Any) -> Any:
+    action = jnp.zeros(2, jnp.int32)
+    return KeptState(jnp.int32(0), action), restart(self.see(action))
+
+  def step(self, state: Any, action: Any, key: Any) -> Any:
+    time = state.time + 1
+    return KeptState(time, action), transition(self.see(action), 1.0, False, time >= self.length)
+
+
+def test_a_state_with_the_action_is_checked_as_agents_act() -> None:
+  check_env.check_environment(wrapped('Kept'))
 
 
 @pytest.mark.parametrize(

@@ -372,3 +372,26 @@ def test_a_run_on_the_host_is_evaluated_and_environments_that_fail_are_told(
   told = capfd.readouterr().err
   assert 'gymnasium:host_envs:Terminated-v0' in told
   assert 'the game broke' in told and 'Traceback' not in told
+
+
+def long_catch() -> Any:
+  env = make('podrace:catch')
+  dynamics = type(env.dynamics)
+  long = type('Long', (dynamics,), {'action_space': gymnasium.spaces.Discrete(3)})
+  return dataclasses.replace(env, dynamics=long(**vars(env.dynamics)))
+
+
+def test_choices_of_64_bits_are_those_of_32(trained: Path) -> None:
+  """Gymnasium's default is int64, which JAX does not have."""
+  result = evaluate(
+    trained, 4, env='python:test_evaluate.long_catch', allow_code=['test_evaluate']
+  )  # fmt: skip
+  assert result['episodes'] == 8
+
+
+def test_a_run_in_jax_plays_on_the_host(tmp_path: Path) -> None:
+  config = Config(agent=Impala(ActorCritic(hidden=(8,))), env='gymnax:CartPole-v1', num_envs=8, unroll_length=4,
+                  total_steps=64)  # fmt: skip
+  loop.train(config, tmp_path / 'run', quiet=True)
+  result = evaluate(tmp_path / 'run', 3, env='gymnasium:CartPole-v1')
+  assert result['episodes'] == 3 and result['episode_return_mean'] > 1

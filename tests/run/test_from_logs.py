@@ -19,6 +19,8 @@ from test_runs import called
 
 import podrace
 from podrace.envs.logs.minari_files import read_log
+from podrace.errors import UsageError
+from podrace.types import LAST
 
 Capture = pytest.CaptureFixture[str]
 BC = ['--agent', 'bc', '--agent.network.hidden', '32', '--agent.buffer.min-size', '64',
@@ -215,6 +217,18 @@ def test_recorded_episodes_are_of_their_seeds(tmp_path: Path, capsys: Capture) -
     returns.append(episode.rewards.sum())
   assert result['episode_return_mean'] == pytest.approx(np.mean(returns))
   assert read_log(str(folder)).steps == data.total_steps
+
+
+def test_random_switches_are_ones_that_the_mask_allows(tmp_path: Path, capsys: Capture) -> None:
+  env = 'python:test_check.wrapped,cls=Kept'
+  recorded(capsys, tmp_path / 'log', '--env', env, '--random', '--episodes', '5')
+  rows = read_log(str(tmp_path / 'log')).rows
+  acted = rows.action[rows.step_type != LAST]
+  assert acted[:, 0].tolist() == [1] * len(acted) and {*acted[:, 1].tolist()} == {0, 1}
+  with h5py.File(tmp_path / 'log' / 'data' / 'main_data.hdf5', 'a') as file:
+    file['episode_3/actions'][2, 0] = 0
+  with pytest.raises(UsageError, match=r'episode_3.*action_mask'):
+    read_log(str(tmp_path / 'log'))
 
 
 def test_a_run_is_recorded_and_learned_from(
