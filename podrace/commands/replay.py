@@ -22,7 +22,8 @@ COMMAND = Command(
     Option('--listen', 'ADDRESS', 'address of the service: tcp://HOST:PORT or unix:PATH'),
     Option('--dir', 'DIR', 'directory of checkpoints: the service restores the newest, and writes '
       'on SIGTERM and Ctrl-C, at the request of a client, and by --checkpoint-every'),
-    Option('--checkpoint-every', 'S', 'seconds between checkpoints (default: not by time)', 0),
+    Option('--checkpoint-every', 'S', 'seconds between checkpoints (default 60 with --dir; 0: not '
+      'by time)', 0),
     Option('--table', 'SETTINGS', 'create a table at the start; may be repeated'),
     Option('--client-bytes', 'N', 'bytes of steps that one client may hold for later items '
       '(default 1 GiB)', 2 ** 30),
@@ -57,6 +58,7 @@ def run(args: list[str]) -> int:
   from podrace.distributed import net
 
   net.require()
+  by_time = '--checkpoint-every' in options or '--dir' not in options
   with log_to_stderr('podrace replay', '--quiet' in options):
     return serve(
       listen,
@@ -64,7 +66,7 @@ def run(args: list[str]) -> int:
       keys=options.path('--keys'),
       insecure='--insecure' in options,
       tables=parse_tables(options.every('--table')),
-      checkpoint_every=options.number('--checkpoint-every'),
+      checkpoint_every=options.number('--checkpoint-every') if by_time else 60.0,
       most_bytes=options.whole('--client-bytes'),
       peer_timeout=options.number('--peer-timeout'),
       announce=shared.announcement(options, 'replay'),

@@ -232,7 +232,7 @@ def _over_service(arrangement: str, request: LaunchRequest) -> tuple[Node, ...]:
     )
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
-    '--dir', '{dir}/replay-{replica}', '--checkpoint-every', '60',
+    '--dir', '{dir}/replay-{replica}',
     *request.keys, *select_options(request.arguments, ('--quiet',), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')

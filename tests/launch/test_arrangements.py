@@ -76,7 +76,7 @@ def test_qtopt(tmp_path: Path) -> None:
   at = '--connect-replay unix:S/replay-0 --params unix:S/learner-0'
   assert found == {
     'replay': 'podrace replay --listen unix:S/replay-0 --announce S/announced/replay-0 --dir '
-    f'{tmp_path}/replay-0 --checkpoint-every 60',
+    f'{tmp_path}/replay-0',
     'learner': f'podrace train qtopt-grasp {log} --total-steps 9 {labels} --replay service --lag '
     'async --connect-replay unix:S/replay-0 --listen unix:S/learner-0 --announce '
     'S/announced/learner-0 --run-dir runs/one',

@@ -26,6 +26,7 @@ from test_service_tables import SIMPLE, fill
 from test_tables import in_thread
 
 from podrace import cli, errors, tables
+from podrace.commands import replay as replay_command
 from podrace.commands.replay import parse_tables
 from podrace.distributed import parameters
 from podrace.distributed import replay as service
@@ -44,6 +45,19 @@ def command(*args: str) -> int:
   with pytest.raises(SystemExit) as end:
     cli.main(args)
   return end.value.code
+
+
+@pytest.mark.parametrize(
+  ('args', 'seconds'),
+  [((), 0), (('--dir', 'x'), 60), (('--dir', 'x', '--checkpoint-every', '0'), 0)],
+)
+def test_a_service_with_a_directory_saves_by_time(
+  args: tuple[str, ...], seconds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  served = {}
+  monkeypatch.setattr(replay_command, 'serve', lambda address, **more: served.update(more) or 0)
+  assert command('replay', '--listen', 'tcp://127.0.0.1:0', *args) == 0
+  assert served['checkpoint_every'] == seconds
 
 
 def test_the_command_line_refuses_what_can_not_be(capfd: pytest.CaptureFixture[str]) -> None:
