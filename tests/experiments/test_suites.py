@@ -422,6 +422,25 @@ def test_again_discards_what_no_run_can_change(
   assert not (folder / 'records/catch.ppo.0.json').exists()
 
 
+def test_again_discards_a_damaged_record_and_no_other_suite_s(tiny: Path, tmp_path: Path) -> None:
+  folder = copy(tiny, tmp_path)
+  suite = suites.load(str(folder / 'tiny.toml'))
+  programs = [p for p in suite.programs if p.name == 'catch.ppo.0']
+  configs = {p.name: configure.parse_words(p.command, 'test') for p in programs}
+  plan = Reproduction(suite, programs, configs, folder / 'runs', folder / 'records', 1, False)
+  path, again = folder / 'records/catch.ppo.0.json', dataclasses.replace(plan, again=True)
+  record = json.loads(path.read_text())
+  path.write_text(json.dumps(record | {'suite': 'other'}))
+  with pytest.raises(UsageError, match='other'):
+    check_settings(again, lambda text: None)
+  path.write_text(json.dumps(record | {'training': [None, None]}))
+  with pytest.raises(UsageError, match='--again'):
+    check_settings(plan, lambda text: None)
+  assert path.exists() and (folder / 'runs/catch.ppo.0').exists()
+  check_settings(again, lambda text: None)
+  assert not path.exists() and not (folder / 'runs/catch.ppo.0').exists()
+
+
 @pytest.mark.slow
 def test_again_trains_what_has_changed(tiny: Path, tmp_path: Path, cache: Path) -> None:
   folder = copy(tiny, tmp_path)

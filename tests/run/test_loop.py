@@ -139,6 +139,9 @@ def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
   assert final_return(path)['episode_return_by_seed'] == [2.0, None]
   path.write_text(json.dumps(text[1]) + '\n')
   assert final_return(path) == {'episode_return': None, 'episodes': 0}
+  seeds = dict(episode_return_by_seed=[None, None], episodes_by_seed=[0, 0])
+  path.write_text(json.dumps({**text[1], 'episodes': 0, **seeds}) + '\n')
+  assert final_return(path)['episode_return_by_seed'] == [None, None]
 
 
 def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:

@@ -110,7 +110,8 @@ def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
   """Return the record of a program in a directory; None if there is none.
 
   Raises:
-    UnreadableFile: if it is damaged, or of another suite.
+    UnreadableFile: if it is damaged.
+    UsageError: if it is of another suite or program.
   """
   path = record_path(folder, program)
   content = read_object(path, RECORD)
@@ -118,7 +119,7 @@ def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
     return None
   name = content['suite']
   if (name, content['task'], content['agent']) != (suite.name, program.task, program.agent):
-    raise UnreadableFile(path, f'is of suite {name:.99}, or of another program')
+    raise UsageError(f'{path} is of suite {name:.99}, or of another program')
   seeds, curve = len(content['seeds']), content['curve']
   if any(len(x) != seeds for x in (content['training'], content['evaluated'], curve['returns'])):
     raise UnreadableFile(path, f'has other numbers of scores and curves than its {seeds} seeds')
@@ -133,8 +134,8 @@ def read_records(folder: Path, suite: Suite) -> dict[str, Record]:
   """Return the records of the suite's programs in a directory, by the program's name.
 
   Raises:
-    UnreadableFile: if one is damaged, or of another suite.
-    UsageError: if one has other seeds.
+    UnreadableFile: if one is damaged.
+    UsageError: if one is of another suite, or has other seeds.
   """
   records = {}
   for program in suite.programs:
