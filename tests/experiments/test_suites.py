@@ -27,7 +27,13 @@ from podrace.experiments import plot, statistics
 from podrace.experiments.suites import suite as suites
 from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import check_hashes, read_records, thin, write_record
-from podrace.experiments.suites.reproduce import Estimate, Reproduction, Watch, check_settings
+from podrace.experiments.suites.reproduce import (
+  Estimate,
+  Reproduction,
+  Watch,
+  check_settings,
+  run_program,
+)
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -531,6 +537,28 @@ def test_a_signal_ends_it_and_its_children(tmp_path: Path, cache: Path) -> None:
     assert process.wait() == 143, process.output
   assert not any(is_running(p) for p in (tmp_path / 'runs').iterdir())
   assert '--dir' in process.output
+
+
+def test_the_evaluation_of_a_program_has_the_modules_of_the_suite(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  suite = suites.load(str(tmp_path / 'tiny.toml'))
+  program = suite.programs[0]
+  config = configure.parse_words(program.command, 'test')
+  own = dataclasses.replace(config, eval_env='gymnasium:host_envs:Own-v0')
+  plan = Reproduction(suite, [program], {program.name: own}, tmp_path, tmp_path, 1, False)
+  allowed: list[str] = []
+
+  def evaluate(*args: Any, **options: Any) -> Any:
+    allowed.extend(args[5])
+    raise RunError('that is all')
+
+  monkeypatch.setattr('podrace.run.loop.train', lambda config, run_dir: run_dir.mkdir())
+  monkeypatch.setattr('podrace.run.evaluate.evaluate', evaluate)
+  with pytest.raises(RunError, match='that is all'):
+    run_program(plan, program, lambda config, words: config, lambda text: None)
+  assert allowed == ['host_envs']
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.curves import RunCurve, curves_of
 from podrace.experiments.suites.suite import Evaluation, Program, Suite
 from podrace.run import metrics
+from podrace.settings import user_code
 from podrace.settings.record import changes, complete
 from podrace.system.files import NotOwn, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
@@ -66,7 +67,7 @@ class Record:
     was = {k: self.content[k] for k in ('seeds', 'evaluation', 'kills')}
     now = {'seeds': program.seeds, 'kills': program.kills}
     now['evaluation'] = describe_evaluation(program.evaluation)
-    old = {'config': complete(self.content['config']), **was}
+    old = {'config': complete(self.content['config'], user_code.named_modules(config)), **was}
     return [str(c) for c in changes(old, {'config': config, **now})]
 
 
