@@ -539,7 +539,7 @@ def test_a_signal_ends_it_and_its_children(tmp_path: Path, cache: Path) -> None:
   assert '--dir' in process.output
 
 
-def test_the_evaluation_of_a_program_has_the_modules_of_the_suite(
+def test_the_evaluation_of_a_program_does_not_read_its_code_again(
   tmp_path: Path, monkeypatch: Patch
 ) -> None:
   (tmp_path / 'tiny.toml').write_text(TINY)
@@ -548,17 +548,17 @@ def test_the_evaluation_of_a_program_has_the_modules_of_the_suite(
   config = configure.parse_words(program.command, 'test')
   own = dataclasses.replace(config, eval_env='gymnasium:host_envs:Own-v0')
   plan = Reproduction(suite, [program], {program.name: own}, tmp_path, tmp_path, 1, False)
-  allowed: list[str] = []
+  configs: list[Any] = []
 
-  def evaluate(*args: Any, **options: Any) -> Any:
-    allowed.extend(args[5])
+  def evaluate(*args: Any, config: Any, **options: Any) -> Any:
+    configs.append(config)
     raise RunError('that is all')
 
   monkeypatch.setattr('podrace.run.loop.train', lambda config, run_dir: run_dir.mkdir())
   monkeypatch.setattr('podrace.run.evaluate.evaluate', evaluate)
   with pytest.raises(RunError, match='that is all'):
     run_program(plan, program, lambda config, words: config, lambda text: None)
-  assert allowed == ['host_envs']
+  assert configs == [own]
 
 
 @pytest.mark.slow

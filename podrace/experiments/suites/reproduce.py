@@ -23,9 +23,8 @@ from podrace.experiments.suites.records import (
 )
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.experiments.sweep import processes
-from podrace.run.directory import differences_of, locked
+from podrace.run.directory import continued, differences_of, locked
 from podrace.run.metrics import Line
-from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
 from podrace.settings.resolved import Resolved
@@ -249,8 +248,7 @@ def run_program(
     how = program.evaluation
     evaluated = evaluate(
       run_dir, how.episodes, EVALUATION_SEED + program.first, (how.acting,), how.max_steps,
-      user_code.named_modules(to_json(config)),
-      change=lambda recorded: change(recorded, how.options), say=say, env=how.env,
+      config=change(continued(config, run_dir), how.options), say=say, env=how.env,
     )  # fmt: skip
     record = make_record(
       plan.suite, program, to_json(config), summary, run_dir, evaluated, killed_at
