@@ -12,14 +12,12 @@ from podrace.errors import UsageError, unknown
 from podrace.fields import check_types
 from podrace.run import loop, metrics
 from podrace.run.callbacks import Callback
-from podrace.run.directory import load_config, read_summary
+from podrace.run.directory import continued, load_config, read_summary
 from podrace.run.new_directory import name_run, run_directory
-from podrace.settings import user_code
 from podrace.settings.agents import agent_name, default_agent
 from podrace.settings.config import Config
 from podrace.settings.defaults import reset_unused, with_defaults
 from podrace.settings.presets import PRESETS
-from podrace.settings.record import to_json
 from podrace.settings.validation import needs_sebulba
 from podrace.system.importing import why_not
 
@@ -106,9 +104,8 @@ class Result:
 
     greedy = can_be_greedy(self.config.agent)
     ways = [acting] if acting else [way for way in ACTING if greedy or way != GREEDY]
-    allowed = user_code.named_modules(to_json(self.config))
     return evaluate(
-      self.run_dir, episodes, seed, ways, allow_code=allowed, env=env, checkpoint=checkpoint
+      self.run_dir, episodes, seed, ways, env=env, checkpoint=checkpoint, config=self.config
     )
 
   def export(
@@ -123,8 +120,7 @@ class Result:
     """
     from podrace.policy.export import export
 
-    allowed = user_code.named_modules(to_json(self.config))
-    return export(self.run_dir, Path(folder), member, allowed, checkpoint)
+    return export(self.run_dir, Path(folder), member, checkpoint=checkpoint, config=self.config)
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:
@@ -172,7 +168,8 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}
   try:
     settings = {name: _plain(value) for name, value in settings.items()}
-    config = dataclasses.replace(config, **settings, agent=_replace_nested(config.agent, changes))
+    agent = _replace_nested(config.agent, changes)
+    config = _plain(dataclasses.replace(config, **settings, agent=agent))
     check_types(config)
   except ValueError as e:
     raise UsageError(str(e)) from e
@@ -209,10 +206,19 @@ def _replace_nested(settings: Any, changes: dict[str, Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-  """Return a scalar of NumPy or JAX as Python's, also in a tuple. Lists become tuples."""
+  """Return a value without lists, and without arrays and scalars of NumPy or JAX.
+
+  They become tuples and numbers, also in settings within. Fields of a user's dataclass stay.
+  """
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    is_ours = type(value).__module__.startswith('podrace.')
+    old = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+    new = {n: _plain(x) for n, x in old.items() if is_ours or dataclasses.is_dataclass(x)}
+    changes = {n: x for n, x in new.items() if x is not old[n]}
+    return dataclasses.replace(value, **changes) if changes else value
   if isinstance(value, tuple | list):
     return tuple(map(_plain, value))
-  return value.item() if getattr(value, 'shape', None) == () else value
+  return _plain(value.tolist()) if hasattr(value, 'shape') and hasattr(value, 'tolist') else value
 
 
 def train(
@@ -251,6 +257,7 @@ def train(
       f'config is {type(config).__name__}, expected a Config, which podrace.configure returns, or '
       'the name of a preset'
     )
+  settings = _plain(settings)
   with run_directory(run_dir, name_run(preset, settings.env, settings.log)) as path:
     summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
-  return Result(path, settings, summary)
+  return Result(path, continued(settings, path), summary)

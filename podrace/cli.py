@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> None:
   tell_of_faults()
   escape_logs()
   user_code.leave_here()
+  user_code.ALLOWED.clear()
   if args[1:] and args[0] in HELP:  # podrace --help train
     args[:2] = args[1::-1]
   lasting = bool(args) and args[0] in LASTING

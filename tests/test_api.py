@@ -90,6 +90,28 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
   podrace.load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))
 
 
+def halved(rate: float) -> float:
+  return rate / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled(PPO):
+  """An agent with a function as a setting."""
+
+  schedule: Any = None
+
+
+def test_a_run_that_json_cannot_make_again_goes_on_and_is_evaluated(tmp_path: Path) -> None:
+  settings: Any = SMALL | dict(total_steps=640, agent=Scheduled(schedule=halved))
+  result = podrace.train(podrace.configure('catch', **settings), tmp_path / 'run', quiet=True)
+  assert result.evaluate(2)['episodes'] == 2
+  assert result.export(tmp_path / 'policy')['step'] == 640
+  record = tmp_path / 'run/config.json'
+  assert json.loads(record.read_text())['agent']['schedule'] == {'repr': f'{__name__}:halved'}
+  more = podrace.configure('catch', **settings | dict(total_steps=1280))
+  assert podrace.train(more, tmp_path / 'run', quiet=True).summary['step'] == 1280
+
+
 def test_a_new_run_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: Patch) -> None:
   monkeypatch.chdir(tmp_path)
   config = podrace.configure('catch', **SMALL)

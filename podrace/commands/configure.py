@@ -96,14 +96,16 @@ def allowed_modules(options: Options) -> list[str]:
   """Return the modules that the user's options name, and look for them here as well."""
   module = user_code.of_agent(requested_agent(options) or '')
   allowed = [] if module is None else [module]
-  for word in options.arguments:
-    allowed += user_code.of_text(word.partition('=')[2] if word.startswith('--') else word)
   if '--allow-code' in options:  # act does not take it
     allowed += options.every('--allow-code')
-  user_code.look_here(allowed)
+  in_words: list[str] = []
+  for word in options.arguments:
+    in_words += user_code.of_text(word.partition('=')[2] if word.startswith('--') else word)
+  user_code.look_here([*allowed, *in_words])
   if module is not None:  # it may have the class from another one, which the record names
     allowed.append(agent_class(requested_agent(options) or '').__module__)
-  return allowed
+  user_code.allow(allowed)  # without the words, of which one may be a directory's name
+  return [*allowed, *in_words]
 
 
 def base_config(

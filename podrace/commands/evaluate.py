@@ -68,6 +68,7 @@ def run(args: list[str]) -> int:
     raise UsageError('--greedy and --sample: leave out both options for both kinds')
   allowed = allowed_modules(options)
   from podrace.run import evaluate
+  from podrace.run.directory import load_config
 
   if '--no-compile-cache' not in options:
     compile_cache.enable(lambda text: print_text(f'podrace eval: {text}', file=sys.stderr))
@@ -75,9 +76,10 @@ def run(args: list[str]) -> int:
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
   episodes, seed, max_steps = map(options.whole, ('--episodes', '--seed', '--max-steps'))
+  config = parse(load_config(run_dir, allowed), settings, 'podrace eval')
   result = evaluate.evaluate(
-    run_dir, episodes, seed, acting, max_steps, allowed,
-    change=lambda config: parse(config, settings, 'podrace eval') if settings else config,
+    run_dir, episodes, seed, acting, max_steps,
+    config=config,
     env=options.text('--env'),
     say=tell,
     checkpoint=options.text('--checkpoint'),

@@ -77,6 +77,7 @@ def enable_compile_cache(options: Options) -> None:
 def allowed_modules(options: Options) -> list[str]:
   """Return the modules of --allow-code, and look for them in the working directory as well."""
   allowed = options.every(ALLOW_CODE.name)
+  user_code.allow(allowed)
   user_code.look_here(allowed)
   return allowed
 

@@ -59,6 +59,7 @@ def export(
   member: int = 0,
   allow_code: Iterable[str] = (),
   checkpoint: str = NEWEST,
+  config: Config | None = None,
 ) -> dict[str, Any]:
   """Write the policy of a run to a new directory, and return its description.
 
@@ -68,11 +69,12 @@ def export(
     member: index of the run's seed.
     allow_code: modules of the user that the run may import.
     checkpoint: newest, best or a step.
+    config: configuration of the run. Default: the recorded one.
 
   Raises:
     UsageError: if there is no run or no checkpoint, or the directory exists.
   """
-  config = load_config(run_dir, allow_code)
+  config = config or load_config(run_dir, allow_code)
   if os.path.lexists(folder):
     raise UsageError(f'{folder} exists already: name a new directory')
   resolved = Resolved(config, run_dir).acting

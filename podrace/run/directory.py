@@ -56,7 +56,10 @@ DISCOVER_RECORD = {
   'agent_updates': needed(COUNT),
 }
 
-NEVER = {'architecture', 'num_envs', 'unroll_length'}  # with these a run's state is another's
+# With other values a run's state is another's.
+NEVER = {
+  'architecture', 'num_envs', 'unroll_length', 'init_from', 'init_checkpoint', 'init_member',
+}  # fmt: skip
 
 
 @contextlib.contextmanager

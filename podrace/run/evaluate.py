@@ -125,7 +125,7 @@ def evaluate(
   acting: Sequence[str] = ACTING,
   max_steps: int = 1_000_000,
   allow_code: Iterable[str] = (),
-  change: Callable[[Config], Config] = lambda config: config,
+  config: Config | None = None,
   env: str = '',
   say: Callable[[str], None] = lambda text: None,
   checkpoint: str = NEWEST,
@@ -140,7 +140,7 @@ def evaluate(
     acting: subset of ACTING. Results of all but the first are named like sampled_episodes.
     max_steps: longest episode.
     allow_code: modules of the user that the run may import, as in `load_config`.
-    change: function that changes the recorded configuration.
+    config: configuration of the run. Default: the recorded one.
     env: another environment with the same spaces. Default: the run's own.
     say: receives progress messages, because compilation may take minutes.
     checkpoint: newest, best or a step, as in `restore_params`.
@@ -154,7 +154,7 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  resolved = Resolved(change(load_config(run_dir, allow_code)), run_dir).acting
+  resolved = Resolved(config or load_config(run_dir, allow_code), run_dir).acting
   config, stage = resolved.config, stage_of(resolved, env)
   _check_acting(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)

@@ -20,6 +20,7 @@ from podrace.run.directory import (
   has_lock,
   locked,
   read_summary,
+  saved_steps,
 )
 from podrace.run.setting_changes import needs_override
 from podrace.run.sinks import check_sinks
@@ -124,7 +125,8 @@ def read_finished(
   """Return the summary of the run in a directory if it is finished, else None.
 
   Raises:
-    UsageError: if its configuration differs, and `override` is false or would have no effect.
+    UsageError: if its configuration differs, and `override` is false or would have no effect, or if
+      its results have no checkpoint to go on from and `override` is false.
   """
   changed = changes_of(config, run_dir)
   refused = any(map(needs_override, changed)) and not override
@@ -138,6 +140,8 @@ def read_finished(
       'these, --override as well (in Python override=True); or give another --run-dir'
     )
   if summary is None or not finished:
+    if not override:
+      _check_results(run_dir)
     return None
   if changed:
     raise UsageError(
@@ -147,6 +151,21 @@ def read_finished(
       '--run-dir'
     )
   return summary
+
+
+def _check_results(run_dir: Path) -> None:
+  """Raise UsageError if a run would begin again and replace results.
+
+  A run that was killed before its first checkpoint has the directory of checkpoints, and may have
+  evaluated.
+  """
+  is_evaluated = any((run_dir / 'best').glob('*')) and not (run_dir / 'checkpoints').exists()
+  if not saved_steps(run_dir) and ((run_dir / 'summary.json').exists() or is_evaluated):
+    raise UsageError(
+      f'{run_dir} has results and no checkpoint, so it would begin again at step 0 and replace '
+      'them: restore its checkpoints, give another --run-dir, or --override to begin again (in '
+      'Python override=True)'
+    )
 
 
 def is_finished(summary: dict[str, Any], total_steps: int, changed: Sequence[Change]) -> bool:

@@ -17,6 +17,7 @@ from podrace.errors import UnreadableFile, UsageError
 from podrace.networks import is_recurrent
 from podrace.run.directory import load_config, read_record
 from podrace.run.saved_params import NEWEST, restore_params
+from podrace.settings import user_code
 from podrace.settings.agents import AGENTS, agent_name
 from podrace.settings.resolved import Resolved
 from podrace.types import MID, Array, TimeStep
@@ -91,7 +92,7 @@ def load_opponent(
     UsageError: if there is no such run or checkpoint, or the run is unfinished, has another game,
       is recurrent, or is its own opponent.
   """
-  config = load_config(run_dir)
+  config = load_config(run_dir, user_code.ALLOWED)
   library, trained_game, _ = parse(config.env)
   if (library, trained_game) != ('pgx', game):
     raise UsageError(f'opponent {run_dir} has learned {config.env}, not pgx:{game}')

@@ -79,18 +79,20 @@ def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
 def final_return(path: Path, shown: bool = False) -> dict[str, Any]:
   """Return the mean return of the episodes that ended in the last tenth of the run.
 
-  With several seeds it is the mean over the seeds that have ended an episode. `shown` is as in
+  With several seeds it is the mean over the seeds that have ended an episode, and
+  `episode_return_by_seed` has a value for each seed, None if it has ended none. `shown` is as in
   `metrics.read`.
   """
   lines = metrics.read(path, shown)
-  start = 0.9 * lines[-1]['step'] if lines else 0
+  start, seeds = (0.9 * lines[-1]['step'], _seeds(lines[-1])) if lines else (0, 0)
   lines = [
     line for line in lines if line.get('episode_return') is not None and line.get('episodes')
   ]  # null: not finite, or none
   tail = [line for line in lines if line['step'] > start] or lines[-1:]
   episodes = sum(line['episodes'] for line in tail)
   if not episodes:
-    return {'episode_return': None, 'episodes': 0}
+    nothing: dict[str, Any] = {'episode_return': None, 'episodes': 0}
+    return nothing | ({'episode_return_by_seed': [None] * seeds} if seeds else {})
   total = sum(line['episode_return'] * line['episodes'] for line in tail)
   result: dict[str, Any] = {'episode_return': total / episodes, 'episodes': episodes}
   if seeds := _seeds(tail[-1]):

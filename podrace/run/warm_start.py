@@ -35,7 +35,8 @@ class WarmStart:
       UsageError: if there is no such run or checkpoint, or if its parameters have other shapes.
     """
     config, source = self._config, Path(self._config.init_from)
-    other = load_config(source, user_code.named_modules(to_json(config)))
+    allowed = user_code.ALLOWED.union(user_code.named_modules(to_json(config)))
+    other = load_config(source, allowed)
     member = config.init_member
     if member is None and other.seeds not in (1, config.seeds):
       raise UsageError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import json
+import re
 import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -36,7 +37,7 @@ def to_json(config: Basics, whole: bool = False) -> dict[str, Any]:
 
 def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
   """Return `value` as JSON; `is_untyped`: the type of its field does not tell the class."""
-  if dataclasses.is_dataclass(value):
+  if dataclasses.is_dataclass(value) and not isinstance(value, type):
     cls = type(value)
     known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not is_untyped
     class_path = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
@@ -55,7 +56,10 @@ def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
     return value
   if getattr(value, 'shape', None) == ():  # a number of NumPy or JAX
     return value.item()
-  return {'repr': repr(value)}  # can be compared, but not made again
+  # It can be compared, but not made again. A new process has the same name and another address.
+  name = getattr(value, '__qualname__', '')
+  text = f'{value.__module__}:{name}' if name else re.sub(r' at 0x[0-9a-f]+', '', repr(value))
+  return {'repr': text}
 
 
 def _is_recorded(field: dataclasses.Field[Any]) -> bool:

@@ -207,6 +207,17 @@ def options(modules: Iterable[str]) -> str:
   return ' '.join(f'--allow-code {shlex.quote(m)}' for m in modules)
 
 
+ALLOWED: set[str] = set()  # modules that `allow` has allowed in this process
+
+
+def allow(modules: Iterable[str]) -> None:
+  """Allow runs that are read for a setting, `init_from` or an opponent, to name these modules.
+
+  A command does so for its --allow-code and --agent. In Python, call this before `configure`.
+  """
+  ALLOWED.update(modules)
+
+
 # --- the search path ------------------------------------------------------------------------------
 
 

@@ -27,7 +27,13 @@ from podrace.experiments import plot, statistics
 from podrace.experiments.suites import suite as suites
 from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import check_hashes, read_records, thin, write_record
-from podrace.experiments.suites.reproduce import Estimate, Reproduction, Watch, check_settings
+from podrace.experiments.suites.reproduce import (
+  Estimate,
+  Reproduction,
+  Watch,
+  check_settings,
+  run_program,
+)
 
 ROOT = Path(__file__).parents[2]
 TINY = """
@@ -422,6 +428,25 @@ def test_again_discards_what_no_run_can_change(
   assert not (folder / 'records/catch.ppo.0.json').exists()
 
 
+def test_again_discards_a_damaged_record_and_no_other_suite_s(tiny: Path, tmp_path: Path) -> None:
+  folder = copy(tiny, tmp_path)
+  suite = suites.load(str(folder / 'tiny.toml'))
+  programs = [p for p in suite.programs if p.name == 'catch.ppo.0']
+  configs = {p.name: configure.parse_words(p.command, 'test') for p in programs}
+  plan = Reproduction(suite, programs, configs, folder / 'runs', folder / 'records', 1, False)
+  path, again = folder / 'records/catch.ppo.0.json', dataclasses.replace(plan, again=True)
+  record = json.loads(path.read_text())
+  path.write_text(json.dumps(record | {'suite': 'other'}))
+  with pytest.raises(UsageError, match='other'):
+    check_settings(again, lambda text: None)
+  path.write_text(json.dumps(record | {'training': [None, None]}))
+  with pytest.raises(UsageError, match='--again'):
+    check_settings(plan, lambda text: None)
+  assert path.exists() and (folder / 'runs/catch.ppo.0').exists()
+  check_settings(again, lambda text: None)
+  assert not path.exists() and not (folder / 'runs/catch.ppo.0').exists()
+
+
 @pytest.mark.slow
 def test_again_trains_what_has_changed(tiny: Path, tmp_path: Path, cache: Path) -> None:
   folder = copy(tiny, tmp_path)
@@ -512,6 +537,28 @@ def test_a_signal_ends_it_and_its_children(tmp_path: Path, cache: Path) -> None:
     assert process.wait() == 143, process.output
   assert not any(is_running(p) for p in (tmp_path / 'runs').iterdir())
   assert '--dir' in process.output
+
+
+def test_the_evaluation_of_a_program_does_not_read_its_code_again(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  suite = suites.load(str(tmp_path / 'tiny.toml'))
+  program = suite.programs[0]
+  config = configure.parse_words(program.command, 'test')
+  own = dataclasses.replace(config, eval_env='gymnasium:host_envs:Own-v0')
+  plan = Reproduction(suite, [program], {program.name: own}, tmp_path, tmp_path, 1, False)
+  configs: list[Any] = []
+
+  def evaluate(*args: Any, config: Any, **options: Any) -> Any:
+    configs.append(config)
+    raise RunError('that is all')
+
+  monkeypatch.setattr('podrace.run.loop.train', lambda config, run_dir: run_dir.mkdir())
+  monkeypatch.setattr('podrace.run.evaluate.evaluate', evaluate)
+  with pytest.raises(RunError, match='that is all'):
+    run_program(plan, program, lambda config, words: config, lambda text: None)
+  assert configs == [own]
 
 
 @pytest.mark.slow

@@ -279,6 +279,18 @@ def test_a_setting_that_diverges_ends_alone(
   assert again == found
 
 
+def test_a_sweep_in_which_no_episode_ended_writes_its_results(
+  tmp_path: Path, capsys: Capture, several_seeds: None
+) -> None:
+  args = ['catch', '--vary', 'agent.learning-rate=1e-3,1e-2', *OPTIONS[:2], '--seeds', '2']
+  short = ['--unroll-length', '4', '--total-steps', '32', '--devices', '1']
+  _, said = sweep(tmp_path, capsys, *args, *short, code=1)
+  assert 'results.json' in said and 'output.txt' not in said
+  rows = json.loads((tmp_path / 'sweep/results.json').read_text())
+  assert [row['scores'] for row in rows] == [[None, None], [None, None]]
+  assert [row['state'] for row in rows] == ['finished', 'finished']
+
+
 def test_settings_that_all_diverge_end_the_sweep(
   tmp_path: Path, capsys: Capture, several_seeds: None
 ) -> None:

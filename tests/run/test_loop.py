@@ -34,7 +34,7 @@ from podrace.architectures.anakin import AnakinDriver
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
-from podrace.run import compatibility, loop, metrics, save_and_resume, sinks, updates
+from podrace.run import compatibility, loop, metrics, opening, save_and_resume, sinks, updates
 from podrace.run.build import build
 from podrace.run.compatibility import Fit, random_settings
 from podrace.run.evaluate import evaluate
@@ -139,6 +139,9 @@ def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:
   assert final_return(path)['episode_return_by_seed'] == [2.0, None]
   path.write_text(json.dumps(text[1]) + '\n')
   assert final_return(path) == {'episode_return': None, 'episodes': 0}
+  seeds = dict(episode_return_by_seed=[None, None], episodes_by_seed=[0, 0])
+  path.write_text(json.dumps({**text[1], 'episodes': 0, **seeds}) + '\n')
+  assert final_return(path)['episode_return_by_seed'] == [None, None]
 
 
 def test_a_summary_that_is_none_is_refused(tmp_path: Path) -> None:
@@ -299,6 +302,24 @@ def test_a_changed_configuration_is_refused(finished: Path, tmp_path: Path) -> N
   assert 'total_steps: 3200 -> 6400' in str(e.value)
   assert '--override' in str(e.value)
   assert summary(finished)['step'] == 3200
+
+
+def test_results_without_checkpoints_are_not_replaced(finished: Path, tmp_path: Path) -> None:
+  run_dir, more = tmp_path / 'run', change(total_steps=6400)
+  shutil.copytree(finished, run_dir, ignore=shutil.ignore_patterns('checkpoints'))
+  assert loop.train(CONFIG, run_dir) == summary(finished)
+  with pytest.raises(UsageError, match='--override'):
+    loop.train(more, run_dir)
+  assert summary(run_dir) == summary(finished) and lines(run_dir) == lines(finished)
+  opening.refuse(more, run_dir, override=True)
+  (run_dir / 'summary.json').unlink()
+  opening.refuse(more, run_dir, override=False)  # killed before its first checkpoint
+  (run_dir / 'best').mkdir()
+  (run_dir / 'best/320.safetensors').touch()
+  with pytest.raises(UsageError, match='--override'):
+    opening.refuse(more, run_dir, override=False)
+  (run_dir / 'checkpoints').mkdir()  # killed after an evaluation and before its first checkpoint
+  opening.refuse(more, run_dir, override=False)
 
 
 @pytest.mark.slow

@@ -15,9 +15,11 @@ from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.networks import ActorCritic
 from podrace.run import loop
+from podrace.run.directory import changes_of
 from podrace.run.setting_changes import needs_override, note_changes, read_changes
 from podrace.settings.config import Config
-from podrace.settings.record import Change
+from podrace.settings.record import Change, to_json
+from podrace.system.files import write_json
 
 CONFIG = Config(
   agent=Impala(ActorCritic(hidden=(8,)), anneal_learning_rate=False),
@@ -53,6 +55,20 @@ def test_other_changes_are_refused_and_with_override_recorded(tmp_path: Path) ->
     (640, {'total_steps': [640, 1280], 'keep': [3, 2]}),
     (1280, {'total_steps': [1280, 1920]}),
   ]
+
+
+@pytest.mark.parametrize(
+  'change', [{'init_from': 'none'}, {'init_checkpoint': 'best'}, {'init_member': 1}]
+)
+def test_the_start_of_a_run_with_checkpoints_cannot_change(
+  change: dict[str, Any], tmp_path: Path
+) -> None:
+  write_json(tmp_path / 'config.json', to_json(CONFIG))
+  changed = dataclasses.replace(CONFIG, total_steps=1280, **change)
+  assert {c.path for c in changes_of(changed, tmp_path)} == {'total_steps', *change}
+  (tmp_path / 'checkpoints/640').mkdir(parents=True)
+  with pytest.raises(UsageError, match=next(iter(change))):
+    changes_of(changed, tmp_path)
 
 
 def test_a_start_that_ended_early_and_its_repetition_are_one_change(tmp_path: Path) -> None:

@@ -361,6 +361,39 @@ def test_scalars_of_numpy_are_recorded_as_numbers() -> None:
   assert from_json(record).agent.discount == 0.5
 
 
+def test_arrays_become_numbers_at_configure() -> None:
+  expected = podrace.configure(agent={'network': {'hidden': (32, 16)}})
+  for hidden in (np.array([32, 16]), jnp.array([32, 16]), [np.int64(32), np.int32(16)]):
+    config = podrace.configure(agent={'network': {'hidden': hidden}})
+    own = podrace.configure('catch', agent=Impala(network=ActorCritic(hidden=hidden)))
+    assert config == expected and from_json(to_json(config)) == config
+    assert own.agent.network.hidden == (32, 16) and from_json(to_json(own)) == own
+
+
+def rate(step: int) -> float:
+  return 1 / step
+
+
+def test_functions_and_classes_are_recorded_by_their_names() -> None:
+  """And not by an address, which is another one in the next process."""
+
+  def recorded(value: Any) -> str:
+    return to_json(Config(agent=Scheduled(value)))['agent']['rate']['repr']
+
+  module = __name__
+  assert recorded(rate) == f'{module}:rate' and recorded(Scheduled) == f'{module}:Scheduled'
+  assert recorded(np.mean) == 'numpy:mean'
+  for value in (functools.partial(rate, 2), object(), lambda step: 1.0):
+    assert '0x' not in recorded(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheduled:
+  """An agent with a value that is no number."""
+
+  rate: Any = None
+
+
 def test_a_discount_for_two_players_is_refused_on_the_host_too() -> None:
   for env in ('gymnasium:CartPole-v1', 'gymnax:CartPole-v1'):
     with pytest.raises((UsageError, ValueError), match='discount'):

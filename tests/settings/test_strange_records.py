@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib
@@ -233,6 +234,25 @@ def test_what_the_command_line_names_may_be_in_the_record(
   assert stranger()
   assert code_of('train', '--run-dir', theirs, '--allow-code', 'stranger') == 77
   assert code_of('train', '--run-dir', theirs, '--allow-code', 'strange') == 2
+
+
+@pytest.mark.parametrize(
+  'words', [('catch', '--init-from', 'stranger:run'), ('--env', f'{PGX}=stranger:run')]
+)
+def test_a_run_that_a_setting_names_has_the_modules_that_the_command_allows(
+  words: tuple[str, ...], stranger: Callable[[], bool], tmp_path: Path
+) -> None:
+  """A directory's name allows nothing, and no command allows anything to the next one."""
+  record = trained(default_agent('impala'))
+  record['agent'] = {'name': 'stranger:Agent'}
+  kept(tmp_path / 'stranger:run', record)
+  assert code_of('train', *words, '--run-dir', 'mine') == 2 and not stranger()
+  with contextlib.suppress(AttributeError):  # it has no Agent
+    assert code_of('train', *words, '--run-dir', 'mine', '--allow-code', 'stranger') == 2
+  assert stranger()
+  sys.modules.pop('stranger')
+  (tmp_path / 'stranger.ran').unlink()
+  assert code_of('train', *words, '--run-dir', 'mine') == 2 and not stranger()
 
 
 def test_a_file_in_c_is_allowed_by_its_whole_name(

@@ -19,6 +19,7 @@ from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.curves import RunCurve, curves_of
 from podrace.experiments.suites.suite import Evaluation, Program, Suite
 from podrace.run import metrics
+from podrace.settings import user_code
 from podrace.settings.record import changes, complete
 from podrace.system.files import NotOwn, make_user_folder, write_whole
 from podrace.system.files.reading import read_object
@@ -66,7 +67,7 @@ class Record:
     was = {k: self.content[k] for k in ('seeds', 'evaluation', 'kills')}
     now = {'seeds': program.seeds, 'kills': program.kills}
     now['evaluation'] = describe_evaluation(program.evaluation)
-    old = {'config': complete(self.content['config']), **was}
+    old = {'config': complete(self.content['config'], user_code.named_modules(config)), **was}
     return [str(c) for c in changes(old, {'config': config, **now})]
 
 
@@ -110,7 +111,8 @@ def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
   """Return the record of a program in a directory; None if there is none.
 
   Raises:
-    UnreadableFile: if it is damaged, or of another suite.
+    UnreadableFile: if it is damaged.
+    UsageError: if it is of another suite or program.
   """
   path = record_path(folder, program)
   content = read_object(path, RECORD)
@@ -118,7 +120,7 @@ def read_record(folder: Path, suite: Suite, program: Program) -> Record | None:
     return None
   name = content['suite']
   if (name, content['task'], content['agent']) != (suite.name, program.task, program.agent):
-    raise UnreadableFile(path, f'is of suite {name:.99}, or of another program')
+    raise UsageError(f'{path} is of suite {name:.99}, or of another program')
   seeds, curve = len(content['seeds']), content['curve']
   if any(len(x) != seeds for x in (content['training'], content['evaluated'], curve['returns'])):
     raise UnreadableFile(path, f'has other numbers of scores and curves than its {seeds} seeds')
@@ -133,8 +135,8 @@ def read_records(folder: Path, suite: Suite) -> dict[str, Record]:
   """Return the records of the suite's programs in a directory, by the program's name.
 
   Raises:
-    UnreadableFile: if one is damaged, or of another suite.
-    UsageError: if one has other seeds.
+    UnreadableFile: if one is damaged.
+    UsageError: if one is of another suite, or has other seeds.
   """
   records = {}
   for program in suite.programs:

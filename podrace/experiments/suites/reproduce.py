@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from podrace.errors import RunError, UsageError
+from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments import runs
 from podrace.experiments.suites.kills import kill_repeatedly
 from podrace.experiments.suites.records import (
@@ -23,7 +23,7 @@ from podrace.experiments.suites.records import (
 )
 from podrace.experiments.suites.suite import Program, Suite
 from podrace.experiments.sweep import processes
-from podrace.run.directory import differences_of, locked
+from podrace.run.directory import continued, differences_of, locked
 from podrace.run.metrics import Line
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
@@ -154,7 +154,7 @@ def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
   """Compare recorded and begun programs with the suite.
 
   Raises:
-    UsageError: if settings differ, unless `again` discards these programs.
+    UsageError: if settings differ or a record is damaged, unless `again` discards these programs.
   """
   check_folder(plan.to, '--to')
   records: dict[str, Record] = {}
@@ -162,7 +162,14 @@ def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
   now = commit()
   differ: dict[Program, list[str]] = {}
   for program in plan.programs:
-    config, record = plan.configs[program.name], read_record(plan.to, plan.suite, program)
+    config = plan.configs[program.name]
+    try:
+      record = read_record(plan.to, plan.suite, program)
+    except UnreadableFile as e:
+      if not plan.again:
+        raise UsageError(f'{e}; podrace reproduce --again trains it again') from e
+      differ[program] = [e.reason]
+      continue
     if record is not None:
       records[program.name] = record
       differences = record.differences(program, to_json(config))
@@ -178,11 +185,11 @@ def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
     say(f'{count} programs were recorded by another commit, {name:.20}, with the same settings')
   if differ and not plan.again:
     raise UsageError(_describe_differences(plan, records, differ))
-  for program in differ:
+  for program, differences in differ.items():
     if (run_dir := plan.run_dir(program)).is_dir():
       runs.remove(run_dir)
     remove(record_path(plan.to, program))
-    say(f'{program.name} is trained again, as its settings have changed')
+    say(f'{program.name} is trained again: {"; ".join(differences)}')
 
 
 def _describe_differences(
@@ -241,7 +248,7 @@ def run_program(
     how = program.evaluation
     evaluated = evaluate(
       run_dir, how.episodes, EVALUATION_SEED + program.first, (how.acting,), how.max_steps,
-      change=lambda recorded: change(recorded, how.options), say=say, env=how.env,
+      config=change(continued(config, run_dir), how.options), say=say, env=how.env,
     )  # fmt: skip
     record = make_record(
       plan.suite, program, to_json(config), summary, run_dir, evaluated, killed_at

@@ -70,7 +70,7 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
 
   Raises:
     UsageError: if the settings are wrong, or the directory holds another sweep.
-    RunError: if no setting could be trained.
+    RunError: if no setting could be trained, or no episode ended. results.json is written first.
   """
   sweep = complete_from_record(sweep)
   if sweep.method == 'tpe':
@@ -86,10 +86,15 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
     )
     results = _train_all(sweep, settings_list, say)
   results.sort(key=lambda t: -float('inf') if t['score'] is None else t['score'], reverse=True)
-  if results[0]['score'] is None:
-    raise RunError(f'no setting could be trained: see output.txt in {results[0]["run"]}')
   results_path = sweep.folder / 'results.json'
   write_whole(results_path, json.dumps(results, indent=2) + '\n')
+  if results[0]['score'] is None:
+    if any(t['state'] == 'finished' for t in results):
+      raise RunError(
+        f'no episode ended, so no setting is the best: the settings are in {results_path}; give a '
+        'larger --total-steps and another --dir'
+      )
+    raise RunError(f'no setting could be trained: see output.txt in {results[0]["run"]}')
   best = results[0]
   command = ['podrace', *processes.make_arguments(sweep.options, best['settings'])]
   if sweep.method == 'pbt':
