@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from podrace.fields import check_types, flag, range_of
 from podrace.settings import log_settings
 from podrace.settings.agents import agent_class, agent_name, explain_untyped, untyped_attributes
 from podrace.settings.config import MOST_SEEDS, Basics, Common, Config
+from podrace.system.files.schema import is_checkpoint
 
 STEP_COUNTS = (
   'importance_steps',
@@ -124,7 +124,7 @@ def _check_common(config: Config) -> None:
   has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
   if config.eval_every == 0 and has_options:
     raise UsageError('--eval-env, --eval-episodes and --eval-video need --eval-every')
-  if not re.fullmatch('newest|best|[0-9_]+', config.init_checkpoint):
+  if not is_checkpoint(config.init_checkpoint):
     raise UsageError(f'--init-checkpoint is newest, best or a step, not {config.init_checkpoint!r}')
   if not config.init_from and (config.init_checkpoint, config.init_member) != ('newest', None):
     raise UsageError('--init-checkpoint and --init-member need --init-from')

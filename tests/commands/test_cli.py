@@ -622,6 +622,7 @@ BAD = [
   (['train', '--env', 'gymnaks:CartPole-v1'], 'nearest: gymnax'),
   (['train', '--env', 'gymnax:CartPole'], 'nearest: CartPole-v1'),
   (['train', '--env', 'catch'], 'LIB:NAME'),
+  (['train', '--init-from', 'x', '--init-checkpoint', '_'], "--init-checkpoint is newest, best or a step, not '_'"),
   (['train', '--seeds', '0'], '--seeds must be at least 1'),
   (['train', '--seeds', '1000000000'], '--seeds must be at most 65,536'),
   (['train', '--agent', 'dqn', '--agent.network.core', 'transformer', '--agent.network.attention.window', '2147483647'],

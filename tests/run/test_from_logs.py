@@ -217,6 +217,14 @@ def test_recorded_episodes_are_of_their_seeds(tmp_path: Path, capsys: Capture) -
   assert read_log(str(folder)).steps == data.total_steps
 
 
+def test_a_folder_with_the_name_of_a_preset_is_no_run(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  (tmp_path / 'catch').mkdir()
+  monkeypatch.chdir(tmp_path)
+  assert recorded(capsys, tmp_path / 'log', 'catch', '--random', '--episodes', '1')['episodes'] == 1
+
+
 def test_a_run_is_recorded_and_learned_from(
   cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -17,12 +17,13 @@ from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import spread_env_ids
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import restore_params
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
 from podrace.settings.resolved import Resolved
 from podrace.system.files import make_folder, make_user_folder, write_whole
+from podrace.system.files.schema import NEWEST
 from podrace.system.importing import why_not
 from podrace.system.output import tell
 from podrace.system.process import scratch_directory
@@ -229,7 +230,7 @@ def watch(
   settings: FilmSettings = FilmSettings(),
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
-  checkpoint: str = NEWEST,
+  checkpoint: str | int = NEWEST,
   member: int = 0,
 ) -> dict[str, Any]:
   """Film episodes of a run's policy, and keep the best and the median one.
