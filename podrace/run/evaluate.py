@@ -23,10 +23,12 @@ from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import param_shapes, restore_params
 from podrace.settings.config import Config
+from podrace.settings.record import argument, changes, option, to_json
 from podrace.settings.resolved import Resolved
 from podrace.system.files import number
+from podrace.system.files.schema import NEWEST
 from podrace.types import Agent, Array, Environment
 
 GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or sampled as in training
@@ -127,7 +129,7 @@ def evaluate(
   change: Callable[[Config], Config] = lambda config: config,
   env: str = '',
   say: Callable[[str], None] = lambda text: None,
-  checkpoint: str = NEWEST,
+  checkpoint: str | int = NEWEST,
   member: int | None = None,
 ) -> dict[str, Any]:
   """Evaluate a checkpoint of a run.
@@ -153,7 +155,7 @@ def evaluate(
     RunError: if an environment fails, or does not end its episode.
   """
   _check_numbers(episodes, max_steps, seed)
-  resolved = Resolved(change(load_config(run_dir, allow_code)), run_dir).acting
+  resolved = _change_settings(Resolved(load_config(run_dir, allow_code), run_dir).acting, change)
   config, stage = resolved.config, stage_of(resolved, env)
   _check_acting(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
@@ -167,6 +169,21 @@ def evaluate(
     result |= _name_statistics(summarize_returns(returns), '' if way == acting[0] else f'{way}_')
   result['step'] = step
   return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
+
+
+def _change_settings(resolved: Resolved, change: Callable[[Config], Config]) -> Resolved:
+  """Return a run with settings that `change` changes, with parameters of the same shapes."""
+  changed = dataclasses.replace(resolved, config=change(resolved.config))
+  if changed.config != resolved.config:
+    was, now = (jax.tree.flatten(param_shapes(x)) for x in (resolved, changed))
+    if was != now:
+      old, new = (to_json(x.config, whole=True) for x in (resolved, changed))
+      settings = (f'{option(c.path)} {argument(c.new)}' for c in changes(old, new))
+      raise UsageError(
+        f'{", ".join(settings)}: the parameters of {resolved.run_dir} have other shapes than this '
+        'network has: leave it out'
+      )
+  return changed
 
 
 def _name_statistics(statistics: dict[str, Any], prefix: str) -> dict[str, Any]:
