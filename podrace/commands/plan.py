@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,8 @@ def read(path: Path) -> Rates:
   except UnreadableFile:
     raise
   except (ValueError, IndexError) as e:
-    raise UsageError(
-      f'{path}: its last line is no JSON; `podrace bench sebulba PRESET > {path.name}` writes rates'
-    ) from e
+    command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
+    raise UsageError(f'{path}: its last line is no JSON; `{command}` writes rates') from e
   return Rates.from_bench(record)
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ from podrace.commands import (
 )
 from podrace.commands.shared_options import PEER_TIMEOUT
 from podrace.distributed.net.session_messages import SILENCE
-from podrace.errors import UsageError
+from podrace.errors import PolicyError, UsageError
 from podrace.experiments import runs as directories
 from podrace.experiments.bench import sample_allowed
 from podrace.fields import flag
@@ -810,6 +811,16 @@ def test_bad_input_exits_2_with_a_message(
 def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
   code, out, err = run(*args)
   assert (code, out) == (2, '') and message in err and len(err.splitlines()) == 1
+
+
+def test_paths_in_printed_commands_are_quoted(run: Command, tmp_path: Path) -> None:
+  folder = tmp_path / "it's mine"
+  (folder / 'run/checkpoints').mkdir(parents=True)
+  (folder / 'run/config.json').touch()
+  assert f'podrace runs {shlex.quote(str(folder))}' in run('eval', str(folder))[2]
+  with pytest.raises(PolicyError) as raised:
+    podrace_.load_policy(folder / 'run')
+  assert f'podrace export {shlex.quote(str(folder / "run"))} ' in str(raised.value)
 
 
 def test_as_a_module() -> None:
