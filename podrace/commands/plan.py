@@ -10,7 +10,7 @@ from typing import Any
 from podrace.errors import UnreadableFile, UsageError, unknown
 from podrace.launch.capacity import ESTIMATES, Estimate, Machines, Rates
 from podrace.system.files.reading import RECORD_BYTES, parse_json, read_bytes
-from podrace.system.options import Command, Option, Options
+from podrace.system.options import Command, Option, Options, parse_whole
 from podrace.system.output import print_json, print_text
 
 COMMAND = Command(
@@ -78,10 +78,10 @@ def read(path: Path) -> Rates:
 
 def numbers(text: str) -> list[int]:
   """Return the numbers of machines in a list with commas."""
-  parts = text.split(',')
-  if not all(x.isascii() and x.isdigit() and int(x) for x in parts):
+  counts = [parse_whole('--machines', x) for x in text.split(',')]
+  if not all(counts):
     raise UsageError(f'--machines takes numbers of at least 1, with commas, not {text!r}')
-  return [int(x) for x in parts]
+  return counts
 
 
 def row(machines: int, estimate: Estimate, steps: int) -> dict[str, Any]:

@@ -21,6 +21,7 @@ STEP_COUNTS = (
   'importance_steps',
   'online_share_steps',
 )  # settings that may be as large as --total-steps
+STEPS_FIELDS = ('total_steps', 'log_every', 'checkpoint_every', 'eval_every')  # of a configuration
 LARGEST = 3.4028234e38  # the largest float32
 
 
@@ -101,14 +102,13 @@ def check_basics(config: Basics) -> None:
   """Raise UsageError for invalid settings that every run has."""
   check_at_least(config, 1, 'num_envs', 'unroll_length', 'total_steps', 'keep')
   check_at_least(config, 0, 'log_every', 'checkpoint_every', 'seed')
-  for name in ('num_envs', 'unroll_length', 'total_updates'):
-    if getattr(config, name) >= 2**31:
-      subject = '--' + flag(name)
-      if name == 'total_updates':
-        subject = (
-          f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
-        )
-      raise UsageError(f'{subject} must be less than 2^31, not {getattr(config, name)}')
+  for f in dataclasses.fields(config):
+    value, subject = getattr(config, f.name), f'--{flag(f.name)}'
+    if f.name in STEPS_FIELDS:
+      subject += f' {value} in updates of {config.steps_per_update} steps'
+      value = -(-value // config.steps_per_update)
+    if isinstance(value, int) and value >= 2**31 and f.name != 'seed':
+      raise UsageError(f'{subject} must be less than 2^31, not {value}')
   if (steps := config.total_updates * config.unroll_length) >= 2**31:
     raise UsageError(
       f'--total-steps {config.total_steps} are {steps} in each of --num-envs {config.num_envs}, '

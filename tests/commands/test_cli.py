@@ -612,6 +612,7 @@ def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> No
 
 # --- bad input ----------------------------------------------------------------------------------
 
+HUGE = '1' + 400 * '0'
 BAD = [
   (['trian'], "unknown command 'trian': did you mean train"),
   (['compare', 'runs'], 'podrace plot'),
@@ -633,6 +634,15 @@ BAD = [
   (['train', '--total-steps', '1e15'], 'in updates of 1024 steps must be less than 2^31, not 976562500000'),
   (['train', '--total-steps', '1e11', '--num-envs', '1', '--unroll-length', '100000'], 'in each of --num-envs 1, expected less than 2^31'),
   (['train', '--num-envs', '3e9'], '--num-envs must be less than 2^31'),
+  *((['train', option, HUGE], f'{option} {HUGE} in updates of 1024 steps must be less than 2^31')
+    for option in ('--log-every', '--checkpoint-every', '--eval-every')),
+  (['train', '--keep', HUGE], '--keep must be less than 2^31'),
+  (['discover', '--log-every', HUGE], '--log-every'),
+  (['watch', '.', '--fps', '1001'], '--fps takes at most 1,000'),
+  (['eval', '.', '--episodes', HUGE], '--episodes takes at most 9,223,372,036,854,775,807'),
+  (['plan', '.', '--as', 'seed', '--machines', HUGE], '--machines takes at most'),
+  (['plan', '.', '--as', 'seed', '--machines', '1,0'], '--machines takes numbers of at least 1'),
+  (['plan', '.', '--as', 'seed', '--gbits', '1e-320'], '--gbits takes 0 or at least 1.17549e-38'),
   (['train', '--env', 'podrace:memory,lenght=3'], 'nearest: length'),
   (['train', '--env', 'podrace:memory,length=x'], 'length'),
   (['train', '--env', 'podrace:memory,length=0'], 'length'),
@@ -781,7 +791,9 @@ def unchanged(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
 
 # Each worker of the tests has rules in files of its own: their names have its process id.
 @pytest.mark.parametrize(
-  ('args', 'message'), BAD, ids=[' '.join(a).replace(f'-{os.getpid()}.npz', '.npz') for a, _ in BAD]
+  ('args', 'message'),
+  BAD,
+  ids=[' '.join(a).replace(f'-{os.getpid()}.npz', '.npz')[:200] for a, _ in BAD],
 )
 def test_bad_input_exits_2_with_a_message(
   args: list[str], message: str, run: Command, unchanged: Path
