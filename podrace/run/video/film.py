@@ -285,9 +285,10 @@ def _open_stage(
     output, state = jitted(params, state, timestep, key)
     return jax.tree.map(np.asarray, output.action), state
 
-  stage = stages.make_stage(other_env or config.env, env)
+  name = other_env or config.env
+  stage = stages.NamedStage(name, stages.make_stage(name, env))
   if stage.note and say is not None:
-    say(f'podrace watch: {other_env or config.env}: {stage.note}')
+    say(f'podrace watch: {name}: {stage.note}')
   try:
     yield stage, act, lambda: agent.initial_state(ids)
   finally:

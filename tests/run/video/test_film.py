@@ -19,7 +19,7 @@ from test_runs import called
 from podrace import envs
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
-from podrace.errors import UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.run.loop import train
 from podrace.run.video import film as watch
 from podrace.run.video import pictures, stages
@@ -329,6 +329,20 @@ def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='link'):
     watch.watch(copy, settings=watch.FilmSettings(episodes=1))
   assert not list((tmp_path / 'elsewhere').iterdir())
+
+
+@pytest.mark.parametrize('method', ['reset', 'step', 'frame'])
+@pytest.mark.parametrize('kind', [HostError, ZeroDivisionError])
+def test_an_environment_that_fails_is_named(
+  kind: type[Exception], method: str, run: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+  def fail(*args: Any) -> None:
+    raise kind('the reason')
+
+  monkeypatch.setattr(stages._JaxStage, method, fail)
+  with pytest.raises(RunError, match=r'podrace:catch(.|\n)*the reason'):
+    watch.watch(run, tmp_path / 'out', watch.FilmSettings(episodes=1))
+  assert not list((tmp_path / 'out').iterdir())
 
 
 def test_what_watch_refuses(run: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
