@@ -321,6 +321,15 @@ def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
   assert not (tmp_path / 'none').exists()
 
 
+def test_films_of_other_choices_stay(run: Path, tmp_path: Path, capsys: Capture) -> None:
+  words = ['watch', str(run), '--episodes', '1', '--max-steps', '1', '--out', str(tmp_path)]
+  for more in ([], ['--sample'], ['--seed', '9'], ['--sample', '--seed', '9']):
+    assert called(capsys, *words, *more)[0] == 0
+  assert sorted(p.name for p in tmp_path.glob('*.mp4')) == [
+    f'250880-best{suffix}.mp4' for suffix in ('-sampled-seed9', '-sampled', '-seed9', '')
+  ]
+
+
 def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
   (tmp_path / 'elsewhere').mkdir()
   copy = tmp_path / 'run'
