@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podrace.errors import UsageError, unknown
-from podrace.fields import check_types
+from podrace.fields import check_types, mismatch
 from podrace.run import loop, metrics
 from podrace.run.callbacks import Callback
 from podrace.run.directory import continued, load_config, read_summary
@@ -82,7 +82,7 @@ class Result:
     self,
     episodes: int = 100,
     seed: int = 0,
-    checkpoint: str = 'newest',
+    checkpoint: str | int = 'newest',
     env: str = '',
     acting: str = '',
   ) -> dict[str, Any]:
@@ -96,12 +96,16 @@ class Result:
       acting: greedy or sampled. Default: both, if the agent can act greedily.
 
     Raises:
-      UsageError: if there is no such checkpoint, environment or way of acting.
+      UsageError: if there is no such checkpoint, environment or way of acting, or an argument has a
+        wrong type.
       RunError: if an environment fails, or does not end its episode.
     """
     from podrace.hooks import can_be_greedy
     from podrace.run.evaluate import ACTING, GREEDY, evaluate
 
+    _check_arguments(int, episodes=episodes, seed=seed)
+    _check_arguments(str, env=env, acting=acting)
+    _check_arguments(str | int, checkpoint=checkpoint)
     greedy = can_be_greedy(self.config.agent)
     ways = [acting] if acting else [way for way in ACTING if greedy or way != GREEDY]
     return evaluate(
@@ -109,7 +113,7 @@ class Result:
     )
 
   def export(
-    self, folder: Path | str, member: int = 0, checkpoint: str = 'newest'
+    self, folder: Path | str, member: int = 0, checkpoint: str | int = 'newest'
   ) -> dict[str, Any]:
     """Write the policy to a new directory for `podrace.load_policy`; return its policy.json.
 
@@ -117,10 +121,23 @@ class Result:
       folder: the new directory.
       member: index of the seed, in a run with several seeds.
       checkpoint: newest, best or a step.
+
+    Raises:
+      UsageError: if there is no such seed or checkpoint, the directory exists, or an argument has a
+        wrong type.
     """
     from podrace.policy.export import export
 
+    _check_arguments(int, member=member)
+    _check_arguments(str | int, checkpoint=checkpoint)
     return export(self.run_dir, Path(folder), member, checkpoint=checkpoint, config=self.config)
+
+
+def _check_arguments(declared: Any, **arguments: Any) -> None:
+  """Raise UsageError for the first argument that does not have the type `declared`."""
+  for name, value in arguments.items():
+    if wrong := mismatch(value, declared):
+      raise UsageError(f'{name} must be {wrong}, not {value!r:.100}')
 
 
 def configure(preset: str | None = None, **settings: Any) -> Config:

@@ -20,7 +20,14 @@ from podrace.errors import RunError, Stopped, UsageError, unknown
 from podrace.settings import user_code
 from podrace.system.jax_settings import check_jax
 from podrace.system.logs import escape_logs
-from podrace.system.output import flush_standard, open_standard, print_text, tell, tell_exception
+from podrace.system.output import (
+  flush_standard,
+  open_standard,
+  print_text,
+  tell,
+  tell_exception,
+  unwritten,
+)
 from podrace.system.process import end_at_once, end_on_signals, leave, on_signals, tell_of_faults
 
 # errors of a path that the user has to change
@@ -123,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         raise
       tell(traceback.format_exc())
       code = 1
-  if not flush_standard() and not lasting and not code:
+  error = flush_standard()
+  if error is not None and not lasting and not code:
     code = UNREAD
+    if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+      code = _complain(unwritten(error), 1)
   # A thread may still compile, and nothing can stop it. A process of a distributed run would wait
   # for its peers at a regular exit: they learn of the failure only when JAX aborts them.
   if code > 128 or (code in (1, 2) and _has_peers()):

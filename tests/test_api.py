@@ -79,6 +79,7 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
   assert not any(name.startswith('sampled') for name in sampled)
   with pytest.raises(UsageError, match="greedy or sampled, not 'gredy'"):
     result.evaluate(5, acting='gredy')
+  assert result.evaluate(1, acting='sampled', checkpoint=6_400)['step'] == 6_400
   again = podrace.train(config, tmp_path / 'run', quiet=True)
   assert again.summary == result.summary
   assert podrace.Result.load(tmp_path / 'run') == result
@@ -88,6 +89,24 @@ def test_a_run_and_what_came_of_it(tmp_path: Path) -> None:
   (tmp_path / 'summary.json').rename(tmp_path / 'run/summary.json')
   assert result.export(tmp_path / 'policy')['step'] == 6_400
   podrace.load_policy(tmp_path / 'policy').act(np.zeros((10, 5)))
+  assert result.export(tmp_path / 'named', checkpoint=6_400)['step'] == 6_400
+
+
+@pytest.mark.parametrize(
+  ('method', 'arguments'),
+  [
+    ('evaluate', {'episodes': 2.0}),
+    ('evaluate', {'seed': '0'}),
+    ('evaluate', {'env': None}),
+    ('evaluate', {'checkpoint': 1.5}),
+    ('export', {'folder': 'x', 'member': '0'}),
+    ('export', {'folder': 'x', 'checkpoint': None}),
+  ],
+)
+def test_arguments_of_other_types_are_refused(method: str, arguments: Any, tmp_path: Path) -> None:
+  result = podrace.Result(tmp_path, podrace.configure('catch'), {})
+  with pytest.raises(UsageError, match=list(arguments)[-1]):
+    getattr(result, method)(**arguments)
 
 
 def halved(rate: float) -> float:

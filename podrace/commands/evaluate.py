@@ -76,7 +76,10 @@ def run(args: list[str]) -> int:
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
   episodes, seed, max_steps = map(options.whole, ('--episodes', '--seed', '--max-steps'))
-  config = parse(load_config(run_dir, allowed), settings, 'podrace eval')
+  recorded = load_config(run_dir, allowed)
+  config = parse(recorded, settings, 'podrace eval')
+  if config != recorded:
+    evaluate.check_shapes(run_dir, recorded, config)
   result = evaluate.evaluate(
     run_dir, episodes, seed, acting, max_steps,
     config=config,

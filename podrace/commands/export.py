@@ -54,6 +54,6 @@ def run(args: list[str]) -> int:
   if GRAPH not in about['sha256']:
     tell(f'{GRAPH} is not written: {onnx.why_not(about)}')
   if about['network'] is None:
-    tell(f"podrace.load_policy('{folder}', 'jax') acts with it; the other runtimes cannot")
+    tell(f"podrace.load_policy({str(folder)!r}, 'jax') acts with it; the other runtimes cannot")
   print_json(about)
   return 0

@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 import os
 import re
+import shlex
 from pathlib import Path
 
 from podrace.errors import UsageError
@@ -68,8 +69,9 @@ def run(args: list[str]) -> int:
     raise
   for path in targets:
     print_text(f'wrote {path}')
-  print_text(f'train: {KINDS[kind].format(file=file, name=name)}')
-  print_text(f'test:  python -m pytest {folder / f"test_{file}.py"}')
+  enter = '' if folder.samefile('.') else f'cd {shlex.quote(str(folder))} && '
+  print_text(f'train: {enter}{KINDS[kind].format(file=file, name=name)}')
+  print_text(f'test:  {enter}python -m pytest test_{file}.py')
   return 0
 
 

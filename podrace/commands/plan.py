@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from pathlib import Path
 from typing import Any
 
 from podrace.errors import UnreadableFile, UsageError, unknown
 from podrace.launch.capacity import ESTIMATES, Estimate, Machines, Rates
 from podrace.system.files.reading import RECORD_BYTES, parse_json, read_bytes
-from podrace.system.options import Command, Option, Options
+from podrace.system.options import Command, Option, Options, parse_whole
 from podrace.system.output import print_json, print_text
 
 COMMAND = Command(
@@ -70,18 +71,17 @@ def read(path: Path) -> Rates:
   except UnreadableFile:
     raise
   except (ValueError, IndexError) as e:
-    raise UsageError(
-      f'{path}: its last line is no JSON; `podrace bench sebulba PRESET > {path.name}` writes rates'
-    ) from e
+    command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
+    raise UsageError(f'{path}: its last line is no JSON; `{command}` writes rates') from e
   return Rates.from_bench(record)
 
 
 def numbers(text: str) -> list[int]:
   """Return the numbers of machines in a list with commas."""
-  parts = text.split(',')
-  if not all(x.isascii() and x.isdigit() and int(x) for x in parts):
+  counts = [parse_whole('--machines', x) for x in text.split(',')]
+  if not all(counts):
     raise UsageError(f'--machines takes numbers of at least 1, with commas, not {text!r}')
-  return [int(x) for x in parts]
+  return counts
 
 
 def row(machines: int, estimate: Estimate, steps: int) -> dict[str, Any]:

@@ -59,6 +59,8 @@ class Run:
 def find(*roots: Path | str) -> list[Path]:
   """Return all run directories in directories, or the directories themselves, each once, by name.
 
+  A link to a run directory is listed too, unless its target is.
+
   Raises:
     UsageError: if one is not a directory.
   """
@@ -66,8 +68,9 @@ def find(*roots: Path | str) -> list[Path]:
     if not os.path.isdir(root):  # Path.is_dir fails for a long name
       raise UsageError(f'{root} is no directory')
   paths: dict[str, Path] = {}  # by where they lead: a link and its target are one directory
-  for path in (path for root in roots for path in sorted(_walk(str(root)))):
-    paths.setdefault(os.path.realpath(path), path)
+  for root in roots:
+    for path in sorted(_walk(str(root)), key=lambda path: (path.is_symlink(), path)):
+      paths.setdefault(os.path.realpath(path), path)
   return list(paths.values())
 
 
@@ -82,7 +85,9 @@ def _walk(root: str) -> Iterator[Path]:
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
       for entry in entries:
         with contextlib.suppress(OSError):
-          if entry.is_dir(follow_symlinks=False):
+          # other links are not followed: they may lead back
+          is_link_to_run = entry.is_symlink() and os.path.lexists(f'{entry.path}/config.json')
+          if is_link_to_run or entry.is_dir(follow_symlinks=False):
             folders.append(entry.path)
 
 
@@ -191,7 +196,7 @@ def remove(path: Path) -> None:
   """
   check_removable(path)
   try:
-    shutil.rmtree(path)
+    shutil.rmtree(path.resolve())  # of `.` it would delete the content only
   except RecursionError:
     raise UsageError(f'{path} has folders nested too deep: delete it with rm -r') from None
   except OSError as e:

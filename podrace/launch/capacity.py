@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from podrace.errors import UsageError
+from podrace.fields import SMALLEST
 
 HANDOVER = 162e-6  # seconds for a batch of an actor thread, besides its stages; benchmarks/plan.py
 
@@ -37,8 +38,8 @@ class Rates:
 
   def __post_init__(self) -> None:
     for name in ('environment', 'inference', 'learner', 'batch', 'step_bytes'):
-      if not 0 < getattr(self, name) < float('inf'):
-        raise UsageError(f'rates: {name} must be more than 0, not {getattr(self, name)}')
+      if not SMALLEST <= (value := getattr(self, name)) <= 1 / SMALLEST:
+        raise UsageError(f'rates: {name} must be {SMALLEST:g} to {1 / SMALLEST:g}, not {value}')
 
   @classmethod
   def from_bench(cls, result: Mapping[str, Any]) -> Rates:
@@ -53,7 +54,7 @@ class Rates:
       environment, inference, learner = (
         float(result[k]) for k in ('environment', 'inference', 'learner')
       )
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as e:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as e:
       raise UsageError(
         f'these are no rates as `podrace bench sebulba` prints them ({type(e).__name__}: {e})'
       ) from e

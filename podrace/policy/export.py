@@ -37,13 +37,14 @@ from podrace.policy.load import (
 )
 from podrace.run.directory import load_config
 from podrace.run.evaluate import eval_env
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import restore_params
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
 from podrace.settings.record import to_json
 from podrace.settings.resolved import Resolved
 from podrace.system.files import make_user_folder, move, new_folder, write_whole
 from podrace.system.files import remove as remove_files
+from podrace.system.files.schema import NEWEST
 from podrace.system.process import undone_by_signals
 from podrace.types import FIRST, MID, TimeStep
 from podrace.version import __version__
@@ -58,7 +59,7 @@ def export(
   folder: Path,
   member: int = 0,
   allow_code: Iterable[str] = (),
-  checkpoint: str = NEWEST,
+  checkpoint: str | int = NEWEST,
   config: Config | None = None,
 ) -> dict[str, Any]:
   """Write the policy of a run to a new directory, and return its description.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,8 @@ def _read_description(folder: Path) -> dict[str, Any]:
   if about is None:
     hint = ''
     if os.path.lexists(folder / 'checkpoints'):
-      hint = f'; it is a run directory: write its policy by `podrace export {folder} FOLDER`'
+      command = f'podrace export {shlex.quote(str(folder))} FOLDER'
+      hint = f'; it is a run directory: write its policy by `{command}`'
     raise PolicyError(f'{folder} holds no policy: {POLICY} is not there{hint}')
   if not isinstance(about, dict) or about.get('version') not in READ:
     raise PolicyError(f'{folder / POLICY} is not a policy of version {" or ".join(map(str, READ))}')

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import functools
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -158,9 +159,10 @@ def load_config_file(file: Path, allow_code: Iterable[str] = ()) -> Config:
   """Return the config that a file records, as `load_config` does."""
   config, run_dir = _load(file, allow_code), file.parent
   if not isinstance(config, Config):
+    rule = shlex.quote(str(run_dir / 'rule.npz'))
     raise UsageError(
       f'{run_dir} holds a rule that `podrace discover` trained, and no agent: train one by it, as '
-      f'in podrace train --agent {agent_name(config.agent)} --agent.rule {run_dir / "rule.npz"}'
+      f'in podrace train --agent {agent_name(config.agent)} --agent.rule {rule}'
     )
   return config
 
@@ -184,7 +186,8 @@ def not_a_run(path: Path) -> UsageError:
   if not os.path.lexists(path):
     return UsageError(f'{path} is not a run directory: it does not exist')
   if path.is_dir() and any(path.glob('*/config.json')):
-    return UsageError(f'{path} is not a run directory, but has some in it: podrace runs {path}')
+    command = f'podrace runs {shlex.quote(str(path))}'
+    return UsageError(f'{path} is not a run directory, but has some in it: {command}')
   return UsageError(f'{path} is not a run directory: it has no config.json')
 
 

@@ -24,10 +24,12 @@ from podrace.errors import RunError, UsageError
 from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import param_shapes, restore_params
 from podrace.settings.config import Config
+from podrace.settings.record import argument, changes, option, to_json
 from podrace.settings.resolved import Resolved
 from podrace.system.files import number
+from podrace.system.files.schema import NEWEST
 from podrace.types import Agent, Array, Environment
 
 GREEDY, SAMPLED = 'greedy', 'sampled'  # ways of acting: the best action, or sampled as in training
@@ -128,7 +130,7 @@ def evaluate(
   config: Config | None = None,
   env: str = '',
   say: Callable[[str], None] = lambda text: None,
-  checkpoint: str = NEWEST,
+  checkpoint: str | int = NEWEST,
   member: int | None = None,
 ) -> dict[str, Any]:
   """Evaluate a checkpoint of a run.
@@ -168,6 +170,19 @@ def evaluate(
     result |= _name_statistics(summarize_returns(returns), '' if way == acting[0] else f'{way}_')
   result['step'] = step
   return result | ({'damaged_checkpoints_skipped': skipped} if skipped else {})
+
+
+def check_shapes(run_dir: Path, recorded: Config, changed: Config) -> None:
+  """Raise UsageError if changed settings give the network other parameters than a run has."""
+  run, other = (Resolved(config, run_dir).acting for config in (recorded, changed))
+  was, now = (jax.tree.flatten(param_shapes(x)) for x in (run, other))
+  if was != now:
+    old, new = (to_json(x.config, whole=True) for x in (run, other))
+    settings = (f'{option(c.path)} {argument(c.new)}' for c in changes(old, new))
+    raise UsageError(
+      f'{", ".join(settings)}: the parameters of {run_dir} have other shapes than this network '
+      'has: leave it out'
+    )
 
 
 def _name_statistics(statistics: dict[str, Any], prefix: str) -> dict[str, Any]:

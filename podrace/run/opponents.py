@@ -16,10 +16,11 @@ from podrace.envs.env_names import parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.networks import is_recurrent
 from podrace.run.directory import load_config, read_record
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import restore_params
 from podrace.settings import user_code
 from podrace.settings.agents import AGENTS, agent_name
 from podrace.settings.resolved import Resolved
+from podrace.system.files.schema import NEWEST
 from podrace.types import MID, Array, TimeStep
 
 CHAIN = 100  # most generations of opponents, each trained against the one before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,11 +24,12 @@ from podrace.hooks import act_with, can_be_greedy, greedily
 from podrace.run.directory import check_directory, load_config
 from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import HOST_AT_ONCE, WatchedPool, spread_env_ids
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import restore_params
 from podrace.settings.config import Config
 from podrace.settings.presets import PRESETS
 from podrace.settings.resolved import Resolved
 from podrace.settings.validation import needs_sebulba
+from podrace.system.files.schema import NEWEST
 from podrace.system.scheduling import cores
 from podrace.types import FIRST, LAST
 from podrace.version import __version__
@@ -146,7 +148,7 @@ def _config(source: str, env: str, way: str, allow_code: Iterable[str]) -> Confi
   if not source:
     architecture: Any = 'sebulba' if needs_sebulba(env) else 'anakin'
     return Config(agent=None, env=env, architecture=architecture)
-  if source not in PRESETS or Path(source).is_dir():
+  if source not in PRESETS or os.path.lexists(f'{source}/config.json'):
     return load_config(Path(source), allow_code)
   if way == POLICY:
     raise UsageError(

@@ -11,15 +11,15 @@ import numpy as np
 
 from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.run.checkpoint import Checkpoints
+from podrace.run.directory import saved_steps
 from podrace.run.metrics import read
 from podrace.settings.resolved import Resolved
 from podrace.system.files import check_folder, make_folder, move, write_whole
 from podrace.system.files.reading import read_bytes
-from podrace.system.files.schema import is_number, is_step
+from podrace.system.files.schema import BEST, NEWEST, is_checkpoint, is_number, is_step
 from podrace.topology import on_host
 from podrace.types import Array
 
-NEWEST, BEST = 'newest', 'best'  # ways to name a checkpoint, besides its step
 FILE_BYTES = 2**34  # largest file of parameters
 SUFFIX = '.safetensors'
 
@@ -39,7 +39,7 @@ class SavedParams(NamedTuple):
 
 
 def restore_params(
-  resolved: Resolved, run_dir: Path, checkpoint: str = NEWEST, member: int | None = None
+  resolved: Resolved, run_dir: Path, checkpoint: str | int = NEWEST, member: int | None = None
 ) -> SavedParams:
   """Read parameters of a run.
 
@@ -58,23 +58,19 @@ def restore_params(
     raise UsageError(
       f'{run_dir} has no seed {member}: its {seeds} seeds have the indices 0 to {seeds - 1}'
     )
-  saved = _read(resolved, run_dir, checkpoint)
+  saved = _read(resolved, run_dir, str(checkpoint))
   if member is None or seeds == 1:
     return saved
   return saved._replace(params=jax.tree.map(lambda x: x[member], saved.params))
 
 
 def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
-  if checkpoint not in (NEWEST, BEST) and not is_step(checkpoint.replace('_', '')):
+  if not is_checkpoint(checkpoint):
     raise UsageError(f'--checkpoint is {NEWEST}, {BEST} or a step, not {checkpoint!r}')
-  shapes = _shapes(resolved)
+  shapes = param_shapes(resolved)
   if checkpoint == BEST:
     return _read_best(run_dir, shapes)
-  best = _best_files(run_dir)
-  if not (run_dir / 'checkpoints').is_dir():
-    raise UsageError(f'{run_dir} has no checkpoints yet')
-  checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
-  steps = checkpoints.steps()
+  best, steps = _best_files(run_dir), saved_steps(run_dir)
   if checkpoint != NEWEST:
     step = int(checkpoint.replace('_', ''))
     if step not in steps and step in best:
@@ -82,7 +78,10 @@ def _read(resolved: Resolved, run_dir: Path, checkpoint: str) -> SavedParams:
     if step not in steps:
       known = ', '.join(f'{s:,}' for s in sorted({*steps, *best}))
       raise UsageError(f'{run_dir} has no checkpoint at step {step:,}: there are {known or "none"}')
-    steps = [step]
+  if not (run_dir / 'checkpoints').is_dir():
+    raise UsageError(f'{run_dir} has no checkpoints yet')
+  checkpoints = Checkpoints(run_dir / 'checkpoints', writes=False)
+  steps = checkpoints.steps() if checkpoint == NEWEST else [step]
   skipped: list[int] = []
   reason = ''
   for step in steps:
@@ -115,7 +114,7 @@ def _read_best(run_dir: Path, shapes: Any, missing: int | None = None) -> SavedP
     return _read_best(run_dir, shapes, missing=step)
 
 
-def _shapes(resolved: Resolved) -> Any:
+def param_shapes(resolved: Resolved) -> Any:
   """Return the shapes of the run's parameters, on one device."""
   agent, seeds = resolved.agent, resolved.config.seeds
   keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), seeds))

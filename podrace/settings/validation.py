@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,11 +15,13 @@ from podrace.fields import check_types, flag, range_of
 from podrace.settings import log_settings
 from podrace.settings.agents import agent_class, agent_name, explain_untyped, untyped_attributes
 from podrace.settings.config import MOST_SEEDS, Basics, Common, Config
+from podrace.system.files.schema import is_checkpoint
 
 STEP_COUNTS = (
   'importance_steps',
   'online_share_steps',
 )  # settings that may be as large as --total-steps
+STEPS_FIELDS = ('total_steps', 'log_every', 'checkpoint_every', 'eval_every')  # of a configuration
 LARGEST = 3.4028234e38  # the largest float32
 
 
@@ -101,14 +102,13 @@ def check_basics(config: Basics) -> None:
   """Raise UsageError for invalid settings that every run has."""
   check_at_least(config, 1, 'num_envs', 'unroll_length', 'total_steps', 'keep')
   check_at_least(config, 0, 'log_every', 'checkpoint_every', 'seed')
-  for name in ('num_envs', 'unroll_length', 'total_updates'):
-    if getattr(config, name) >= 2**31:
-      subject = '--' + flag(name)
-      if name == 'total_updates':
-        subject = (
-          f'--total-steps {config.total_steps} in updates of {config.steps_per_update} steps'
-        )
-      raise UsageError(f'{subject} must be less than 2^31, not {getattr(config, name)}')
+  for f in dataclasses.fields(config):
+    value, subject = getattr(config, f.name), f'--{flag(f.name)}'
+    if f.name in STEPS_FIELDS:
+      subject += f' {value} in updates of {config.steps_per_update} steps'
+      value = -(-value // config.steps_per_update)
+    if isinstance(value, int) and value >= 2**31 and f.name != 'seed':
+      raise UsageError(f'{subject} must be less than 2^31, not {value}')
   if (steps := config.total_updates * config.unroll_length) >= 2**31:
     raise UsageError(
       f'--total-steps {config.total_steps} are {steps} in each of --num-envs {config.num_envs}, '
@@ -124,7 +124,7 @@ def _check_common(config: Config) -> None:
   has_options = config.eval_video or config.eval_env or config.eval_episodes != Config.eval_episodes
   if config.eval_every == 0 and has_options:
     raise UsageError('--eval-env, --eval-episodes and --eval-video need --eval-every')
-  if not re.fullmatch('newest|best|[0-9_]+', config.init_checkpoint):
+  if not is_checkpoint(config.init_checkpoint):
     raise UsageError(f'--init-checkpoint is newest, best or a step, not {config.init_checkpoint!r}')
   if not config.init_from and (config.init_checkpoint, config.init_member) != ('newest', None):
     raise UsageError('--init-checkpoint and --init-member need --init-from')

@@ -124,6 +124,11 @@ def not_made(name: str, error: Exception) -> UsageError:
   return UsageError(f'{name} cannot be made:\n{_account(frames, error)}\n{TRACEBACK}.')
 
 
+def account(error: BaseException) -> str:
+  """Return the lines of a traceback in the user's files, the exception, and how to see the rest."""
+  return f'{_account(of_the_user(None, error), error)}\n{TRACEBACK}.'
+
+
 def _account(frames: list[traceback.FrameSummary], error: BaseException) -> str:
   """Return lines of a traceback, and the exception."""
   where = ''.join(traceback.format_list(frames))

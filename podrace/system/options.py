@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from podrace.errors import UsageError, unknown
-from podrace.fields import whole_number
+from podrace.fields import SMALLEST, whole_number
+from podrace.system.files.schema import STEPS
 
 WIDTH = 100
 
@@ -26,6 +27,7 @@ class Option:
     help: its help.
     default: its default.
     choices: all its values, if they have names.
+    high: its largest whole number.
   """
 
   name: str
@@ -33,6 +35,7 @@ class Option:
   help: str
   default: Any = None
   choices: tuple[str, ...] = ()
+  high: int = STEPS
 
   @property
   def text(self) -> str:
@@ -196,10 +199,7 @@ class Options:
     """Return a whole number of at least 0, such as 1e6 or 1_000, else the default."""
     if name not in self:
       return self._takes[name].default
-    text = whole_number(self.text(name))
-    if not (text.isascii() and text.isdigit()):
-      raise UsageError(f'{name} takes a whole number of at least 0, not {self.text(name)!r}')
-    return int(text)
+    return parse_whole(name, self.text(name), self._takes[name].high)
 
   def number(self, name: str) -> float:
     """Return a number of at least 0, else the default, else 0."""
@@ -211,9 +211,21 @@ class Options:
       raise UsageError(f'{name} takes a number, not {self.text(name)!r}') from None
     if not (math.isfinite(value) and value >= 0):
       raise UsageError(f'{name} takes a number of at least 0, not {self.text(name)!r}')
+    if 0 < value < SMALLEST:
+      raise UsageError(f'{name} takes 0 or at least {SMALLEST:g}, not {self.text(name)!r}')
     if value > threading.TIMEOUT_MAX:
       raise UsageError(f'{name} takes at most {threading.TIMEOUT_MAX:g}, not {self.text(name)!r}')
     return value
+
+
+def parse_whole(name: str, text: str, high: int = STEPS) -> int:
+  """Return a whole number of 0 to `high`, such as 1e6 or 1_000; raises UsageError naming `name`."""
+  digits = whole_number(text)
+  if not (digits.isascii() and digits.isdigit()):
+    raise UsageError(f'{name} takes a whole number of at least 0, not {text!r}')
+  if len(digits) > len(str(STEPS)) or int(digits) > high:  # `int` refuses thousands of digits
+    raise UsageError(f'{name} takes at most {high:,}, not {text:.30}')
+  return int(digits)
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:

@@ -10,6 +10,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any, TextIO
 
+from podrace.errors import RunError
+
 STANDARD = (0, 1, 2)  # input, output, errors
 INVISIBLE = '\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0'  # letters and marks without a picture
 
@@ -99,6 +101,10 @@ def print_text(
 
   All text to a terminal is printed so, or by rich. The line and its end are one write also where
   the stream has no buffer (PYTHONUNBUFFERED), so that lines of several threads do not mix.
+
+  Raises:
+    BrokenPipeError: if the reader has closed its end.
+    RunError: if the stream cannot be written, as on a full disk.
   """
   stream = sys.stdout if file is None else file
   if stream is None:  # the process has no standard output
@@ -106,9 +112,19 @@ def print_text(
   text = printable(sep.join(map(str, words)))
   with contextlib.suppress(AttributeError, LookupError, TypeError):  # the stream names no encoding
     text = text.encode(stream.encoding, 'backslashreplace').decode(stream.encoding)
-  stream.write(text + end)
-  if flush:
-    stream.flush()
+  try:
+    stream.write(text + end)
+    if flush:
+      stream.flush()
+  except BrokenPipeError:
+    raise
+  except OSError as e:
+    raise unwritten(e, 'standard output' if stream is results() else 'standard error') from e
+
+
+def unwritten(error: OSError, name: str = 'standard output') -> RunError:
+  """Return the error of a standard stream that cannot be written."""
+  return RunError(f'{name} cannot be written: {error.strerror}')
 
 
 def print_json(value: Any) -> None:
@@ -142,16 +158,16 @@ def open_standard() -> None:
       setattr(sys, name, open(os.devnull, 'w', encoding='utf-8'))  # noqa: SIM115 (as long as the process)
 
 
-def flush_standard() -> bool:
-  """Write buffered output for the last time; returns whether that to standard output succeeded."""
-  succeeded = True
+def flush_standard() -> OSError | ValueError | None:
+  """Write buffered output for the last time; returns the error of standard output, if any."""
+  error = None
   for stream in (sys.stdout, sys.stderr):
     try:
       stream.flush()
-    except (OSError, ValueError):
-      succeeded = succeeded and stream is not sys.stdout
+    except (OSError, ValueError) as e:
+      error = e if stream is sys.stdout else error
       _redirect_to_null(stream)
-  return succeeded
+  return error
 
 
 _results: TextIO | None = None  # standard output, within `results_alone`

@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -60,7 +61,7 @@ from podrace.commands import (
 )
 from podrace.commands.shared_options import PEER_TIMEOUT
 from podrace.distributed.net.session_messages import SILENCE
-from podrace.errors import UsageError
+from podrace.errors import PolicyError, UsageError
 from podrace.experiments import runs as directories
 from podrace.fields import flag
 from podrace.hooks import BOUND
@@ -599,6 +600,7 @@ def test_what_bench_cannot_do(run: Command, args: list[str], message: str) -> No
 
 # --- bad input ----------------------------------------------------------------------------------
 
+HUGE = '1' + 400 * '0'
 BAD = [
   (['trian'], "unknown command 'trian': did you mean train"),
   (['compare', 'runs'], 'podrace plot'),
@@ -610,6 +612,7 @@ BAD = [
   (['train', '--env', 'gymnaks:CartPole-v1'], 'nearest: gymnax'),
   (['train', '--env', 'gymnax:CartPole'], 'nearest: CartPole-v1'),
   (['train', '--env', 'catch'], 'LIB:NAME'),
+  (['train', '--init-from', 'x', '--init-checkpoint', '_'], "--init-checkpoint is newest, best or a step, not '_'"),
   (['train', '--seeds', '0'], '--seeds must be at least 1'),
   (['train', '--seeds', '1000000000'], '--seeds must be at most 65,536'),
   (['train', '--agent', 'dqn', '--agent.network.core', 'transformer', '--agent.network.attention.window', '2147483647'],
@@ -619,6 +622,15 @@ BAD = [
   (['train', '--total-steps', '1e15'], 'in updates of 1024 steps must be less than 2^31, not 976562500000'),
   (['train', '--total-steps', '1e11', '--num-envs', '1', '--unroll-length', '100000'], 'in each of --num-envs 1, expected less than 2^31'),
   (['train', '--num-envs', '3e9'], '--num-envs must be less than 2^31'),
+  *((['train', option, HUGE], f'{option} {HUGE} in updates of 1024 steps must be less than 2^31')
+    for option in ('--log-every', '--checkpoint-every', '--eval-every')),
+  (['train', '--keep', HUGE], '--keep must be less than 2^31'),
+  (['discover', '--log-every', HUGE], '--log-every'),
+  (['watch', '.', '--fps', '1001'], '--fps takes at most 1,000'),
+  (['eval', '.', '--episodes', HUGE], '--episodes takes at most 9,223,372,036,854,775,807'),
+  (['plan', '.', '--as', 'seed', '--machines', HUGE], '--machines takes at most'),
+  (['plan', '.', '--as', 'seed', '--machines', '1,0'], '--machines takes numbers of at least 1'),
+  (['plan', '.', '--as', 'seed', '--gbits', '1e-320'], '--gbits takes 0 or at least 1.17549e-38'),
   (['train', '--env', 'podrace:memory,lenght=3'], 'nearest: length'),
   (['train', '--env', 'podrace:memory,length=x'], 'length'),
   (['train', '--env', 'podrace:memory,length=0'], 'length'),
@@ -767,7 +779,9 @@ def unchanged(tmp_path: Path, monkeypatch: Patch) -> Iterator[Path]:
 
 # Each worker of the tests has rules in files of its own: their names have its process id.
 @pytest.mark.parametrize(
-  ('args', 'message'), BAD, ids=[' '.join(a).replace(f'-{os.getpid()}.npz', '.npz') for a, _ in BAD]
+  ('args', 'message'),
+  BAD,
+  ids=[' '.join(a).replace(f'-{os.getpid()}.npz', '.npz')[:200] for a, _ in BAD],
 )
 def test_bad_input_exits_2_with_a_message(
   args: list[str], message: str, run: Command, unchanged: Path
@@ -797,6 +811,16 @@ def test_bad_input_exits_2_with_a_message(
 def test_bad_usage_is_told_in_a_line(args: list[str], message: str, run: Command) -> None:
   code, out, err = run(*args)
   assert (code, out) == (2, '') and message in err and len(err.splitlines()) == 1
+
+
+def test_paths_in_printed_commands_are_quoted(run: Command, tmp_path: Path) -> None:
+  folder = tmp_path / "it's mine"
+  (folder / 'run/checkpoints').mkdir(parents=True)
+  (folder / 'run/config.json').touch()
+  assert f'podrace runs {shlex.quote(str(folder))}' in run('eval', str(folder))[2]
+  with pytest.raises(PolicyError) as raised:
+    podrace_.load_policy(folder / 'run')
+  assert f'podrace export {shlex.quote(str(folder / "run"))} ' in str(raised.value)
 
 
 def test_as_a_module() -> None:

@@ -6,6 +6,7 @@ import errno
 import functools
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -34,20 +35,18 @@ from podrace.settings.presets import PRESETS
   ],
 )
 def test_what_it_writes_trains(kind: str, tmp_path: Path, capsys: Capture) -> None:
-  code, out, _ = called(capsys, 'init', kind, 'MyOwn', '--dir', str(tmp_path))
+  folder = tmp_path / 'a folder'
+  folder.mkdir()
+  code, out, _ = called(capsys, 'init', kind, 'MyOwn', '--dir', str(folder))
   file = 'my_own.c' if kind == 'cenv' else 'my_own.py'
-  assert code == 0 and sorted(p.name for p in tmp_path.iterdir()) == [file, 'test_my_own.py']
-  text = ''.join(p.read_text() for p in tmp_path.iterdir())
+  assert code == 0 and sorted(p.name for p in folder.iterdir()) == [file, 'test_my_own.py']
+  text = ''.join(p.read_text() for p in folder.iterdir())
   assert not {'NAME', 'FILE', 'HEADER'} & set(re.findall('[A-Z]+', text))
-  (train,) = [
-    x.removeprefix('train: podrace ') for x in out.splitlines() if x.startswith('train: ')
-  ]
-  one = ['--devices', '1'] if kind == 'cenv' else []
+  (train,) = [x.removeprefix('train: ') for x in out.splitlines() if x.startswith('train: ')]
+  train = train.replace('podrace train', f'{shlex.quote(sys.executable)} -m podrace train')
+  one = '--devices 1' if kind == 'cenv' else ''
   done = subprocess.run(
-    [
-      *(sys.executable, '-m', 'podrace', *train.split(), *one),
-      *('--total-steps', '2048', '--run-dir', 'run'),
-    ],
+    ['bash', '-c', f'{train} {one} --total-steps 2048 --run-dir run'],
     cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
@@ -62,6 +61,20 @@ def test_what_it_writes_passes_its_own_test(kind: str, tmp_path: Path, capsys: C
     cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stdout
+
+
+def test_printed_commands_work_where_init_is_called(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  for folder, enter in (('.', []), ('with blank', ['cd', 'with blank', '&&'])):
+    Path(folder).mkdir(exist_ok=True)
+    _, out, _ = called(capsys, 'init', 'env', 'MyOwn', '--dir', folder)
+    commands = [shlex.split(x.partition(':')[2]) for x in out.splitlines()[-2:]]
+    assert commands == [
+      [*enter, 'podrace', 'train', '--env', 'python:my_own.make'],
+      [*enter, 'python', '-m', 'pytest', 'test_my_own.py'],
+    ]
 
 
 def test_nothing_is_overwritten_or_hidden(tmp_path: Path, capsys: Capture) -> None:

@@ -124,6 +124,20 @@ def test_runs_are_found_at_any_depth_and_not_within_runs(tmp_path: Path) -> None
     runs.find(tmp_path / 'nowhere')
 
 
+def test_a_link_to_a_run_is_listed_unless_its_target_is(tmp_path: Path, capsys: Capture) -> None:
+  run = make(tmp_path / 'elsewhere/run', line(1))
+  links = tmp_path / 'links'
+  links.mkdir()
+  for name, target in (('run', run), ('back', links), ('up', tmp_path), ('gone', 'nowhere')):
+    (links / name).symlink_to(target)
+  assert runs.find(links) == [links / 'run']
+  code, out, _ = called(capsys, 'runs', str(links), '--json')
+  assert code == 0 and [r['path'] for r in json.loads(out)] == [str(links / 'run')]
+  (tmp_path / 'a').symlink_to(run)  # of two names, the directory's own
+  assert runs.find(tmp_path) == [run]
+  assert called(capsys, 'rm', str(links / 'run'), '--yes')[0] == 2 and run.exists()
+
+
 def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
   for error, expected in (
@@ -248,6 +262,14 @@ def test_rm_deletes_all_or_none(tmp_path: Path, capsys: Capture) -> None:
   code, out, _ = called(capsys, 'rm', str(a), str(b), f'{b}/../a', '--yes')
   assert code == 0 and 'freed' in out and not a.exists() and not b.exists()
   assert (outside / 'kept').exists()
+
+
+def test_rm_deletes_the_working_directory(
+  tmp_path: Path, capsys: Capture, monkeypatch: Any
+) -> None:
+  a = make(tmp_path / 'a', line(1))
+  monkeypatch.chdir(a)
+  assert called(capsys, 'rm', '.', '--yes')[0] == 0 and not a.exists()
 
 
 def test_rm_asks(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,14 @@ BENCH: dict[str, Any] = dict(
 def test_rates_of_what_bench_prints() -> None:
   assert Rates.from_bench(BENCH) == Rates(8000.0, 16000.0, 4000.0, 16.0, 1000.0, True)
   assert not Rates.from_bench(BENCH | dict(minimum=4000.0)).shared
+
+
+@pytest.mark.parametrize('rate', [0.0, 1e-320, 1e300, math.nan])
+def test_rates_that_no_machine_has_are_refused(rate: float) -> None:
+  with pytest.raises(UsageError, match='learner'):
+    Rates.from_bench(BENCH | dict(learner=rate))
+  with pytest.raises(UsageError, match='OverflowError'):
+    Rates.from_bench(BENCH | dict(learner=10**400))
 
 
 def test_stages_of_one_machine_take_turns() -> None:

@@ -270,6 +270,15 @@ def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
     evaluate(tmp_path, 1)
 
 
+def test_another_network_than_the_runs_is_named(trained: Path) -> None:
+  def change(config: Config, hidden: tuple[int, ...]) -> Config:
+    network = dataclasses.replace(config.agent.network, hidden=hidden)
+    return dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network))
+
+  with pytest.raises(UsageError, match=r'--agent\.network\.hidden 7'):
+    evaluate(trained, 1, change=lambda config: change(config, (7,)))
+
+
 @pytest.mark.slow
 def test_parameters_may_be_scalars(tmp_path: Path) -> None:
   """As DQN's epsilon is."""

@@ -231,6 +231,14 @@ def test_random_switches_are_ones_that_the_mask_allows(tmp_path: Path, capsys: C
     read_log(str(tmp_path / 'log'))
 
 
+def test_a_folder_with_the_name_of_a_preset_is_no_run(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  (tmp_path / 'catch').mkdir()
+  monkeypatch.chdir(tmp_path)
+  assert recorded(capsys, tmp_path / 'log', 'catch', '--random', '--episodes', '1')['episodes'] == 1
+
+
 def test_a_run_is_recorded_and_learned_from(
   cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -198,9 +198,22 @@ def test_checkpoints_are_named_by_step(trained: podrace.Result) -> None:
     best.params,
     restore_params(resolved, run_dir, str(best.step)).params,
   )
-  for wrong in ('7', 'bset', '-1', ''):
+  assert restore_params(resolved, run_dir, newest.step).step == newest.step
+  for wrong in ('7', 'bset', '-1', '', '_', 7, -1):
     with pytest.raises(UsageError):
       restore_params(resolved, run_dir, wrong)
+
+
+def test_the_best_is_read_by_step_without_the_other_checkpoints(
+  trained: podrace.Result, tmp_path: Path
+) -> None:
+  shutil.copytree(trained.run_dir, tmp_path / 'run')
+  shutil.rmtree(tmp_path / 'run' / 'checkpoints')
+  resolved, step = resolve(trained.config), best_step(tmp_path / 'run')
+  assert step is not None
+  assert restore_params(resolved, tmp_path / 'run', f'{step:_}').step == step
+  with pytest.raises(UsageError, match='no checkpoints'):
+    restore_params(resolved, tmp_path / 'run')
 
 
 def test_the_best_is_read_while_the_run_replaces_it(

@@ -227,3 +227,18 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(
     files.write_whole(path, 'new')
   assert failure.value.filename == str(path)
   assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
+
+
+def test_a_file_that_is_not_written_leaves_no_draft(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  with pytest.raises(UsageError, match='UTF-8'):
+    files.write_whole(tmp_path / 'file', 'init_from = "r\udcff"')
+
+  def interrupt(descriptor: int) -> None:
+    raise KeyboardInterrupt
+
+  monkeypatch.setattr(os, 'fsync', interrupt)
+  with pytest.raises(KeyboardInterrupt):
+    files.write_whole(tmp_path / 'file', 'new')
+  assert not list(tmp_path.iterdir())

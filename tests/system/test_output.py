@@ -78,6 +78,17 @@ def test_an_unread_list_ends_as_by_a_broken_pipe() -> None:
   assert (ended.returncode, ended.stderr) == (141, '')
 
 
+@pytest.mark.parametrize('unbuffered', ['', '1'])
+@pytest.mark.parametrize('args', [['list'], ['--help'], ['runs', '.', '--json']])
+def test_a_full_disk_ends_a_command_with_a_line(
+  args: list[str], unbuffered: str, tmp_path: Path
+) -> None:
+  line = f'cd {shlex.quote(str(tmp_path))}; podrace >/dev/full'
+  ended = shell(line, *args, PYTHONUNBUFFERED=unbuffered)
+  assert ended.returncode == 1 and 'standard output' in ended.stderr
+  assert len(ended.stderr.splitlines()) == 1
+
+
 MODULE = """
 import signal
 try:

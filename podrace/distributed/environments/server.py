@@ -260,8 +260,8 @@ class Server(ServiceHandler):
 
   def _command(self) -> str:
     keys = ' --keys DIR' if self.listener.listen.keys else ''
-    env = shlex.quote(self.env)
-    return f'podrace envs --connect {self.listener.reachable} --env {env}{keys}'
+    address, env = map(shlex.quote, (self.listener.reachable, self.env))
+    return f'podrace envs --connect {address} --env {env}{keys}'
 
   # --- reports ----------------------------------------------------------------------------------
 

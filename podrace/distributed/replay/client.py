@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import shlex
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -141,9 +142,10 @@ class ReplayClient:
     deadline = deadline_of(timeout)
     for connection in self.connections:
       if not connection.wait_until(lambda: not connection.away, deadline):
+        address = shlex.quote(str(connection.address))
         raise TimeoutError(
           f'no {replay_messages.SERVICE} at {connection.address} in {timeout:.0f} s: '
-          f'{connection.link.why}. Is `podrace replay --listen {connection.address}` running, '
+          f'{connection.link.why}. Is `podrace replay --listen {address}` running, '
           'with the same keys?'
         )
 

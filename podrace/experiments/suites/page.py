@@ -84,7 +84,7 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
   records = read_records(folder, suite)
   if not records:
     raise UsageError(
-      f'{folder} has no record of {suite.name}: run podrace reproduce {suite.source}'
+      f'{folder} has no record of {suite.name}: run podrace reproduce {shlex.quote(suite.source)}'
     )
   pairs = by_pair(suite, records)
   curves, aggregate = (out.with_name(f'{out.stem}-{x}.png') for x in ('curves', 'aggregate'))

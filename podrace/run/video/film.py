@@ -17,12 +17,13 @@ from podrace.hooks import can_be_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import spread_env_ids
-from podrace.run.saved_params import NEWEST, restore_params
+from podrace.run.saved_params import restore_params
 from podrace.run.video import stages
 from podrace.run.video.pictures import NumericObservation, draw_numbers
 from podrace.run.video.stages import Stage
 from podrace.settings.resolved import Resolved
 from podrace.system.files import make_folder, make_user_folder, write_whole
+from podrace.system.files.schema import NEWEST
 from podrace.system.importing import why_not
 from podrace.system.output import tell
 from podrace.system.process import scratch_directory
@@ -229,7 +230,7 @@ def watch(
   settings: FilmSettings = FilmSettings(),
   show: Callable[[np.ndarray], None] | None = None,
   allow_code: Iterable[str] = (),
-  checkpoint: str = NEWEST,
+  checkpoint: str | int = NEWEST,
   member: int = 0,
 ) -> dict[str, Any]:
   """Film episodes of a run's policy, and keep the best and the median one.
@@ -254,7 +255,10 @@ def watch(
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
-    return film(resolved, params, folder, step, settings, tell)
+    choices = {'member': member, 'sampled': settings.sampled, 'seed': settings.seed}
+    # as -member1-sampled-seed9, so that films of other choices stay
+    suffix = ''.join(f'-{k}{"" if v is True else v}' for k, v in choices.items() if v)
+    return film(resolved, params, folder, step, settings, tell, suffix=suffix)
   with _open_stage(resolved, params, settings.sampled, tell) as (stage, act, begin):
     for i in range(settings.episodes):
       play_episode(stage, act, begin(), settings.seed + i, settings.max_steps, show)
@@ -284,9 +288,10 @@ def _open_stage(
     output, state = jitted(params, state, timestep, key)
     return jax.tree.map(np.asarray, output.action), state
 
-  stage = stages.make_stage(other_env or config.env, env)
+  name = other_env or config.env
+  stage = stages.NamedStage(name, stages.make_stage(name, env))
   if stage.note and say is not None:
-    say(f'podrace watch: {other_env or config.env}: {stage.note}')
+    say(f'podrace watch: {name}: {stage.note}')
   try:
     yield stage, act, lambda: agent.initial_state(ids)
   finally:
@@ -301,6 +306,7 @@ def film(
   settings: FilmSettings,
   say: Callable[[str], None] | None = None,
   env: str = '',
+  suffix: str = '',
 ) -> dict[str, Any]:
   """Film episodes of parameters, and keep the best and the median one in `folder`.
 
@@ -312,6 +318,7 @@ def film(
     settings: how to play and film.
     say: receives the progress, and a note if the observation is drawn.
     env: another environment with the same spaces. Default: the run's own.
+    suffix: end of the names of the files.
 
   Raises:
     UsageError: if the environment cannot be drawn.
@@ -330,7 +337,7 @@ def film(
       if say is not None:
         place = f'episode {number + 1} of {settings.episodes}'
         say(f'{place}: return {one.episode_return:g} in {one.steps:,} steps')
-    kept = _keep_best_and_median(films, folder, step)
+    kept = _keep_best_and_median(films, folder, step, suffix)
     return {'step': step, 'episodes': settings.episodes, **kept}
 
 
@@ -346,7 +353,9 @@ def _film_episode(
   return Episode(number, total, steps, mp4, gif)
 
 
-def _keep_best_and_median(films: list[Episode], folder: Path, step: int) -> dict[str, Any]:
+def _keep_best_and_median(
+  films: list[Episode], folder: Path, step: int, suffix: str
+) -> dict[str, Any]:
   """Move the best and the median episode to `folder`, or the only one."""
   order = sorted(films, key=lambda e: e.episode_return)
   chosen = {'best': order[-1]}
@@ -356,7 +365,7 @@ def _keep_best_and_median(films: list[Episode], folder: Path, step: int) -> dict
   for rank, e in chosen.items():
     result[rank] = {'episode': e.number, 'return': e.episode_return, 'steps': e.steps}
     for kind, path in (('mp4', e.mp4), ('gif', e.gif)):
-      target = folder / f'{step}-{rank}.{kind}'
+      target = folder / f'{step}-{rank}{suffix}.{kind}'
       write_whole(target, path.read_bytes())
       result[rank][kind] = str(target)
   return result

@@ -7,8 +7,9 @@ the observation is drawn.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import jax
@@ -21,8 +22,9 @@ from podrace.envs.hidden import make_gymnasium
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.timesteps import Stepper, everyone
 from podrace.envs.spaces import map_leaves
-from podrace.errors import RunError, UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.run.video.pictures import NumericObservation, draw, enlarge, to_image
+from podrace.system.blame import account
 from podrace.types import LAST, TimeStep
 
 
@@ -65,6 +67,43 @@ def make_stage(name: str, env: Any) -> Stage:
       raise UsageError(f"{name} can't be drawn: of the host, ale:, gymnasium: and c: can")
     env = env.jax
   return _JaxStage(env)
+
+
+class NamedStage:
+  """A stage whose failures are those of the environment that it names.
+
+  Raises: RunError, from `reset`, `step` and `frame`, for any exception of the environment.
+  """
+
+  def __init__(self, name: str, stage: Stage) -> None:
+    self.note, self.close = stage.note, stage.close
+    self._name, self._stage = name, stage
+
+  def reset(self, seed: int) -> TimeStep:
+    """Begin a new episode, as `Stage.reset`."""
+    with self._failing():
+      return self._stage.reset(seed)
+
+  def step(self, action: Any) -> tuple[TimeStep, float, bool]:
+    """Step the environment, as `Stage.step`."""
+    with self._failing():
+      return self._stage.step(action)
+
+  def frame(self) -> np.ndarray | NumericObservation:
+    """Return the picture, as `Stage.frame`."""
+    with self._failing():
+      return self._stage.frame()
+
+  @contextlib.contextmanager
+  def _failing(self) -> Iterator[None]:
+    try:
+      yield
+    except (RunError, UsageError):
+      raise
+    except HostError as e:
+      raise RunError(f'{self._name} failed: {e}') from e
+    except Exception as e:
+      raise RunError(f'{self._name} failed:\n{account(e)}') from e
 
 
 class _JaxStage:
@@ -246,7 +285,7 @@ def _make_rendering_env(name: str, options: Any) -> tuple[Any, str]:
       return env, ''
     except (ImportError, gymnasium.error.DependencyNotInstalled) as e:
       raise UsageError(f"gymnasium:{name} can't be drawn: {e}") from e
-    except (TypeError, ValueError, AttributeError, NotImplementedError, gymnasium.error.Error) as e:
+    except Exception as e:
       why = 'its class has no render_mode and render() for rgb_array'
       if env is not None:
         why = f'it renders no rgb_array ({type(e).__name__}: {str(e).partition(chr(10))[0]})'

@@ -112,18 +112,28 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
   Raises:
     OSError: with the name of the file, also if the disk is full.
+    UsageError: if a text has a letter that UTF-8 lacks, as of a file's name in another encoding.
   """
   draft = path.with_name(path.name + '.new')
   try:
-    with open_new(draft, 'w' if isinstance(content, str) else 'wb') as file:
-      file.write(content)
+    data = content.encode(UTF8) if isinstance(content, str) else content
+  except UnicodeEncodeError as e:
+    near = e.object[max(0, e.start - 40) : e.end]
+    raise UsageError(
+      f'{path} cannot be written: expected UTF-8, not the last letter of {near!r}: rename it'
+    ) from e
+  try:
+    with open_new(draft, 'wb') as file:
+      file.write(data)
       file.flush()
       os.fsync(file.fileno())
     os.replace(draft, path)
-  except OSError as e:
+  except BaseException as e:
     with contextlib.suppress(OSError):
       draft.unlink()
-    raise OSError(e.errno, e.strerror, str(path)) from e
+    if isinstance(e, OSError):
+      raise OSError(e.errno, e.strerror, str(path)) from e
+    raise
   sync(path.parent)
 
 

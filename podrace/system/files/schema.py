@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 LARGEST = 1e100  # magnitude of a number in JSON, so that sums and squares stay finite
+NEWEST, BEST = 'newest', 'best'  # ways to name a checkpoint, besides its step
 STEPS = 2**63 - 1  # largest count
 JSON_KINDS: dict[str, tuple[type, ...]] = {
   'a text': (str,),
@@ -94,6 +95,11 @@ def needed(member: Member) -> Member:
 def is_step(name: str) -> bool:
   """Return whether a file's name is a number of steps, of which `int` takes more forms."""
   return name.isascii() and name.isdigit() and int(name) <= STEPS
+
+
+def is_checkpoint(name: str) -> bool:
+  """Return whether a text names a checkpoint: newest, best, or a step such as 1_000."""
+  return name in (NEWEST, BEST) or is_step(name.replace('_', ''))
 
 
 def is_number(x: Any) -> bool:

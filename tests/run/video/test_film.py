@@ -19,7 +19,7 @@ from test_runs import called
 from podrace import envs
 from podrace.agents.impala import Impala
 from podrace.envs.host import base as host
-from podrace.errors import UsageError
+from podrace.errors import HostError, RunError, UsageError
 from podrace.run.loop import train
 from podrace.run.video import film as watch
 from podrace.run.video import pictures, stages
@@ -321,6 +321,15 @@ def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
   assert not (tmp_path / 'none').exists()
 
 
+def test_films_of_other_choices_stay(run: Path, tmp_path: Path, capsys: Capture) -> None:
+  words = ['watch', str(run), '--episodes', '1', '--max-steps', '1', '--out', str(tmp_path)]
+  for more in ([], ['--sample'], ['--seed', '9'], ['--sample', '--seed', '9']):
+    assert called(capsys, *words, *more)[0] == 0
+  assert sorted(p.name for p in tmp_path.glob('*.mp4')) == [
+    f'250880-best{suffix}.mp4' for suffix in ('-sampled-seed9', '-sampled', '-seed9', '')
+  ]
+
+
 def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
   (tmp_path / 'elsewhere').mkdir()
   copy = tmp_path / 'run'
@@ -329,6 +338,20 @@ def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='link'):
     watch.watch(copy, settings=watch.FilmSettings(episodes=1))
   assert not list((tmp_path / 'elsewhere').iterdir())
+
+
+@pytest.mark.parametrize('method', ['reset', 'step', 'frame'])
+@pytest.mark.parametrize('kind', [HostError, ZeroDivisionError])
+def test_an_environment_that_fails_is_named(
+  kind: type[Exception], method: str, run: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+  def fail(*args: Any) -> None:
+    raise kind('the reason')
+
+  monkeypatch.setattr(stages._JaxStage, method, fail)
+  with pytest.raises(RunError, match=r'podrace:catch(.|\n)*the reason'):
+    watch.watch(run, tmp_path / 'out', watch.FilmSettings(episodes=1))
+  assert not list((tmp_path / 'out').iterdir())
 
 
 def test_what_watch_refuses(run: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
