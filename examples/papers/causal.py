@@ -178,7 +178,8 @@ def muzero(seeds: list[int], steps: int = 8_000) -> list[float]:
   )
   config = dataclasses.replace(config, agent=agent)
   with tempfile.TemporaryDirectory() as folder:
-    return podrace.train(config, folder, quiet=True).metrics[-1]['episode_return_by_seed']
+    last = podrace.train(config, folder, quiet=True).metrics[-1]
+    return last.get('episode_return_by_seed', [last['episode_return']])
 
 
 def measure(seeds: Iterable[int]) -> dict[str, Any]:

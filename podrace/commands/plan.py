@@ -67,7 +67,8 @@ def read(path: Path) -> Rates:
     lines = read_bytes(path, RECORD_BYTES, follow=True).splitlines()
     record = parse_json(lines[-1])
   except FileNotFoundError as e:
-    raise UsageError(f'{path} cannot be read: {e.strerror}') from e
+    command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
+    raise UsageError(f'{path} is no file of rates, which `{command}` writes: {e.strerror}') from e
   except UnreadableFile:
     raise
   except (ValueError, IndexError) as e:
