@@ -155,9 +155,8 @@ def _check(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _name_unfinished(groups: list[Any]) -> None:
-  for group in groups:
-    total = group.config.get('total_steps', 0)
-    for path in dict.fromkeys(c.run for c in group.curves):
-      if not (path / 'summary.json').exists():
-        last = max(c.x[-1] for c in group.curves if c.run == path)
-        tell(f'podrace plot: {path} is not finished: it ends at {last:,.0f} (of {total:,} steps)')
+  each = [(c, group.config.get('total_steps', 0)) for group in groups for c in group.curves]
+  for path, total in {c.run: total for c, total in each}.items():
+    if not (path / 'summary.json').exists():
+      last = max(c.x[-1] for c, _ in each if c.run == path)
+      tell(f'podrace plot: {path} is not finished: it ends at {last:,.0f} (of {total:,} steps)')

@@ -18,6 +18,7 @@ import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
 from podrace.experiments.statistics import CURVE_RESAMPLES, interval, trimmed_mean
+from podrace.experiments.sweep_members import Setting, split_config, take_seeds
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
 from podrace.system.files.reading import read_object
@@ -61,13 +62,15 @@ class CurveGroup:
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-  """The configuration and the metrics of a run."""
+  """The configuration and the metrics of a run, or of one setting of a sweep in one program."""
 
   path: Path
   config: dict[str, Any]  # as a CurveGroup has it
   seed: Any
   lines: list[metrics.Line]
   params_sha256: str  # hash of the last parameters of a finished run, otherwise ''
+  settings: Sequence[Setting] = ()  # of a sweep in one program
+  seeds: slice | None = None  # of one of these settings, in the lists of a line
 
   @property
   def group(self) -> str:
@@ -130,7 +133,7 @@ def read_runs(paths: Sequence[Path]) -> LoggedRuns:
       continue
     first = counted.setdefault((run.group, run.identity), path)
     if first is path:
-      logged.runs.append(run)
+      logged.runs.extend(_split_settings(run))
     else:
       logged.copies.add(path)
       logged.wrong[path] = (
@@ -153,7 +156,16 @@ def _read_run(path: Path) -> LoggedRun:
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
-  return LoggedRun(path, config, record.get('seed'), lines, _params_sha256(path))
+  settings = split_config(path, record, config)
+  return LoggedRun(path, config, record.get('seed'), lines, _params_sha256(path), settings)
+
+
+def _split_settings(run: LoggedRun) -> list[LoggedRun]:
+  """Return a run for each setting of a sweep in one program, else the run itself."""
+  return [
+    dataclasses.replace(run, config=config, seeds=seeds, lines=take_seeds(run.lines, seeds))
+    for config, seeds in run.settings
+  ] or [run]
 
 
 def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
@@ -182,7 +194,8 @@ def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
   read_curves = curves_of(at, y.T, path)
   if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
-    raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
+    alone = ' of each setting' if run.seeds else ''
+    raise UsageError(f'{path}: no value of {metric}{alone}; it has {", ".join(names)}')
   return read_curves
 
 

@@ -19,6 +19,7 @@ from podrace.experiments.curves import CurveGroup, LoggedRun, RunCurve
 from podrace.experiments.labels import make_labels
 from podrace.experiments.runs import agent_of
 from podrace.experiments.scores import ATARI, atari_game, normalize_human
+from podrace.experiments.sweep_members import take_seeds
 from podrace.run import metrics
 from podrace.run.directory import read_record
 
@@ -57,7 +58,11 @@ def _collect_group(
   returns = _curves(runs, 'episode_return', 'steps')
   names = {n for run in runs for line in run.lines for n, x in line.items() if not _is_list(x)}
   bands = {n: _bands(runs, n) for n in sorted(names.difference(POSITIONS))}
-  evaluated = [dataclasses.replace(r, lines=lines) for r in runs if (lines := evaluations[r.path])]
+  evaluated = [
+    dataclasses.replace(r, lines=take_seeds(lines, r.seeds))
+    for r in runs
+    if (lines := evaluations[r.path])
+  ]
   evaluated_returns = _curves(evaluated, 'episode_return_mean', 'steps')
   return {
     'name': label,
@@ -134,6 +139,10 @@ def _anchors(env: str, values: Sequence[float]) -> dict[str, Any]:
 def index_runs(
   groups: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]
 ) -> list[int | None]:
-  """Return the index of the group of each run; None for a run without a line of metrics."""
-  group_of = {path: i for i, group in enumerate(groups) for path in group['paths']}
-  return [group_of.get(report['path']) for report in reports]
+  """Return the index of the group of each run; None of a run in no group, or in several."""
+  groups_of: dict[str, set[int]] = {}
+  for i, group in enumerate(groups):
+    for path in group['paths']:
+      groups_of.setdefault(path, set()).add(i)
+  indices = [groups_of.get(report['path'], set()) for report in reports]
+  return [next(iter(i)) if len(i) == 1 else None for i in indices]

@@ -45,7 +45,8 @@ class Run:
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
   total_steps: int = 0
-  episode_return: float | None = None  # newest value; of a finished run, its summary's
+  # newest value; of a finished run, its summary's; None for a sweep in one program
+  episode_return: float | None = None
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
   size: int = 0  # bytes of all files
@@ -125,7 +126,7 @@ def inspect_run(path: Path) -> Run:
     architecture=record.get('architecture', record.get(KIND, '')),
     step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
     total_steps=total,
-    episode_return=done.get('episode_return'),
+    episode_return=None if sweep else done.get('episode_return'),  # no setting has their mean
     steps_per_s=done.get('steps_per_s'),
     age_s=age,
     size=size,

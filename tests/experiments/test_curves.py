@@ -16,6 +16,7 @@ from test_runs import called
 from podrace.errors import UsageError
 from podrace.experiments import curves, plot, scores
 from podrace.experiments.labels import make_labels
+from podrace.run import metrics
 
 
 def make(
@@ -88,6 +89,55 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   ((group,), _) = curves.read([a], 'episode_return', 'steps')
   assert [c.x.tolist() for c in group.curves] == [[10, 20, 30], [20, 30]]
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
+
+
+def make_sweep(path: Path, env: str = 'podrace:catch') -> Path:
+  """A sweep of two learning rates in one program, with two seeds each."""
+  make(path, [(50, [0.0, 0.0, 0.0, 0.0]), (100, [1.0, 3.0, 5.0, None])], env=env)
+  config = json.loads((path / 'config.json').read_text())
+  inner = {'class': 'podrace.agents.ppo:PPO', 'learning_rate': 0.5, 'clip': 0.2}
+  config['agent'] = {
+    'name': 'podrace.agents.population:Varied', 'agent': inner,
+    'fields': ['learning_rate', 'network.sigma'], 'values': [0.1, 1.0, 0.2, 1.0],
+  }  # fmt: skip
+  (path / 'config.json').write_text(json.dumps({**config, 'seeds': 4}))
+  return path
+
+
+def test_each_setting_of_a_sweep_in_one_program_is_a_line(tmp_path: Path, capsys: Capture) -> None:
+  path = make_sweep(tmp_path / 'sweep/run')
+  groups, _ = curves.read([path], 'episode_return', 'steps')
+  assert [[c.y[-1] for c in g.curves] for g in groups] == [[1.0, 3.0], [5.0, 0.0]]
+  assert make_labels(groups) == ['learning-rate 0.1', 'learning-rate 0.2']
+  one = {k: v for k, v in groups[0].config.items() if k.startswith('agent.')}
+  assert one == {
+    'agent.name': 'ppo', 'agent.learning_rate': 0.1, 'agent.clip': 0.2, 'agent.network.sigma': 1.0,
+  }  # fmt: skip
+  alone = make(tmp_path / 'alone', [(100, 2.0)], **{k[6:]: v for k, v in one.items()})
+  groups, _ = curves.read([path, alone], 'episode_return', 'steps')
+  assert [len(g.curves) for g in groups] == [3, 2]
+  lines = [line | {'loss': 1.0} for line in metrics.read(path / 'metrics.jsonl')]
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  assert curves.read([path], 'loss', 'steps')[0] == []  # the mean over both settings is of none
+  (path / 'summary.json').unlink()
+  err = called(capsys, 'plot', str(path), '--out', str(tmp_path / 'x.png'))[2]
+  assert err.count('is not finished') == 1
+
+
+def test_a_population_is_one_line(tmp_path: Path) -> None:
+  path = make_sweep(tmp_path / 'sweep/run')
+  (tmp_path / 'sweep/sweep.json').write_text('{"method": "pbt"}')
+  (group,), _ = curves.read([path], 'episode_return', 'steps')
+  assert len(group.curves) == 4 and make_labels([group]) == ['ppo (sweep)']
+
+
+@pytest.mark.parametrize('seeds, values', [(3, [0.1, 1, 0.2, 1]), (4, []), (4, [1]), (4, 'x')])
+def test_a_damaged_record_of_a_sweep_is_one_line(tmp_path: Path, seeds: int, values: Any) -> None:
+  path = make_sweep(tmp_path / 'run')
+  config = json.loads((path / 'config.json').read_text())
+  config['agent']['values'] = values
+  (path / 'config.json').write_text(json.dumps({**config, 'seeds': seeds}))
+  assert [len(g.curves) for g in curves.read([path], 'episode_return', 'steps')[0]] == [4]
 
 
 def test_the_last_value_of_a_seed_holds_to_the_end_of_its_run(tmp_path: Path) -> None:

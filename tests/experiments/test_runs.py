@@ -204,6 +204,7 @@ def test_a_sweep_in_one_program_has_the_name_of_its_agent(tmp_path: Path, capsys
   make(tmp_path / 'c', line(500, 1.0))
   _, out, _ = called(capsys, 'runs', str(tmp_path))
   a, b, c = sorted(out.splitlines()[1:])
+  assert '1.00' not in a and '1.00' in c  # a sweep has no return of its own
   assert '  impala (sweep)  ' in a and '  mine:Own (sweep)  ' in b and '  ppo  ' in c
   found = json.loads(called(capsys, 'runs', str(tmp_path), '--json')[1])
   assert {(r['agent'], r['sweep']) for r in found} == {

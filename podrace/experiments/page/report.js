@@ -331,7 +331,7 @@ if (data.runs.some(run => run.videos.length || run.videos_left_out.length)) {
 // A column for each group; runs of a group may differ in their seeds and a few more settings.
 const config = section('configuration', 'Configuration')
 const paths = [...new Set(data.runs.flatMap(run => Object.keys(run.config)))]
-const columns = [...data.groups.map((group, i) => [`${group.full_name} (n=${group.n})`, data.runs.filter(run => run.group === i)]),
+const columns = [...data.groups.map((group, i) => [`${group.full_name} (n=${group.n})`, data.runs.filter(run => run.group === i)]).filter(([, members]) => members.length),
   ...data.runs.filter(run => run.group === null).map(run => [run.name, [run]])]
 const rows = paths.map(path => {
   const values = columns.map(([, members]) =>
