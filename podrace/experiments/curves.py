@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments.runs import log_of
 from podrace.experiments.statistics import CURVE_RESAMPLES, interval, trimmed_mean
 from podrace.experiments.sweep_members import Setting, split_config, take_seeds
 from podrace.run import metrics, sinks
@@ -55,9 +56,15 @@ class CurveGroup:
   curves: list[RunCurve]
 
   @property
+  def log(self) -> str:
+    """Data set that all environments replay, '' if one of them acts."""
+    return log_of(self.config)
+
+  @property
   def env(self) -> str:
-    """Name of the environment."""
-    return str(self.config.get('env', ''))
+    """Name of the environment and of such a data set. Groups with one name are comparable."""
+    names = [str(self.config.get('env', '')), f'log {self.log}' if self.log else '']
+    return ', '.join(filter(None, names))
 
 
 @dataclasses.dataclass(frozen=True)

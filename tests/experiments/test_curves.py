@@ -140,6 +140,27 @@ def test_a_damaged_record_of_a_sweep_is_one_line(tmp_path: Path, seeds: int, val
   assert [len(g.curves) for g in curves.read([path], 'episode_return', 'steps')[0]] == [4]
 
 
+def test_the_return_of_a_log_has_a_panel_of_its_own(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  for name, env in (('a', ''), ('b', 'podrace:catch'), ('c', 'podrace:catch')):
+    path = make(tmp_path / 'runs' / name, [(50, 0.0), (100, 1.0)], env=env)
+    config = json.loads((path / 'config.json').read_text())
+    (path / 'config.json').write_text(
+      json.dumps(config | ({'log': 'mixed'} if name != 'c' else {}))
+    )
+  figures: list[Any] = []
+  monkeypatch.setattr(plot, '_save', lambda figure, *_: figures.append(figure))
+  args = [str(tmp_path / 'runs'), '--out', str(tmp_path / 'x.png')]
+  groups = json.loads(called(capsys, 'plot', *args)[1])['groups']
+  assert [g['env'] for g in groups] == ['log mixed', 'podrace:catch, log mixed', 'podrace:catch']
+  assert [axis.get_ylabel() for axis in figures[0].axes] == [
+    'episode return of the log', 'episode return of the log', 'episode return',
+  ]  # fmt: skip
+  code, _, err = called(capsys, 'plot', *args, '--aggregate')
+  assert code == 2 and '--aggregate' in err and 'log mixed' in err
+
+
 def test_the_last_value_of_a_seed_holds_to_the_end_of_its_run(tmp_path: Path) -> None:
   a = make(
     tmp_path / 'a', [(10, [1.0, 4.0]), (20, [None, 5.0]), (30, [3.0, None]), (40, [2.0, None])]

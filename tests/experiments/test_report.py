@@ -197,6 +197,15 @@ def test_each_setting_of_a_sweep_in_one_program_is_a_group(tmp_path: Path) -> No
   assert index_runs(groups, [{'path': str(path)}]) == [None]
 
 
+def test_the_return_of_a_log_is_no_score(tmp_path: Path) -> None:
+  path = write_run(tmp_path / 'run', [0.0, 1.0], 0, env='')
+  config = json.loads((path / 'config.json').read_text())
+  write_json(path / 'config.json', config | {'log': 'mixed'})
+  (group,) = groups_of(path)
+  assert (group['env'], group['log'], group['final'], group['n']) == ('log mixed', 'mixed', None, 1)
+  assert group['evaluated']['mean'] == 2.0  # the agent's own
+
+
 def titles(page: Any, start: str) -> list[str]:
   """The titles of visible panels that begin so."""
   shown = page.locator('.panel h3:visible').all_text_contents()
