@@ -32,7 +32,7 @@ COMMAND = Command(
       'mean', 'mean', CENTERS),
     Option('--aggregate', '', 'draw scores over all tasks instead: interquartile mean, median, '
       'performance profile and probability of improvement; for the games of Atari-5 also the '
-      'predicted median of 57 games. A score is the mean over the last tenth of a run'),
+      'predicted median of 57 games. A score is the mean return in the last tenth of a run'),
     Option('--normalize', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
       'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
       'minmax',

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from podrace.experiments.statistics import CURVE_RESAMPLES, interval, trimmed_me
 from podrace.experiments.sweep_members import Setting, split_config, take_seeds
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
+from podrace.run.summary import final_return_of
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import SUMMARY, is_number
 
@@ -46,6 +48,7 @@ class RunCurve:
   x: Floats  # [L] rising
   y: Floats  # [L]
   run: Path
+  final: float | None = None  # its mean in the last tenth, if not that of `y`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,6 +202,13 @@ def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
     rows = [[line.get(metric)] for line in lines]
   y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
   read_curves = curves_of(at, y.T, path)
+  if metric == 'episode_return':
+    final = final_return_of(lines)
+    means = final.get('episode_return_by_seed') or [final['episode_return']]
+    if len(means) == y.shape[1]:  # not so if the lines contradict each other
+      known = itertools.compress(means, np.isfinite(y).any(axis=0))
+      pairs = zip(read_curves, known, strict=True)
+      read_curves = [dataclasses.replace(curve, final=mean) for curve, mean in pairs]
   if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
     alone = ' of each setting' if run.seeds else ''
@@ -288,5 +298,12 @@ def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0
 
 
 def final_mean(curve: RunCurve, part: float = 0.1) -> float:
-  """Return the mean of a curve's last `part`, a tenth of its range."""
-  return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+  """Return the mean of a curve's last `part`, a tenth of its range.
+
+  The mean of a return weighs episodes alike, as in summary.json. Any other weighs lines alike.
+  """
+  return (
+    curve.final
+    if curve.final is not None
+    else float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+  )

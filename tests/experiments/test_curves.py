@@ -17,6 +17,7 @@ from podrace.errors import UsageError
 from podrace.experiments import curves, plot, scores
 from podrace.experiments.labels import make_labels
 from podrace.run import metrics
+from podrace.run.summary import final_return
 
 
 def make(
@@ -180,6 +181,29 @@ def test_final_means_have_an_interval(tmp_path: Path, capsys: Capture) -> None:
   assert group['interval'] == [0.5, 2.5]
 
 
+def test_the_final_return_is_that_of_the_summary(tmp_path: Path, capsys: Capture) -> None:
+  """Episodes weigh alike: one of 10, three of 2, in the last tenth."""
+  ends = {95: (10.0, 1, [10.0, 4.0]), 100: (2.0, 3, [2.0, None])}
+  for name, by_seed in (('one', False), ('two', True)):
+    path = make(tmp_path / name, [(10, 0.0)], seeds=2)
+    first = json.loads((path / 'metrics.jsonl').read_text())
+    lines = [
+      first | {'step': step, 'episode_return': mean, 'episodes': count}
+      | ({'episode_return_by_seed': each, 'episodes_by_seed': [count, int(each[1] is not None)]} if by_seed else {})
+      for step, (mean, count, each) in {10: (0.0, 1, [0.0, None]), **ends}.items()
+    ]  # fmt: skip
+    (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  for name, expected in (('one', [4.0]), ('two', [4.0, 4.0])):
+    args = [str(tmp_path / name), '--out', str(tmp_path / 'x.png')]
+    (group,) = json.loads(called(capsys, 'plot', *args)[1])['groups']
+    assert group['final'] == expected and group['mean'] == 4.0
+    summary = final_return(tmp_path / name / 'metrics.jsonl')
+    assert (
+      summary['episode_return'] == 4.0
+      and summary.get('episode_return_by_seed', expected) == expected
+    )
+
+
 def test_runs_and_curves_are_counted(tmp_path: Path, capsys: Capture) -> None:
   make(tmp_path / 'a', [(10, [1.0, 2.0, 3.0]), (20, [2.0, 5.0, 1.0])])
   make(tmp_path / 'b', [(10, 1.0), (20, 2.0)], name='dqn')
@@ -264,7 +288,7 @@ def test_a_picture_of_curves(tmp_path: Path, suffix: str, capsys: Capture) -> No
   found = json.loads(printed.splitlines()[-1])
   assert (found['runs'], found['curves']) == (4, 4)
   assert [g['curves'] for g in found['groups']] == [3, 1]
-  assert found['groups'][0]['final'] == [95.0, 96.0, 97.0]
+  assert found['groups'][0]['final'] == [97.5, 98.5, 99.5]
   if suffix == 'png':
     image = np.asarray(Image.open(out).convert('RGB')).reshape(-1, 3)
     blue = np.all(image == (0, 0x72, 0xB2), axis=1)  # the line and its label, in both panels
