@@ -103,12 +103,14 @@ def run(args: list[str]) -> int:
 
 def _show(result: dict[str, Any]) -> None:
   """Print the table of a sweep, best first."""
+  from podrace.experiments.sweep import settings
+
   rows = result['trials']
   names = list(rows[0]['settings'])
   table = [[*names, 'return', 'state']]
   for row in rows[:20]:
     value = '' if row['score'] is None else f'{row["score"]:.2f}'
-    table.append([*(_short(row['settings'][n]) for n in names), value, row['state']])
+    table.append([*(settings.format_value(row['settings'][n]) for n in names), value, row['state']])
   widths = [max(len(r[i]) for r in table) for i in range(len(table[0]))]
   for line in table:
     tell('  '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)))
@@ -117,7 +119,3 @@ def _show(result: dict[str, Any]) -> None:
   if result.get('plot'):
     tell(f'picture: {result["plot"]}')
   tell(f'the best: {result["command"]}')
-
-
-def _short(value: Any) -> str:
-  return f'{value:.4g}' if isinstance(value, float) else str(value)

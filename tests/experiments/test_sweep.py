@@ -490,6 +490,43 @@ def test_a_trial_whose_directory_was_in_use_begins_again(
   assert ends == [(tmp_path / 'one', 0)] and next(codes, None) is None
 
 
+def test_the_begin_and_the_end_of_each_process_are_shown(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The second of three settings fails, and the third has been trained before."""
+  codes = iter([0, 1])
+
+  class Trained(processes.Trial):
+    def __init__(self, command: list[str], run_dir: Path) -> None:
+      self.command, self.run_dir, self.ends_by = command, run_dir, np.inf
+      self.code_ = next(codes)
+      run_dir.mkdir()
+      if self.code_ == 0:
+        write_summary(run_dir, 2.5)
+
+    code = property(lambda self: self.code_)
+    new_lines = terminate = finish = lambda self, *args: iter(())
+
+  def write_summary(path: Path, score: float) -> None:
+    (path / 'summary.json').write_text(json.dumps({'step': 1, 'episode_return': score}))
+
+  (tmp_path / '0002').mkdir()
+  write_summary(tmp_path / '0002', 7.25)
+  monkeypatch.setattr(processes, 'Trial', Trained)
+  monkeypatch.setattr(processes, 'POLL', 0.0)
+  said: list[str] = []
+  sweep: Any = SimpleNamespace(folder=tmp_path, options=[], jobs=1)
+  plan._train_in_processes(sweep, [{'a.b': 10.0**-i} for i in range(3)], said.append)
+  outputs = [str(tmp_path / f'{i:04d}/output.txt') for i in range(3)]
+  parts = [
+    ('a.b 1:', 'begins', 0), ('a.b 1:', 'finished, return 2.50', 0), ('a.b 0.1:', 'begins', 1),
+    ('a.b 0.1:', 'exit code 1, no return', 1), ('a.b 0.01:', 'finished, return 7.25', 2),
+  ]  # fmt: skip
+  assert len(said) == len(parts)
+  for text, (setting, state, i) in zip(said, parts, strict=True):
+    assert text.startswith(setting) and state in text and outputs[i] in text
+
+
 def test_a_picture_that_cannot_be_drawn_does_not_end_a_sweep(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:

@@ -72,6 +72,16 @@ Space = ChoiceSpace | RangeSpace
 Spaces = dict[str, Space]
 
 
+def describe(setting: Setting) -> str:
+  """Return the values of a setting in words."""
+  return ', '.join(f'{name} {format_value(value)}' for name, value in setting.items())
+
+
+def format_value(value: Any) -> str:
+  """Return a value as text, a number with a fraction by four digits."""
+  return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
 def parse(texts: Sequence[str]) -> Spaces:
   """Parse the fields of --vary and their values.
 
