@@ -23,6 +23,7 @@ import podrace
 from podrace import cli
 from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
+from podrace.commands import sweep as sweep_command
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 from podrace.experiments import plot
@@ -525,6 +526,32 @@ def test_the_begin_and_the_end_of_each_process_are_shown(
   assert len(said) == len(parts)
   for text, (setting, state, i) in zip(said, parts, strict=True):
     assert text.startswith(setting) and state in text and outputs[i] in text
+
+
+def test_the_table_of_a_sweep_shows_its_seeds(capsys: Capture) -> None:
+  rows = [
+    {'settings': {'a': 0.1, 'b': 2, 'c': 'x'}, 'score': 2.0, 'scores': [1.0, 3.0], 'member': 2},
+    {'settings': {'a': 0.01, 'b': 1, 'c': 'y'}, 'score': 0.5, 'scores': [None, 0.5], 'member': 0},
+    {'settings': {'a': 0.1, 'b': 3, 'c': 'x'}, 'score': None, 'scores': [9.0, 0.0], 'member': 4},
+  ]  # fmt: skip
+  result = {'trials': [{**r, 'state': 'ended'} for r in rows], 'command': 'x', 'results': ''}
+  sweep_command._show(result)
+  head, *lines, end, _ = capsys.readouterr().err.splitlines()
+  assert head.split() == ['a', 'b', 'c', 'return', 'lowest', 'highest', '--member', 'state']
+  assert [line.split() for line in lines[:2]] == [
+    ['0.1', '2', 'x', '2.00', '1.00', '3.00', '2-3', 'ended'],
+    ['0.01', '1', 'y', '0.50', '0.50', '0.50', '0-1', 'ended'],
+  ]
+  assert lines[2].split() == ['0.1', '3', 'x', '4-5', 'ended']
+  assert end.startswith('a 0.1 ')  # b 2 is between 1 and 3, which diverged
+
+
+@pytest.mark.parametrize(
+  'values, ends',
+  [([1, 2, 3], ['a']), ([2, 1, 3], []), ([3, 2], ['a']), ([1], []), (['y', 'x'], [])],
+)
+def test_the_best_value_at_an_end(values: list[Any], ends: list[str]) -> None:
+  assert settings.at_ends([{'a': x} for x in values]) == ends
 
 
 def test_a_picture_that_cannot_be_drawn_does_not_end_a_sweep(
