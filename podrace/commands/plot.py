@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from podrace.experiments.curves import RunCurve
   from podrace.experiments.suites.suite import Suite
 
-CHECKOUT = Path(__file__).parents[2]  # of an editable installation
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
@@ -122,17 +121,16 @@ def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
 
 
 def _records(chosen: Path | None, suite: Suite) -> Path:
-  """Return the directory of the suite's records, by default here, else in the checkout."""
+  """Return the directory of the suite's records: `chosen`, one in it, or the default."""
+  from podrace.commands.reproduce import default_records
   from podrace.experiments.suites.records import read_records
 
-  roots = [Path(RECORDS), CHECKOUT / RECORDS] if chosen is None else [chosen]
-  places = [*([] if chosen is None else [chosen]), *(root / suite.name for root in roots)]
-  for place in places:
+  if chosen is None:
+    return default_records(suite)
+  for place in (chosen, chosen / suite.name):
     if read_records(place, suite):
       return place
-  if chosen is not None:
-    raise UsageError(f'--records {chosen} has no records of {suite.name}')
-  return places[0]
+  raise UsageError(f'--records {chosen} has no records of {suite.name}')
 
 
 def _final(each: Sequence[RunCurve]) -> dict[str, Any]:
