@@ -53,6 +53,13 @@ class Topology(NamedTuple):
     """The learner devices that unrolls are sent to: the first of each group with a model axis."""
     return tuple(self.local_learners[:: model_size(self.learners)])
 
+  def __str__(self) -> str:
+    """Return the numbers of devices of all processes in words."""
+    acting, learning = len(self.actors) * jax.process_count(), self.learners.size
+    if {*self.actors} == {*self.local_learners}:
+      return f'{learning} device(s)'
+    return f'{acting} acting and {learning} learning device(s)'
+
 
 def split_devices(
   actors: str = '', learners: str = '', num_devices: int | None = None, model: int = 1

@@ -97,7 +97,7 @@ def title(seen: runs.Run) -> str:
   """Return a line about a run."""
   done = f'step {seen.step:,} of {seen.total_steps:,}' if seen.total_steps else ''
   why = f' ({plain(seen.why)})' if seen.why else ''
-  path, agent, env = (plain(x) for x in (seen.path, seen.agent, seen.env))
+  path, agent, env = (plain(x) for x in (seen.path, seen.agent, seen.source))
   signs = ''.join(f', {plain(name)}' for name in seen.diagnostics)
   return f'{path}: {agent} in {env}, {seen.state}{why}, {done}{signs}'
 

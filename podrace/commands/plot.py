@@ -16,7 +16,6 @@ if TYPE_CHECKING:
   from podrace.experiments.curves import RunCurve
   from podrace.experiments.suites.suite import Suite
 
-CHECKOUT = Path(__file__).parents[2]  # of an editable installation
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
 COMMAND = Command(
@@ -32,7 +31,7 @@ COMMAND = Command(
       'mean', 'mean', CENTERS),
     Option('--aggregate', '', 'draw scores over all tasks instead: interquartile mean, median, '
       'performance profile and probability of improvement; for the games of Atari-5 also the '
-      'predicted median of 57 games. A score is the mean over the last tenth of a run'),
+      'predicted median of 57 games. A score is the mean return in the last tenth of a run'),
     Option('--normalize', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
       'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
       'minmax',
@@ -122,17 +121,16 @@ def _compare(options: Options, groups: list[Any], out: Path) -> dict[str, Any]:
 
 
 def _records(chosen: Path | None, suite: Suite) -> Path:
-  """Return the directory of the suite's records, by default here, else in the checkout."""
+  """Return the directory of the suite's records: `chosen`, one in it, or the default."""
+  from podrace.commands.reproduce import default_records
   from podrace.experiments.suites.records import read_records
 
-  roots = [Path(RECORDS), CHECKOUT / RECORDS] if chosen is None else [chosen]
-  places = [*([] if chosen is None else [chosen]), *(root / suite.name for root in roots)]
-  for place in places:
+  if chosen is None:
+    return default_records(suite)
+  for place in (chosen, chosen / suite.name):
     if read_records(place, suite):
       return place
-  if chosen is not None:
-    raise UsageError(f'--records {chosen} has no records of {suite.name}')
-  return places[0]
+  raise UsageError(f'--records {chosen} has no records of {suite.name}')
 
 
 def _final(each: Sequence[RunCurve]) -> dict[str, Any]:
@@ -155,9 +153,8 @@ def _check(name: str, value: str, known: tuple[str, ...]) -> None:
 
 
 def _name_unfinished(groups: list[Any]) -> None:
-  for group in groups:
-    total = group.config.get('total_steps', 0)
-    for path in dict.fromkeys(c.run for c in group.curves):
-      if not (path / 'summary.json').exists():
-        last = max(c.x[-1] for c in group.curves if c.run == path)
-        tell(f'podrace plot: {path} is not finished: it ends at {last:,.0f} (of {total:,} steps)')
+  each = [(c, group.config.get('total_steps', 0)) for group in groups for c in group.curves]
+  for path, total in {c.run: total for c, total in each}.items():
+    if not (path / 'summary.json').exists():
+      last = max(c.x[-1] for c, _ in each if c.run == path)
+      tell(f'podrace plot: {path} is not finished: it ends at {last:,.0f} (of {total:,} steps)')

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
   from podrace.experiments.suites.reproduce import Reproduction
   from podrace.settings.config import Config
 
+CHECKOUT = Path(__file__).parents[2]  # of an editable installation
 COMMAND = Command(
   'reproduce',
   'NAME [OPTIONS]',
@@ -34,11 +35,12 @@ COMMAND = Command(
   (
     Option('--list', '', 'the suites, with their hours on two cores and what is recorded; with '
       'NAME, the programs of that suite'),
-    Option('--only', 'TASK/AGENT', 'a part of the suite, as cartpole/ppo or cartpole/*; may be '
-      'repeated'),
+    Option('--only', 'TASK/AGENT', 'a part of the suite, as cartpole/ppo or cartpole/*, or a '
+      'program, as cartpole.ppo.0; may be repeated'),
     Option('--seeds', 'N', 'only programs with a seed below N (default: all)'),
     Option('--jobs', 'N', 'programs at a time (default: one for each core)'),
-    Option('--to', 'DIR', f'directory of the records (default: {suites.RECORDS}/NAME)'),
+    Option('--to', 'DIR', f'directory of the records (default: {suites.RECORDS}/NAME, here, '
+      'or in the checkout of podrace if only that has records)'),
     Option('--dir', 'DIR', 'directory of the run directories (default: runs/suites/NAME)'),
     Option('--again', '', 'discard records and runs of other settings, and train them again'),
     Option('--page', 'FILE', 'train nothing, and write a page about the records, such as '
@@ -70,7 +72,7 @@ def run(args: list[str]) -> int:
     _list()
     return 0
   suite = suites.load(options.one_argument('suite'))
-  to = options.path('--to') or Path(suites.RECORDS) / suite.name
+  to = options.path('--to') or default_records(suite)
   folder = options.path('--dir') or Path('runs/suites') / suite.name
   for name, path in (('--to', to), ('--dir', folder)):
     check_directory(path, name)
@@ -87,6 +89,8 @@ def run(args: list[str]) -> int:
     check_directory(page.parent, '--page')
     if page.is_dir():
       raise UsageError(f'--page {page} is a directory: name a file in it')
+    if page.suffix != '.md':
+      raise UsageError(f'--page {page}: its name must end with .md')
     check_recorded(suite, to)
     print_json(write_page(suite, to, page))
     return 0
@@ -96,6 +100,15 @@ def run(args: list[str]) -> int:
   configs = _configure_all(suite, programs)
   plan = Reproduction(suite, programs, configs, folder, to, jobs, '--again' in options)
   return _run_alone(plan) if '--program' in options else _run_all(plan)
+
+
+def default_records(suite: suites.Suite) -> Path:
+  """Return the directory of a suite's records: here, or in the checkout if only that has any."""
+  from podrace.experiments.suites.records import record_path
+
+  places = [root / suites.RECORDS / suite.name for root in (Path(), CHECKOUT)]
+  recorded = [x for x in places if any(record_path(x, p).exists() for p in suite.programs)]
+  return (recorded or places)[0]
 
 
 def check_recorded(suite: suites.Suite, to: Path) -> None:
@@ -178,13 +191,11 @@ def _select(suite: suites.Suite, options: Options) -> list[suites.Program]:
     if not programs:
       raise UsageError(f'--program {name}: {suite.name} has no such program')
   for pattern in options.every('--only'):
-    if not any(fnmatch.fnmatch(f'{p.task}/{p.agent}', pattern) for p in programs):
+    if not any(_matches(p, pattern) for p in programs):
       pairs = dict.fromkeys(f'{p.task}/{p.agent}' for p in suite.programs)
       raise UsageError(f'--only {pattern}: {suite.name} has {", ".join(pairs)}')
   if patterns := options.every('--only'):
-    programs = [
-      p for p in programs if any(fnmatch.fnmatch(f'{p.task}/{p.agent}', x) for x in patterns)
-    ]
+    programs = [p for p in programs if any(_matches(p, x) for x in patterns)]
   if '--seeds' in options:
     if (seeds := options.whole('--seeds')) < 1:
       raise UsageError('--seeds must be at least 1')
@@ -192,6 +203,11 @@ def _select(suite: suites.Suite, options: Options) -> list[suites.Program]:
     if not programs:
       raise UsageError(f'no program has a seed below --seeds {seeds}')
   return programs
+
+
+def _matches(program: suites.Program, pattern: str) -> bool:
+  names = (f'{program.task}/{program.agent}', program.name)
+  return any(fnmatch.fnmatch(name, pattern) for name in names)
 
 
 def _configure_all(suite: suites.Suite, programs: Sequence[suites.Program]) -> dict[str, Config]:
@@ -262,7 +278,7 @@ def _list() -> None:
   """Print the suites."""
   for name in suites.names():
     suite = suites.load(name)
-    folder = Path(suites.RECORDS) / name
+    folder = default_records(suite)
     done = sum((folder / f'{p.name}.json').exists() for p in suite.programs)
     seeds = sum(p.count for p in suite.programs)
     print_text(f'{name:16}{suite.about}', file=results())

@@ -73,7 +73,7 @@ def row(r: Run) -> tuple[str, ...]:
   return (
     plain(r.path, PATH),
     plain(f'{r.agent} (sweep)' if r.sweep else r.agent, NAME),
-    plain(r.env, NAME),
+    plain(r.source, NAME),
     f'{r.step:,}',
     f'{min(r.step / r.total_steps, 1):.0%}' if r.total_steps else '',
     returned,

@@ -103,21 +103,33 @@ def run(args: list[str]) -> int:
 
 def _show(result: dict[str, Any]) -> None:
   """Print the table of a sweep, best first."""
+  from podrace.experiments.sweep import settings
+
   rows = result['trials']
   names = list(rows[0]['settings'])
-  table = [[*names, 'return', 'state']]
+  seeds = max(len(row['scores']) for row in rows)
+  of_seeds = ['lowest', 'highest', '--member'] if seeds > 1 else []
+  table = [[*names, 'return', *of_seeds, 'state']]
   for row in rows[:20]:
+    values = [settings.format_value(row['settings'][n]) for n in names]
     value = '' if row['score'] is None else f'{row["score"]:.2f}'
-    table.append([*(_short(row['settings'][n]) for n in names), value, row['state']])
+    table.append([*values, value, *(_describe_seeds(row) if seeds > 1 else []), row['state']])
   widths = [max(len(r[i]) for r in table) for i in range(len(table[0]))]
   for line in table:
     tell('  '.join(cell.rjust(w) for cell, w in zip(line, widths, strict=True)))
   if len(rows) > 20:
     tell(f'and {len(rows) - 20} more, in {result["results"]}')
+  for name in settings.at_ends([row['settings'] for row in rows]):
+    value = settings.format_value(rows[0]['settings'][name])
+    tell(f'{name} {value} is at the end of the values that were tried: try values beyond it')
   if result.get('plot'):
     tell(f'picture: {result["plot"]}')
   tell(f'the best: {result["command"]}')
 
 
-def _short(value: Any) -> str:
-  return f'{value:.4g}' if isinstance(value, float) else str(value)
+def _describe_seeds(row: dict[str, Any]) -> list[str]:
+  """Return the lowest and the highest return of a setting's seeds, and their members of the run."""
+  known = [x for x in row['scores'] if x is not None] if row['score'] is not None else []
+  ends = [f'{end(known):.2f}' if known else '' for end in (min, max)]
+  first = row.get('member', 0)
+  return [*ends, f'{first}-{first + len(row["scores"]) - 1}']

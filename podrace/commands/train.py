@@ -281,8 +281,9 @@ def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> L
 def _report(run_dir: Path, summary: dict[str, Any], config: Config) -> None:
   from podrace.hooks import can_be_greedy
   from podrace.run.saved_params import best_step
+  from podrace.settings.log_settings import replays_only
 
-  out = print_summary(run_dir, summary, '' if config.env else ' of the log')
+  out = print_summary(run_dir, summary, ' of the log' if replays_only(config) else '')
   diagnoses = summary.get('diagnostics', ())
   if summary['episode_return'] is None and 'no-episodes' not in {x['name'] for x in diagnoses}:
     steps = summary['step'] // config.num_envs

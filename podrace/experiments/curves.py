@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,9 +18,12 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from podrace.errors import UnreadableFile, UsageError
+from podrace.experiments.runs import log_of
 from podrace.experiments.statistics import CURVE_RESAMPLES, interval, trimmed_mean
+from podrace.experiments.sweep_members import Setting, split_config, take_seeds
 from podrace.run import metrics, sinks
 from podrace.run.directory import read_record
+from podrace.run.summary import final_return_of
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import SUMMARY, is_number
 
@@ -44,6 +48,7 @@ class RunCurve:
   x: Floats  # [L] rising
   y: Floats  # [L]
   run: Path
+  final: float | None = None  # its mean in the last tenth, if not that of `y`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +59,28 @@ class CurveGroup:
   curves: list[RunCurve]
 
   @property
+  def log(self) -> str:
+    """Data set that all environments replay, '' if one of them acts."""
+    return log_of(self.config)
+
+  @property
   def env(self) -> str:
-    """Name of the environment."""
-    return str(self.config.get('env', ''))
+    """Name of the environment and of such a data set. Groups with one name are comparable."""
+    names = [str(self.config.get('env', '')), f'log {self.log}' if self.log else '']
+    return ', '.join(filter(None, names))
 
 
 @dataclasses.dataclass(frozen=True)
 class LoggedRun:
-  """The configuration and the metrics of a run."""
+  """The configuration and the metrics of a run, or of one setting of a sweep in one program."""
 
   path: Path
   config: dict[str, Any]  # as a CurveGroup has it
   seed: Any
   lines: list[metrics.Line]
   params_sha256: str  # hash of the last parameters of a finished run, otherwise ''
+  settings: Sequence[Setting] = ()  # of a sweep in one program
+  seeds: slice | None = None  # of one of these settings, in the lists of a line
 
   @property
   def group(self) -> str:
@@ -130,7 +143,7 @@ def read_runs(paths: Sequence[Path]) -> LoggedRuns:
       continue
     first = counted.setdefault((run.group, run.identity), path)
     if first is path:
-      logged.runs.append(run)
+      logged.runs.extend(_split_settings(run))
     else:
       logged.copies.add(path)
       logged.wrong[path] = (
@@ -153,7 +166,16 @@ def _read_run(path: Path) -> LoggedRun:
   lines = metrics.read(path / 'metrics.jsonl', shown=True)
   if not lines:
     raise UsageError(f'{path}: no line of metrics yet')
-  return LoggedRun(path, config, record.get('seed'), lines, _params_sha256(path))
+  settings = split_config(path, record, config)
+  return LoggedRun(path, config, record.get('seed'), lines, _params_sha256(path), settings)
+
+
+def _split_settings(run: LoggedRun) -> list[LoggedRun]:
+  """Return a run for each setting of a sweep in one program, else the run itself."""
+  return [
+    dataclasses.replace(run, config=config, seeds=seeds, lines=take_seeds(run.lines, seeds))
+    for config, seeds in run.settings
+  ] or [run]
 
 
 def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
@@ -180,9 +202,17 @@ def extract_curves(run: LoggedRun, metric: str, x: X) -> list[RunCurve]:
     rows = [[line.get(metric)] for line in lines]
   y = np.array([[v if is_number(v) else np.nan for v in row] for row in rows], float)
   read_curves = curves_of(at, y.T, path)
+  if metric == 'episode_return':
+    final = final_return_of(lines)
+    means = final.get('episode_return_by_seed') or [final['episode_return']]
+    if len(means) == y.shape[1]:  # not so if the lines contradict each other
+      known = itertools.compress(means, np.isfinite(y).any(axis=0))
+      pairs = zip(read_curves, known, strict=True)
+      read_curves = [dataclasses.replace(curve, final=mean) for curve, mean in pairs]
   if not read_curves:
     names = sorted(k for k, v in lines[-1].items() if isinstance(v, int | float) and k != 'step')
-    raise UsageError(f'{path}: no value of {metric}; it has {", ".join(names)}')
+    alone = ' of each setting' if run.seeds else ''
+    raise UsageError(f'{path}: no value of {metric}{alone}; it has {", ".join(names)}')
   return read_curves
 
 
@@ -268,5 +298,12 @@ def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0
 
 
 def final_mean(curve: RunCurve, part: float = 0.1) -> float:
-  """Return the mean of a curve's last `part`, a tenth of its range."""
-  return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+  """Return the mean of a curve's last `part`, a tenth of its range.
+
+  The mean of a return weighs episodes alike, as in summary.json. Any other weighs lines alike.
+  """
+  return (
+    curve.final
+    if curve.final is not None
+    else float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+  )

@@ -80,7 +80,8 @@ def draw(groups: Sequence[CurveGroup], metric: str, x: curves.X, center: str, ou
       _escape(textwrap.fill(shorten(printable(env, lines=False), TITLE), 52)), fontsize=10
     )
     axis.set_xlabel(X_LABELS[x], fontsize=9)
-    axis.set_ylabel(_escape(NAMES.get(metric, metric)), fontsize=9)
+    of_log = ' of the log' if env_groups[0].log and metric.startswith('episode') else ''
+    axis.set_ylabel(_escape(NAMES.get(metric, metric) + of_log), fontsize=9)
     _clean_axis(axis)
   center_name = {'mean': 'mean', 'median': 'median', 'iqm': 'interquartile mean'}[center]
   has_interval = any(len(g.curves) > 1 for g in groups)

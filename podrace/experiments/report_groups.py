@@ -19,6 +19,7 @@ from podrace.experiments.curves import CurveGroup, LoggedRun, RunCurve
 from podrace.experiments.labels import make_labels
 from podrace.experiments.runs import agent_of
 from podrace.experiments.scores import ATARI, atari_game, normalize_human
+from podrace.experiments.sweep_members import take_seeds
 from podrace.run import metrics
 from podrace.run.directory import read_record
 
@@ -41,36 +42,45 @@ def collect_groups(runs: Sequence[LoggedRun], evaluations: Evaluations) -> list[
   for run in runs:
     by_key.setdefault(run.group, []).append(run)
   members = list(by_key.values())
-  labels = make_labels([CurveGroup(m[0].config, []) for m in members])
-  several_envs = len({str(m[0].config.get('env')) for m in members}) > 1
+  groups = [CurveGroup(m[0].config, []) for m in members]
+  several_envs = len({g.env for g in groups}) > 1
   return [
-    _collect_group(label, group, evaluations, several_envs)
-    for label, group in zip(labels, members, strict=True)
+    _collect_group(f'{label} in {g.env}' if several_envs else label, label, g, runs, evaluations)
+    for label, g, runs in zip(make_labels(groups), groups, members, strict=True)
   ]
 
 
 def _collect_group(
-  label: str, runs: Sequence[LoggedRun], evaluations: Evaluations, several_envs: bool
+  full_name: str,
+  label: str,
+  config: CurveGroup,
+  runs: Sequence[LoggedRun],
+  evaluations: Evaluations,
 ) -> dict[str, Any]:
-  env = str(runs[0].config.get('env', ''))
   agent = agent_of((read_record(runs[0].path) or {}).get('agent') or {'name': ''})[0]
   returns = _curves(runs, 'episode_return', 'steps')
+  final = [] if config.log else [curves.final_mean(c) for c in returns]
   names = {n for run in runs for line in run.lines for n, x in line.items() if not _is_list(x)}
   bands = {n: _bands(runs, n) for n in sorted(names.difference(POSITIONS))}
-  evaluated = [dataclasses.replace(r, lines=lines) for r in runs if (lines := evaluations[r.path])]
+  evaluated = [
+    dataclasses.replace(r, lines=take_seeds(lines, r.seeds))
+    for r in runs
+    if (lines := evaluations[r.path])
+  ]
   evaluated_returns = _curves(evaluated, 'episode_return_mean', 'steps')
   return {
     'name': label,
-    'full_name': f'{label} in {env}' if several_envs else label,
-    'env': env,
+    'full_name': full_name,
+    'env': config.env,
+    'log': config.log,
     'agent': agent,
     'n': len(returns) or len(runs),
     'paths': [str(run.path) for run in runs],
     'bands': {name: by_axis for name, by_axis in bands.items() if by_axis},
     'evaluations': _band(evaluated_returns) if evaluated_returns else None,
-    'final': _interval([curves.final_mean(c) for c in returns]),
+    'final': _interval(final),
     'evaluated': _interval([float(c.y[-1]) for c in evaluated_returns]),
-    **_anchors(env, [curves.final_mean(c) for c in returns]),
+    **_anchors(config.env, final),
     'telling': MOST_TELLING.get(agent, ''),
     'meanings': meanings_of(agent),
   }
@@ -134,6 +144,10 @@ def _anchors(env: str, values: Sequence[float]) -> dict[str, Any]:
 def index_runs(
   groups: Sequence[dict[str, Any]], reports: Sequence[dict[str, Any]]
 ) -> list[int | None]:
-  """Return the index of the group of each run; None for a run without a line of metrics."""
-  group_of = {path: i for i, group in enumerate(groups) for path in group['paths']}
-  return [group_of.get(report['path']) for report in reports]
+  """Return the index of the group of each run; None of a run in no group, or in several."""
+  groups_of: dict[str, set[int]] = {}
+  for i, group in enumerate(groups):
+    for path in group['paths']:
+      groups_of.setdefault(path, set()).add(i)
+  indices = [groups_of.get(report['path'], set()) for report in reports]
+  return [next(iter(i)) if len(i) == 1 else None for i in indices]

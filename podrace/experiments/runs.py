@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from podrace.agents import AGENTS
+from podrace.envs.logs.share import parse_share
 from podrace.errors import UnreadableFile, UsageError
 from podrace.run.diagnostics import read_diagnostics
 from podrace.run.directory import (
@@ -42,14 +43,22 @@ class Run:
   agent: str = ''  # for a sweep in one program, the varied agent
   sweep: bool = False  # whether the agent has many settings
   env: str = ''
+  log: str = ''  # data set that all environments replay
   architecture: str = ''
   step: int = 0  # environment steps done, of each seed
   total_steps: int = 0
-  episode_return: float | None = None  # newest value; of a finished run, its summary's
+  # Newest value; of a finished run, its summary's. None for a sweep in one program, and if the
+  # episodes are those of a log.
+  episode_return: float | None = None
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
   size: int = 0  # bytes of all files
   diagnostics: tuple[str, ...] = ()  # names of the signs that the run does not learn
+
+  @property
+  def source(self) -> str:
+    """The environment, or the data set of a run without one."""
+    return self.env or (f'log {self.log}' if self.log else '')
 
   def as_json(self) -> dict[str, Any]:
     """Return the fields as JSON."""
@@ -120,6 +129,7 @@ def inspect_run(path: Path) -> Run:
       state, why = UNKNOWN, 'its file system has no locks (flock)'
   done = summary if state == FINISHED else line
   agent, sweep = agent_of(record['agent'])
+  log = log_of(record)
   return Run(
     path,
     state,
@@ -127,10 +137,11 @@ def inspect_run(path: Path) -> Run:
     agent=agent,
     sweep=sweep,
     env=record['env'],
+    log=log,
     architecture=record.get('architecture', record.get(KIND, '')),
     step=max(line.get('step', 0), summary.get('step', 0), *saved_steps(path), 0),
     total_steps=total,
-    episode_return=done.get('episode_return'),
+    episode_return=None if sweep or log else done.get('episode_return'),
     steps_per_s=done.get('steps_per_s'),
     age_s=age,
     size=size,
@@ -146,6 +157,17 @@ def planned_steps(record: dict[str, Any]) -> int:
     update *= groups * record['agents'] * (record['agent_updates'] + 1)
   total: int = -(-record['total_steps'] // update) * update
   return total
+
+
+def log_of(record: dict[str, Any]) -> str:
+  """Return the data set that all environments of a recorded run replay, '' if one of them acts.
+
+  The episodes of such a run are those of the data set, so their return tells nothing of the agent.
+  """
+  with contextlib.suppress(UsageError):
+    p, q = parse_share(str(record.get('log_share', '1')))
+    return str(record.get('log', '')) if p == q else ''
+  return ''
 
 
 def agent_of(record: dict[str, Any]) -> tuple[str, bool]:

@@ -83,6 +83,11 @@ def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[s
   Raises:
     UsageError: if a configuration lacks a task of another, or all runs of a task have one score.
   """
+  if logs := [g.env for g in groups if g.log]:
+    raise UsageError(
+      f"--aggregate: the returns of {logs[0]} are of recorded episodes, expected an agent's; leave "
+      'out these runs'
+    )
   envs = list(dict.fromkeys(g.env for g in groups))
   without_env = [
     dataclasses.replace(g, config={k: v for k, v in g.config.items() if k != 'env'}) for g in groups

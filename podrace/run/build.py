@@ -192,6 +192,16 @@ def build_sebulba(resolved: Resolved, server: Server | None = None) -> SebulbaDr
   )
 
 
+def describe_devices(config: Any, mesh: Any) -> str:
+  """Return the numbers of devices in words: of those that act too, if they are of this process."""
+  if not isinstance(config, Config) or config.architecture != 'sebulba':
+    return f'{mesh.size} device(s)'
+  if config.replay == 'service':
+    return f'{mesh.size} learning device(s)'
+  devices = config.actor_devices, config.learner_devices, config.devices
+  return str(split_devices(*devices, config.model_devices))
+
+
 def sebulba(
   agent: Any,
   spec: HostSpec,

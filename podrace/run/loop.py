@@ -18,7 +18,7 @@ from podrace.architectures.hashes import machine, params_sha256
 from podrace.architectures.protocol import Architecture
 from podrace.errors import CheckpointError, Stopped, UnreadableFile
 from podrace.run import metrics
-from podrace.run.build import assemble, build_discovery, make_server
+from podrace.run.build import assemble, build_discovery, describe_devices, make_server
 from podrace.run.callbacks import Callback, Callbacks
 from podrace.run.directory import changes_of, continued, last_line, read_record, saved_steps
 from podrace.run.log import Log as RunLog
@@ -254,7 +254,8 @@ class Run:
     self.saves.check_newest()
     if opening := hooks.opening(self.config.agent):
       self.say(opening)
-    self.say(f'compiling {self.config.env or "a log"} for {self.program.mesh.size} device(s) ...')
+    devices = describe_devices(self.config, self.program.mesh)
+    self.say(f'compiling {self.config.env or "a log"} for {devices} ...')
     stack.callback(self.program.close)
     self._timed(self.program.compile, 'compilation')
 

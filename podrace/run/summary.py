@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from podrace.agents import value_moments
 from podrace.run import metrics
 from podrace.system import files
 
@@ -67,6 +66,8 @@ def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
 
   `explained_variance`, and means over the valid steps, take the place of `value_moments`.
   """
+  from podrace.agents import value_moments  # imports jax, which `podrace plot` does without
+
   if not all(name in by_seed for name in value_moments.NAMES):
     return {name: np.mean(x) for name, x in by_seed.items()}
   each = value_moments.explained_variance(by_seed)
@@ -76,14 +77,17 @@ def _means(by_seed: dict[str, Any]) -> dict[str, Any]:
   return means | {'explained_variance': known.mean() if known.size else np.nan}
 
 
-def final_return(path: Path, shown: bool = False) -> dict[str, Any]:
+def final_return(path: Path) -> dict[str, Any]:
+  """Return `final_return_of` the lines of a file."""
+  return final_return_of(metrics.read(path))
+
+
+def final_return_of(lines: list[metrics.Line]) -> dict[str, Any]:
   """Return the mean return of the episodes that ended in the last tenth of the run.
 
   With several seeds it is the mean over the seeds that have ended an episode, and
-  `episode_return_by_seed` has a value for each seed, None if it has ended none. `shown` is as in
-  `metrics.read`.
+  `episode_return_by_seed` has a value for each seed, None if it has ended none.
   """
-  lines = metrics.read(path, shown)
   start, seeds = (0.9 * lines[-1]['step'], _seeds(lines[-1])) if lines else (0, 0)
   lines = [
     line for line in lines if line.get('episode_return') is not None and line.get('episodes')

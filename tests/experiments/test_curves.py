@@ -16,6 +16,8 @@ from test_runs import called
 from podrace.errors import UsageError
 from podrace.experiments import curves, plot, scores
 from podrace.experiments.labels import make_labels
+from podrace.run import metrics
+from podrace.run.summary import final_return
 
 
 def make(
@@ -90,6 +92,76 @@ def test_each_seed_of_a_run_is_a_curve(tmp_path: Path) -> None:
   assert [c.y.tolist() for c in group.curves] == [[1, 2, 3], [5, 6]]
 
 
+def make_sweep(path: Path, env: str = 'podrace:catch') -> Path:
+  """A sweep of two learning rates in one program, with two seeds each."""
+  make(path, [(50, [0.0, 0.0, 0.0, 0.0]), (100, [1.0, 3.0, 5.0, None])], env=env)
+  config = json.loads((path / 'config.json').read_text())
+  inner = {'class': 'podrace.agents.ppo:PPO', 'learning_rate': 0.5, 'clip': 0.2}
+  config['agent'] = {
+    'name': 'podrace.agents.population:Varied', 'agent': inner,
+    'fields': ['learning_rate', 'network.sigma'], 'values': [0.1, 1.0, 0.2, 1.0],
+  }  # fmt: skip
+  (path / 'config.json').write_text(json.dumps({**config, 'seeds': 4}))
+  return path
+
+
+def test_each_setting_of_a_sweep_in_one_program_is_a_line(tmp_path: Path, capsys: Capture) -> None:
+  path = make_sweep(tmp_path / 'sweep/run')
+  groups, _ = curves.read([path], 'episode_return', 'steps')
+  assert [[c.y[-1] for c in g.curves] for g in groups] == [[1.0, 3.0], [5.0, 0.0]]
+  assert make_labels(groups) == ['learning-rate 0.1', 'learning-rate 0.2']
+  one = {k: v for k, v in groups[0].config.items() if k.startswith('agent.')}
+  assert one == {
+    'agent.name': 'ppo', 'agent.learning_rate': 0.1, 'agent.clip': 0.2, 'agent.network.sigma': 1.0,
+  }  # fmt: skip
+  alone = make(tmp_path / 'alone', [(100, 2.0)], **{k[6:]: v for k, v in one.items()})
+  groups, _ = curves.read([path, alone], 'episode_return', 'steps')
+  assert [len(g.curves) for g in groups] == [3, 2]
+  lines = [line | {'loss': 1.0} for line in metrics.read(path / 'metrics.jsonl')]
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  assert curves.read([path], 'loss', 'steps')[0] == []  # the mean over both settings is of none
+  (path / 'summary.json').unlink()
+  err = called(capsys, 'plot', str(path), '--out', str(tmp_path / 'x.png'))[2]
+  assert err.count('is not finished') == 1
+
+
+def test_a_population_is_one_line(tmp_path: Path) -> None:
+  path = make_sweep(tmp_path / 'sweep/run')
+  (tmp_path / 'sweep/sweep.json').write_text('{"method": "pbt"}')
+  (group,), _ = curves.read([path], 'episode_return', 'steps')
+  assert len(group.curves) == 4 and make_labels([group]) == ['ppo (sweep)']
+
+
+@pytest.mark.parametrize('seeds, values', [(3, [0.1, 1, 0.2, 1]), (4, []), (4, [1]), (4, 'x')])
+def test_a_damaged_record_of_a_sweep_is_one_line(tmp_path: Path, seeds: int, values: Any) -> None:
+  path = make_sweep(tmp_path / 'run')
+  config = json.loads((path / 'config.json').read_text())
+  config['agent']['values'] = values
+  (path / 'config.json').write_text(json.dumps({**config, 'seeds': seeds}))
+  assert [len(g.curves) for g in curves.read([path], 'episode_return', 'steps')[0]] == [4]
+
+
+def test_the_return_of_a_log_has_a_panel_of_its_own(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  for name, env in (('a', ''), ('b', 'podrace:catch'), ('c', 'podrace:catch')):
+    path = make(tmp_path / 'runs' / name, [(50, 0.0), (100, 1.0)], env=env)
+    config = json.loads((path / 'config.json').read_text())
+    (path / 'config.json').write_text(
+      json.dumps(config | ({'log': 'mixed'} if name != 'c' else {}))
+    )
+  figures: list[Any] = []
+  monkeypatch.setattr(plot, '_save', lambda figure, *_: figures.append(figure))
+  args = [str(tmp_path / 'runs'), '--out', str(tmp_path / 'x.png')]
+  groups = json.loads(called(capsys, 'plot', *args)[1])['groups']
+  assert [g['env'] for g in groups] == ['log mixed', 'podrace:catch, log mixed', 'podrace:catch']
+  assert [axis.get_ylabel() for axis in figures[0].axes] == [
+    'episode return of the log', 'episode return of the log', 'episode return',
+  ]  # fmt: skip
+  code, _, err = called(capsys, 'plot', *args, '--aggregate')
+  assert code == 2 and '--aggregate' in err and 'log mixed' in err
+
+
 def test_the_last_value_of_a_seed_holds_to_the_end_of_its_run(tmp_path: Path) -> None:
   a = make(
     tmp_path / 'a', [(10, [1.0, 4.0]), (20, [None, 5.0]), (30, [3.0, None]), (40, [2.0, None])]
@@ -107,6 +179,29 @@ def test_final_means_have_an_interval(tmp_path: Path, capsys: Capture) -> None:
   (group,) = json.loads(out)['groups']
   assert sorted(group['final']) == [0, 1, 2, 3] and group['mean'] == 1.5
   assert group['interval'] == [0.5, 2.5]
+
+
+def test_the_final_return_is_that_of_the_summary(tmp_path: Path, capsys: Capture) -> None:
+  """Episodes weigh alike: one of 10, three of 2, in the last tenth."""
+  ends = {95: (10.0, 1, [10.0, 4.0]), 100: (2.0, 3, [2.0, None])}
+  for name, by_seed in (('one', False), ('two', True)):
+    path = make(tmp_path / name, [(10, 0.0)], seeds=2)
+    first = json.loads((path / 'metrics.jsonl').read_text())
+    lines = [
+      first | {'step': step, 'episode_return': mean, 'episodes': count}
+      | ({'episode_return_by_seed': each, 'episodes_by_seed': [count, int(each[1] is not None)]} if by_seed else {})
+      for step, (mean, count, each) in {10: (0.0, 1, [0.0, None]), **ends}.items()
+    ]  # fmt: skip
+    (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  for name, expected in (('one', [4.0]), ('two', [4.0, 4.0])):
+    args = [str(tmp_path / name), '--out', str(tmp_path / 'x.png')]
+    (group,) = json.loads(called(capsys, 'plot', *args)[1])['groups']
+    assert group['final'] == expected and group['mean'] == 4.0
+    summary = final_return(tmp_path / name / 'metrics.jsonl')
+    assert (
+      summary['episode_return'] == 4.0
+      and summary.get('episode_return_by_seed', expected) == expected
+    )
 
 
 def test_runs_and_curves_are_counted(tmp_path: Path, capsys: Capture) -> None:
@@ -193,7 +288,7 @@ def test_a_picture_of_curves(tmp_path: Path, suffix: str, capsys: Capture) -> No
   found = json.loads(printed.splitlines()[-1])
   assert (found['runs'], found['curves']) == (4, 4)
   assert [g['curves'] for g in found['groups']] == [3, 1]
-  assert found['groups'][0]['final'] == [95.0, 96.0, 97.0]
+  assert found['groups'][0]['final'] == [97.5, 98.5, 99.5]
   if suffix == 'png':
     image = np.asarray(Image.open(out).convert('RGB')).reshape(-1, 3)
     blue = np.all(image == (0, 0x72, 0xB2), axis=1)  # the line and its label, in both panels

@@ -23,7 +23,7 @@ from podrace.errors import UsageError
 from podrace.experiments import report
 from podrace.experiments.curves import read_runs
 from podrace.experiments.plot import COLOURS
-from podrace.experiments.report_groups import POINTS, collect_groups
+from podrace.experiments.report_groups import POINTS, collect_groups, index_runs
 from podrace.experiments.runs import find
 from podrace.run import metrics
 from podrace.system.files import write_json
@@ -172,6 +172,38 @@ def test_the_seeds_of_a_setting_are_one_line_with_an_interval(tmp_path: Path) ->
     assert sorted(head[1:]) == ['dqn (n=1)', 'ppo (n=3)']
     seeds = page.locator('#configuration tr').filter(has_text='seed').first
     assert '0, 1, 2' in seeds.inner_text()
+
+
+def test_each_setting_of_a_sweep_in_one_program_is_a_group(tmp_path: Path) -> None:
+  path = write_run(tmp_path / 'run', [0.0, 1.0], 0)
+  config = json.loads((path / 'config.json').read_text())
+  agent = {
+    'name': 'podrace.agents.population:Varied', 'agent': {'class': 'podrace.agents.ppo:PPO'},
+    'fields': ['clip'], 'values': [0.1, 0.2],
+  }  # fmt: skip
+  write_json(path / 'config.json', {**config, 'agent': agent, 'seeds': 2})
+  lines = [
+    line | {'episode_return_by_seed': [1.0, 2.0]} for line in metrics.read(path / 'metrics.jsonl')
+  ]
+  (path / 'metrics.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+  evaluation = {'step': 20, 'episode_return_mean': 3.5, 'episode_return_mean_by_seed': [3.0, 4.0]}
+  (path / 'eval.jsonl').write_text(json.dumps(evaluation) + '\n')
+  groups = groups_of(path)
+  assert [(g['name'], g['agent'], g['n']) for g in groups] == [
+    ('clip 0.1', 'ppo', 1), ('clip 0.2', 'ppo', 1),
+  ]  # fmt: skip
+  assert [(g['final']['mean'], g['evaluated']['mean']) for g in groups] == [(1.0, 3.0), (2.0, 4.0)]
+  assert 'loss' not in groups[0]['bands'] and 'steps_per_s' in groups[0]['bands']
+  assert index_runs(groups, [{'path': str(path)}]) == [None]
+
+
+def test_the_return_of_a_log_is_no_score(tmp_path: Path) -> None:
+  path = write_run(tmp_path / 'run', [0.0, 1.0], 0, env='')
+  config = json.loads((path / 'config.json').read_text())
+  write_json(path / 'config.json', config | {'log': 'mixed'})
+  (group,) = groups_of(path)
+  assert (group['env'], group['log'], group['final'], group['n']) == ('log mixed', 'mixed', None, 1)
+  assert group['evaluated']['mean'] == 2.0  # the agent's own
 
 
 def titles(page: Any, start: str) -> list[str]:

@@ -218,11 +218,31 @@ def test_a_sweep_in_one_program_has_the_name_of_its_agent(tmp_path: Path, capsys
   make(tmp_path / 'c', line(500, 1.0))
   _, out, _ = called(capsys, 'runs', str(tmp_path))
   a, b, c = sorted(out.splitlines()[1:])
+  assert '1.00' not in a and '1.00' in c  # a sweep has no return of its own
   assert '  impala (sweep)  ' in a and '  mine:Own (sweep)  ' in b and '  ppo  ' in c
   found = json.loads(called(capsys, 'runs', str(tmp_path), '--json')[1])
   assert {(r['agent'], r['sweep']) for r in found} == {
     ('impala', True), ('mine:Own', True), ('ppo', False),
   }  # fmt: skip
+
+
+def test_the_return_of_a_log_is_not_that_of_the_agent(tmp_path: Path, capsys: Capture) -> None:
+  settings = {
+    'alone': {'env': '', 'log': 'mixed'},
+    'beside': {'log': 'mixed', 'log_share': '2/2'},
+    'mix': {'log': 'mixed', 'log_share': '1/2'},
+  }
+  for name, config in settings.items():
+    path = make(tmp_path / name, line(500, 1.0))
+    (path / 'config.json').write_text(json.dumps(CONFIG | config))
+  found = json.loads(called(capsys, 'runs', str(tmp_path), '--json')[1])
+  assert {Path(r['path']).name: (r['env'], r['log'], r['episode_return']) for r in found} == {
+    'alone': ('', 'mixed', None), 'beside': ('podrace:catch', 'mixed', None),
+    'mix': ('podrace:catch', '', 1.0),
+  }  # fmt: skip
+  rows = called(capsys, 'runs', str(tmp_path))[1].splitlines()[1:]
+  assert ['log mixed' in row for row in sorted(rows)] == [True, False, False]
+  assert 'ppo in log mixed' in called(capsys, 'follow', str(tmp_path / 'alone'), '--once')[1]
 
 
 def test_states_are_named(tmp_path: Path, capsys: Capture) -> None:

@@ -816,6 +816,24 @@ def test_records_of_the_checkout_and_of_all_suites_are_used(
     assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
 
 
+def test_reproduce_lists_the_records_that_plot_reads(
+  tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+  monkeypatch.chdir(tmp_path)
+  args = ('reproduce', 'classic', '--list', '--only', 'cartpole.ppo.0', '--only', 'pendulum/ppo')
+  code, out, err = called(capsys, *args)
+  assert code == 0 and str(ROOT / suites.RECORDS / 'classic') in err
+  rows = [line.split() for line in out.splitlines()]
+  assert [(row[0], row[-1]) for row in rows] == [
+    ('cartpole.ppo.0', 'recorded'), ('pendulum.ppo.0', 'recorded'), ('pendulum.ppo.5', 'recorded'),
+  ]  # fmt: skip
+  record = tmp_path / suites.RECORDS / 'classic/cartpole.ppo.5.json'  # the first of one's own
+  record.parent.mkdir(parents=True)
+  record.write_text('{}')
+  _, out, err = called(capsys, *args)
+  assert str(ROOT) not in err and 'recorded' not in out
+
+
 def test_scores_of_runs_are_those_of_their_records(
   tiny: Path, tmp_path: Path, capsys: Capture
 ) -> None:

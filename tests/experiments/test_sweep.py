@@ -24,6 +24,7 @@ from podrace import cli
 from podrace.agents.population import Varied, with_values
 from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
+from podrace.commands import sweep as sweep_command
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
 from podrace.experiments import plot
@@ -503,6 +504,69 @@ def test_a_trial_whose_directory_was_in_use_begins_again(
   trials = [(tmp_path / 'one', ['train'])]
   processes.run_trials(trials, 1, lambda *end: ends.append(end), finished=lambda path: False)
   assert ends == [(tmp_path / 'one', 0)] and next(codes, None) is None
+
+
+def test_the_begin_and_the_end_of_each_process_are_shown(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """The second of three settings fails, and the third has been trained before."""
+  codes = iter([0, 1])
+
+  class Trained(processes.Trial):
+    def __init__(self, command: list[str], run_dir: Path) -> None:
+      self.command, self.run_dir, self.ends_by = command, run_dir, np.inf
+      self.code_ = next(codes)
+      run_dir.mkdir()
+      if self.code_ == 0:
+        write_summary(run_dir, 2.5)
+
+    code = property(lambda self: self.code_)
+    new_lines = terminate = finish = lambda self, *args: iter(())
+
+  def write_summary(path: Path, score: float) -> None:
+    (path / 'summary.json').write_text(json.dumps({'step': 1, 'episode_return': score}))
+
+  (tmp_path / '0002').mkdir()
+  write_summary(tmp_path / '0002', 7.25)
+  monkeypatch.setattr(processes, 'Trial', Trained)
+  monkeypatch.setattr(processes, 'POLL', 0.0)
+  said: list[str] = []
+  sweep: Any = SimpleNamespace(folder=tmp_path, options=[], jobs=1)
+  plan._train_in_processes(sweep, [{'a.b': 10.0**-i} for i in range(3)], said.append)
+  outputs = [str(tmp_path / f'{i:04d}/output.txt') for i in range(3)]
+  parts = [
+    ('a.b 1:', 'begins', 0), ('a.b 1:', 'finished, return 2.50', 0), ('a.b 0.1:', 'begins', 1),
+    ('a.b 0.1:', 'exit code 1, no return', 1), ('a.b 0.01:', 'finished, return 7.25', 2),
+  ]  # fmt: skip
+  assert len(said) == len(parts)
+  for text, (setting, state, i) in zip(said, parts, strict=True):
+    assert text.startswith(setting) and state in text and outputs[i] in text
+
+
+def test_the_table_of_a_sweep_shows_its_seeds(capsys: Capture) -> None:
+  rows = [
+    {'settings': {'a': 0.1, 'b': 2, 'c': 'x'}, 'score': 2.0, 'scores': [1.0, 3.0], 'member': 2},
+    {'settings': {'a': 0.01, 'b': 1, 'c': 'y'}, 'score': 0.5, 'scores': [None, 0.5], 'member': 0},
+    {'settings': {'a': 0.1, 'b': 3, 'c': 'x'}, 'score': None, 'scores': [9.0, 0.0], 'member': 4},
+  ]  # fmt: skip
+  result = {'trials': [{**r, 'state': 'ended'} for r in rows], 'command': 'x', 'results': ''}
+  sweep_command._show(result)
+  head, *lines, end, _ = capsys.readouterr().err.splitlines()
+  assert head.split() == ['a', 'b', 'c', 'return', 'lowest', 'highest', '--member', 'state']
+  assert [line.split() for line in lines[:2]] == [
+    ['0.1', '2', 'x', '2.00', '1.00', '3.00', '2-3', 'ended'],
+    ['0.01', '1', 'y', '0.50', '0.50', '0.50', '0-1', 'ended'],
+  ]
+  assert lines[2].split() == ['0.1', '3', 'x', '4-5', 'ended']
+  assert end.startswith('a 0.1 ')  # b 2 is between 1 and 3, which diverged
+
+
+@pytest.mark.parametrize(
+  'values, ends',
+  [([1, 2, 3], ['a']), ([2, 1, 3], []), ([3, 2], ['a']), ([1], []), (['y', 'x'], [])],
+)
+def test_the_best_value_at_an_end(values: list[Any], ends: list[str]) -> None:
+  assert settings.at_ends([{'a': x} for x in values]) == ends
 
 
 def test_a_picture_that_cannot_be_drawn_does_not_end_a_sweep(

@@ -18,8 +18,11 @@ from shorthand import slow_after
 from test_runs import called
 
 import podrace
+from podrace.agents.bc import BC as CloneAgent
+from podrace.commands import train
 from podrace.envs.logs.minari_files import read_log
 from podrace.errors import UsageError
+from podrace.settings.config import Config
 from podrace.types import LAST
 
 Capture = pytest.CaptureFixture[str]
@@ -124,6 +127,16 @@ def test_the_clone_of_a_policy_is_as_good(cartpole: Path, tmp_path: Path, capsys
   policy = podrace.load_policy(tmp_path / 'policy')
   action, _ = policy.act(np.array([0, 0, 0.1, 0.5], np.float32))
   assert action == 1
+
+
+@pytest.mark.parametrize('env, share, of_log', [('', '1', 1), ('a:B', '1', 1), ('a:B', '1/2', 0)])
+def test_the_last_lines_name_the_return_of_the_log(
+  env: str, share: str, of_log: int, tmp_path: Path, capsys: Capture
+) -> None:
+  config = Config(CloneAgent(), env=env, log='mixed', log_share=share)
+  summary = {'step': 10, 'episode_return': 500.0, 'steps_per_s': 1.0}
+  train._report(tmp_path, summary, config)
+  assert capsys.readouterr().out.count('return 500.00 of the log') == of_log
 
 
 @pytest.mark.slow

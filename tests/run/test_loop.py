@@ -35,7 +35,7 @@ from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import compatibility, loop, metrics, opening, save_and_resume, sinks, updates
-from podrace.run.build import build
+from podrace.run.build import build, describe_devices
 from podrace.run.compatibility import Fit, random_settings
 from podrace.run.evaluate import evaluate
 from podrace.run.summary import final_return
@@ -126,6 +126,22 @@ def test_summary(finished: Path) -> None:
   total = sum(line['episode_return'] * line['episodes'] for line in tail)
   assert found['episode_return'] == pytest.approx(total / episodes)
   assert len(found['params_sha256']) == 64
+
+
+@pytest.mark.parametrize(
+  'settings, expected',
+  [
+    (dict(architecture='anakin', devices=2), '2 device(s)'),
+    (dict(devices=1), '1 device(s)'),
+    (dict(actor_devices='0', learner_devices='1'), '1 acting and 1 learning device(s)'),
+    (dict(actor_devices='0', devices=3), '1 acting and 2 learning device(s)'),
+    (dict(replay='service', devices=2), '2 learning device(s)'),
+  ],
+)
+def test_acting_and_learning_devices_are_named(settings: dict[str, Any], expected: str) -> None:
+  config = Config(Impala(), **{'architecture': 'sebulba', **settings})
+  mesh = SimpleNamespace(size=config.devices)
+  assert describe_devices(config, mesh) == expected
 
 
 def test_the_final_return_leaves_out_what_is_not_finite(tmp_path: Path) -> None:

@@ -224,7 +224,7 @@ function linesOf(pointsOfGroup, env) {
 // A chart for each environment in which a group has something to show.
 function charts(parent, title, xLabel, yLabel, pointsOfGroup, applies = group => pointsOfGroup(group).length) {
   return ENVS.filter(env => data.groups.some(group => group.env === env && applies(group))).map(env =>
-    chart(parent, ENVS.length > 1 ? `${title}: ${env}` : title, xLabel, yLabel, linesOf(pointsOfGroup, env), data.groups.length > 1))
+    chart(parent, ENVS.length > 1 ? `${title}: ${env}` : title, xLabel, () => yLabel(env), linesOf(pointsOfGroup, env), data.groups.length > 1))
 }
 
 // --- the page -------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ document.getElementById('made').textContent = `${data.runs.length} run${data.run
 
 const runs = section('runs', 'Runs')
 runs.append(table(['run', 'state', 'agent', 'environment', 'architecture', 'steps', 'of', 'return', 'steps/s', 'wall time (s)'],
-  data.runs.map((r, i) => ({ cells: [run(i), r.why ? `${r.state}: ${r.why}` : r.state, r.sweep ? `${r.agent} (sweep)` : r.agent, r.env, r.architecture,
+  data.runs.map((r, i) => ({ cells: [run(i), r.why ? `${r.state}: ${r.why}` : r.state, r.sweep ? `${r.agent} (sweep)` : r.agent, r.env || (r.log && `log ${r.log}`), r.architecture,
     r.step, r.total_steps, r.episode_return, r.steps_per_s, r.wall_s] }))))
 for (const text of data.left_out) runs.append(make('p', { class: 'note' }, `left out: ${text}`))
 
@@ -256,7 +256,7 @@ const panels = make('div', { class: 'panels' })
 const isBand = data.groups.some(group => group.n > 1)
 curves.append(controls, make('p', { class: 'note' }, isBand ? 'Line: mean over n seeds. Band: 95% bootstrap interval.' : 'One seed each: no interval.',
   ' Point at a chart for values, or focus it and use the arrow keys, Home, End and Escape.'), panels)
-charts(panels, 'Return', () => AXES[axis], () => 'episode return', group => points(group, 'episode_return', axis))
+charts(panels, 'Return', () => AXES[axis], env => `episode return${data.groups.some(group => group.env === env && group.log) ? ' of the log' : ''}`, group => points(group, 'episode_return', axis))
 charts(panels, 'Evaluations, greedy', () => 'environment steps', () => 'episode return', group => pointsOf(group.evaluations))
 const all = [...new Set(data.groups.flatMap(group => Object.keys(group.bands)))].filter(name => name !== 'episode_return').sort()
 const pick = make('select', { 'aria-label': 'metric' }, ...all.map(name => make('option', { value: name }, name)))
@@ -331,7 +331,7 @@ if (data.runs.some(run => run.videos.length || run.videos_left_out.length)) {
 // A column for each group; runs of a group may differ in their seeds and a few more settings.
 const config = section('configuration', 'Configuration')
 const paths = [...new Set(data.runs.flatMap(run => Object.keys(run.config)))]
-const columns = [...data.groups.map((group, i) => [`${group.full_name} (n=${group.n})`, data.runs.filter(run => run.group === i)]),
+const columns = [...data.groups.map((group, i) => [`${group.full_name} (n=${group.n})`, data.runs.filter(run => run.group === i)]).filter(([, members]) => members.length),
   ...data.runs.filter(run => run.group === null).map(run => [run.name, [run]])]
 const rows = paths.map(path => {
   const values = columns.map(([, members]) =>

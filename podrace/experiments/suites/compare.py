@@ -11,13 +11,12 @@ import numpy as np
 
 from podrace.errors import UsageError
 from podrace.experiments import plot
-from podrace.experiments.curves import CurveGroup
+from podrace.experiments.curves import CurveGroup, final_mean
 from podrace.experiments.labels import label_agent, make_labels
 from podrace.experiments.scores import compare_pairs
 from podrace.experiments.suites.page import by_pair, describe, scores_of
 from podrace.experiments.suites.records import read_records
 from podrace.experiments.suites.suite import Suite
-from podrace.run.summary import final_return
 
 YOURS = 'yours'
 Scores = dict[str, dict[str, np.ndarray]]  # by the name of the agent and the task, [runs]
@@ -87,20 +86,13 @@ def _your_scores(suite: Suite, groups: Sequence[CurveGroup]) -> tuple[Scores, St
   scores: Scores = {}
   steps: Steps = {}
   for group, label in zip(ours, labels, strict=True):
-    final = np.array([x for run in dict.fromkeys(c.run for c in group.curves) for x in _final(run)])
+    final = np.array([final_mean(curve) for curve in group.curves])
     name = f'{YOURS}: {label}'
     tasks, longest = scores.setdefault(name, {}), steps.setdefault(name, {})
     for key in by_env[group.env]:
       tasks[key] = np.concatenate([tasks.get(key, np.array([])), final])
       longest[key] = max(longest.get(key, 0), *(int(c.x[-1]) for c in group.curves))
   return scores, steps
-
-
-def _final(run: Path) -> list[float]:
-  """Return the training return of the last tenth of each seed, as records have it."""
-  final = final_return(run / 'metrics.jsonl', shown=True)
-  by_seed = final.get('episode_return_by_seed') or [final['episode_return']]
-  return [float(x) for x in by_seed if x is not None]
 
 
 def _table(

@@ -79,8 +79,6 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
     UsageError: if there is no record, or matplotlib is not installed.
     RunError: if a file cannot be written.
   """
-  if out.suffix != '.md':
-    raise UsageError(f'--page {out}: its name must end with .md')
   records = read_records(folder, suite)
   if not records:
     raise UsageError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from podrace.errors import RunError, UnreadableFile, UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.proposals import OptunaStudy, check_optuna
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
+from podrace.run.metrics import Line
 from podrace.settings import user_code
 from podrace.settings.config import Config
 from podrace.settings.record import (
@@ -202,21 +203,46 @@ def _mean(returns: list[float | None]) -> float | None:
 def _train_in_processes(sweep: Sweep, tried: list[Setting], say: Callable[[str], None]) -> Trials:
   paths = {sweep.folder / f'{i:04d}': setting for i, setting in enumerate(tried)}
   results: Trials = []
-  commands = ((p, processes.make_arguments(sweep.options, s, p)) for p, s in paths.items())
 
   def record_end(path: Path, code: int) -> None:
     results.append(processes.make_result(path, paths[path], code))
 
-  processes.run_trials(commands, sweep.jobs, record_end, say=say)
+  _run_trials(sweep, paths.items(), record_end, lambda path, line: False, say)
   return results
+
+
+def _run_trials(
+  sweep: Sweep,
+  trials: Iterable[tuple[Path, Setting]],
+  ended: Callable[[Path, int], None],
+  line: Callable[[Path, Line], bool],
+  say: Callable[[str], None],
+) -> None:
+  """Run a process for each setting, and say when it begins and ends."""
+  begun: dict[Path, Setting] = {}
+
+  def commands() -> Iterator[tuple[Path, list[str]]]:
+    for path, setting in trials:
+      begun[path] = setting
+      yield path, processes.make_arguments(sweep.options, setting, path)
+
+  def say_begin(path: Path) -> None:
+    say(f'{settings.describe(begun[path])}: begins, see {path / "output.txt"}')
+
+  def say_end(path: Path, code: int) -> None:
+    ended(path, code)
+    result = processes.make_result(path, begun[path], code)
+    score = 'no return' if result['score'] is None else f'return {result["score"]:.2f}'
+    say(f'{settings.describe(begun[path])}: {result["state"]}, {score}, see {path / "output.txt"}')
+
+  processes.run_trials(commands(), sweep.jobs, say_end, line, say, began=say_begin)
 
 
 def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:
   """Train settings that Optuna proposes."""
   study = OptunaStudy(sweep.folder, sweep.spaces, sweep.trials, sweep.config.seed, sweep.prune)
   say(f'{sweep.trials} settings, {sweep.jobs} at a time; Optuna proposes them')
-  commands = ((p, processes.make_arguments(sweep.options, s, p)) for p, s in study.settings())
-  processes.run_trials(commands, sweep.jobs, study.finish, study.report, say)
+  _run_trials(sweep, study.settings(), study.finish, study.report, say)
   return study.results()
 
 

@@ -72,6 +72,27 @@ Space = ChoiceSpace | RangeSpace
 Spaces = dict[str, Space]
 
 
+def describe(setting: Setting) -> str:
+  """Return the values of a setting in words."""
+  return ', '.join(f'{name} {format_value(value)}' for name, value in setting.items())
+
+
+def at_ends(tried: Sequence[Setting]) -> list[str]:
+  """Return the fields whose value in the first, best setting is the least or largest number."""
+  result = []
+  for name, best in tried[0].items():
+    values = {setting[name] for setting in tried}
+    numbers = all(type(x) in (int, float) for x in values)
+    if numbers and len(values) > 1 and best in (min(values), max(values)):
+      result.append(name)
+  return result
+
+
+def format_value(value: Any) -> str:
+  """Return a value as text, a number with a fraction by four digits."""
+  return f'{value:.4g}' if isinstance(value, float) else str(value)
+
+
 def parse(texts: Sequence[str]) -> Spaces:
   """Parse the fields of --vary and their values.
 
