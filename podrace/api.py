@@ -184,7 +184,6 @@ def configure(preset: str | None = None, **settings: Any) -> Config:
     needs = {name: settings.get(name, getattr(config, name)) for name in ('env', 'envs', 'replay')}
     settings |= {'architecture': 'sebulba'} if needs_sebulba(**needs) else {}
   try:
-    settings = {name: _plain(value) for name, value in settings.items()}
     agent = _replace_nested(config.agent, changes)
     config = _plain(dataclasses.replace(config, **settings, agent=agent))
     check_types(config)

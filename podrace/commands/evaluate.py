@@ -77,7 +77,7 @@ def run(args: list[str]) -> int:
   acting = (only,) if only else evaluate.ACTING
   episodes, seed, max_steps = map(options.whole, ('--episodes', '--seed', '--max-steps'))
   recorded = load_config(run_dir, allowed)
-  config = parse(recorded, settings, 'podrace eval')
+  config = parse(recorded, settings, 'podrace eval') if settings else recorded
   if config != recorded:
     evaluate.check_shapes(run_dir, recorded, config)
   result = evaluate.evaluate(
