@@ -171,6 +171,8 @@ def stub(monkeypatch: Patch) -> None:
   for door in ('processes.join_processes', 'processes.detect_place', 'compile_cache.enable'):
     monkeypatch.setattr(f'podrace.run.{door}', lambda *_: None)
   monkeypatch.setattr('podrace.commands.watch.window', lambda _: None)
+  searching = podrace.configure('catch', agent='muzero')  # eval changes settings of its search
+  monkeypatch.setattr('podrace.run.directory.load_config', lambda *_: searching)
   monkeypatch.setattr('podrace.commands.config_files.write', begun)
   monkeypatch.setattr(
     configure,

@@ -76,12 +76,13 @@ def run(args: list[str]) -> int:
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING
   episodes, seed, max_steps = map(options.whole, ('--episodes', '--seed', '--max-steps'))
-  recorded = load_config(run_dir, allowed)
-  config = parse(recorded, settings, 'podrace eval') if settings else recorded
-  if config != recorded:
+  config = None
+  if settings:
+    recorded = load_config(run_dir, allowed)
+    config = parse(recorded, settings, 'podrace eval')
     evaluate.check_shapes(run_dir, recorded, config)
   result = evaluate.evaluate(
-    run_dir, episodes, seed, acting, max_steps,
+    run_dir, episodes, seed, acting, max_steps, allowed,
     config=config,
     env=options.text('--env'),
     say=tell,
