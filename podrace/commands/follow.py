@@ -105,10 +105,8 @@ def title(seen: runs.Run) -> str:
 def render(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], columns: int = 80) -> str:
   """Return the text for a terminal with `columns` columns; curves fill the free width."""
   part = min(seen.step / seen.total_steps, 1) if seen.total_steps else 0
-  left = (seen.total_steps - seen.step) / seen.steps_per_s if seen.steps_per_s else 0
-  words = f' {part:.0%}' + (
-    f', {progress.format_duration(left)} left' if seen.state == run_end.RUNNING else ''
-  )
+  left = seconds_left(seen, lines) if seen.state == run_end.RUNNING else None
+  words = f' {part:.0%}' + ('' if left is None else f', {progress.format_duration(left)} left')
   room = max(1, min(WIDTH, columns - len(words)))
   head = [
     title(seen),
@@ -124,6 +122,14 @@ def render(seen: runs.Run, lines: list[dict[str, Any]], names: list[str], column
       room = max(1, min(WIDTH, columns - width - len(last) - 4))
       head.append(f'{name:{width}}  {sparkline(values, room)}  {last}')
   return '\n'.join(head)
+
+
+def seconds_left(seen: runs.Run, lines: list[dict[str, Any]]) -> float | None:
+  """Return the time left by the steps between the first and the last line, None if unknown."""
+  known = [(line['step'], line['wall_s']) for line in lines if is_number(line.get('wall_s'))]
+  if not known or (steps := known[-1][0] - known[0][0]) <= 0:
+    return None
+  return float((seen.total_steps - seen.step) * (known[-1][1] - known[0][1]) / steps)
 
 
 def value_text(value: Any) -> str:

@@ -114,7 +114,8 @@ CHECKS = (
   ),
   Check(
     'one-step-episodes',
-    'no episode is longer than one step: look at the termination of the environment',
+    'no episode is longer than one step: if the task has longer ones, look at the termination of '
+    'the environment',
     lambda h: h.progress >= 0.1 and h.count >= 5 and h.highest.get('episode_length', 2) <= 1,
   ),
   Check(

@@ -82,7 +82,7 @@ def train(
   resolved = resolve(config)
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
   options.callbacks.check(config)
-  with open_run(config, options, config.seeds) as console:
+  with open_run(config, options) as console:
     server = make_server(config, listen)
     warm_start = WarmStart(resolved) if config.init_from else None
     if warm_start and not saved_steps(options.run_dir):
@@ -115,7 +115,7 @@ def discover(
   config = continued(config, Path(run_dir))
   options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
   program = build_discovery(config)
-  with open_run(config, options, seeds=1) as console:
+  with open_run(config, options) as console:
     run = Run(config, program, options, console)
     run.after_save = write_rule
     return run.carry_out()

@@ -75,14 +75,14 @@ class Console:
 
 
 @contextlib.contextmanager
-def open_run(config: Basics, options: RunOptions, seeds: int) -> Iterator[Console]:
+def open_run(config: Basics, options: RunOptions) -> Iterator[Console]:
   """Refuse a run that cannot be, and raise failures of the machine as RunError.
 
   Raises:
     UsageError: if the directory is in use, or is that of another run.
   """
   options.check()
-  terminal = progress.make_progress(config.total_updates * config.steps_per_update, seeds)
+  terminal = progress.make_progress(config.total_updates * config.steps_per_update)
   warn = terminal.say if jax.process_index() == 0 else _ignore
   with contextlib.closing(terminal), _as_run_errors(options.run_dir):
     refuse(config, options.run_dir, options.override)

@@ -29,11 +29,9 @@ class Progress(Protocol):
     """End the display."""
 
 
-def make_progress(total_steps: int, seeds: int = 1) -> Progress:
+def make_progress(total_steps: int) -> Progress:
   """Return the display for this place: a notebook, a terminal, or a file."""
-  if is_notebook():
-    return Notebook(total_steps, seeds)
-  return Terminal(total_steps, seeds)
+  return Notebook(total_steps) if is_notebook() else Terminal(total_steps)
 
 
 def is_notebook() -> bool:
@@ -49,12 +47,31 @@ def format_duration(seconds: float) -> str:
   return f'{minutes // 60}:{minutes % 60:02d}:{s:02d}'
 
 
+class Remaining:
+  """The time left, by the steps since the first display of this process.
+
+  The first call of a program takes longer than the rest, as parts of it are compiled then.
+  """
+
+  def __init__(self, total_steps: int) -> None:
+    self._total = total_steps
+    self._first: tuple[int, float] | None = None  # step and time of the first display
+
+  def seconds(self, step: int) -> float | None:
+    """Return the seconds left at a step, None if they are not known yet."""
+    first, began = self._first = self._first or (step, time.monotonic())
+    if step >= self._total:
+      return 0.0
+    done = step - first
+    return (self._total - step) * (time.monotonic() - began) / done if done > 0 else None
+
+
 class Terminal:
   """Progress as a live line on a terminal, else as plain lines at most every two seconds."""
 
-  def __init__(self, total_steps: int, seeds: int = 1, file: TextIO | None = None) -> None:
+  def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
     self._file = Lasting(file or sys.stderr)
-    self._total, self._seeds = total_steps, seeds
+    self._total, self._remaining = total_steps, Remaining(total_steps)
     self._live: Any = None  # created at the first progress
     self._console: Any = None
     self._last: Line = {}
@@ -73,6 +90,7 @@ class Terminal:
 
   def progress(self, step: int, steps_per_s: float) -> None:
     """Show the current step and speed, on a terminal only."""
+    self._remaining.seconds(step)  # also without a console, as its first call counts
     if not self._console:
       return
     if not self._live:
@@ -92,7 +110,8 @@ class Terminal:
       print_text(self._text(line['step'], line['steps_per_s']), file=self._file, flush=True)
 
   def _text(self, step: int, steps_per_s: float) -> str:
-    return format_progress(step, self._total, self._seeds, steps_per_s, self._last)
+    left = self._remaining.seconds(step)
+    return format_progress(step, self._total, steps_per_s, left, self._last)
 
   def close(self) -> None:
     """End the live line."""
@@ -103,8 +122,8 @@ class Terminal:
 class Notebook:
   """Progress in a notebook: one line under the cell, updated at most twice a second."""
 
-  def __init__(self, total_steps: int, seeds: int = 1) -> None:
-    self._total, self._seeds = total_steps, seeds
+  def __init__(self, total_steps: int) -> None:
+    self._total, self._remaining = total_steps, Remaining(total_steps)
     self._last: Line = {}
     self._shown: Any = None  # created at the first progress
     self._when = 0.0
@@ -116,7 +135,8 @@ class Notebook:
 
   def progress(self, step: int, steps_per_s: float) -> None:
     """Show the current step and speed."""
-    self._text = format_progress(step, self._total, self._seeds, steps_per_s, self._last)
+    left = self._remaining.seconds(step)
+    self._text = format_progress(step, self._total, steps_per_s, left, self._last)
     if time.monotonic() - self._when > 0.5:
       self._show()
 
@@ -148,18 +168,20 @@ def format_return(line: Mapping[str, Any]) -> str:
   return text + (f' ({min(by_seed):.2f} to {max(by_seed):.2f})' if len(by_seed) > 1 else '')
 
 
-def format_progress(step: int, total: int, seeds: int, steps_per_s: float, last: Line) -> str:
+def format_progress(
+  step: int, total: int, steps_per_s: float, left: float | None, last: Line
+) -> str:
   """Return the progress in one line of text.
 
   Args:
     step: environment steps done, of each seed.
     total: environment steps of the run, of each seed.
-    seeds: number of seeds.
     steps_per_s: steps per second of all seeds together.
+    left: seconds left, None if they are not known yet.
     last: newest line of metrics, or {}.
   """
-  remaining = (total - step) * seeds / steps_per_s if steps_per_s > 0 else 0
   text = f'step {step:,} of {total:,} ({step / total:.0%})'
   if last.get('episode_return') is not None:
     text += f'  {format_return(last)}  length {last["episode_length"]:.1f}'
-  return f'{text}  {steps_per_s:,.0f} steps/s  {format_duration(remaining)} left'
+  text += f'  {steps_per_s:,.0f} steps/s'
+  return text if left is None else f'{text}  {format_duration(left)} left'

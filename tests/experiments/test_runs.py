@@ -348,6 +348,16 @@ def test_follow_prints_each_line_once(tmp_path: Path, capsys: Capture) -> None:
   assert '20%' in shown and '▁█' in shown and 'none' not in shown
 
 
+def test_follow_counts_the_time_left_from_the_first_line(tmp_path: Path) -> None:
+  """The first line came after 50 s with compilation, the next 100 steps took 1 s."""
+  lines = [line(100) | {'wall_s': 50.0}, line(200) | {'wall_s': 51.0}]
+  seen = dataclasses.replace(runs.inspect_run(make(tmp_path / 'a', *lines)), state=run_end.RUNNING)
+  assert follow.seconds_left(seen, lines) == 8.0
+  assert follow.seconds_left(seen, lines[:1]) is follow.seconds_left(seen, []) is None
+  assert '0:00:08 left' in follow.render(seen, lines, [])
+  assert ' left' not in follow.render(seen, lines[:1], [])
+
+
 @pytest.mark.parametrize('columns', [40, 80, 200])
 def test_follow_wraps_no_curve(tmp_path: Path, columns: int) -> None:
   lines = [line(4 * i, i - 31_234.5, loss=float(i)) for i in range(250)]

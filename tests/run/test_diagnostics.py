@@ -100,6 +100,12 @@ def diagnose(curves: dict[str, Curve], agent: Any) -> list[str]:
   return [entry['name'] for entry in diagnostics.made]
 
 
+def test_episodes_of_one_step_may_be_meant() -> None:
+  """A bandit has no others, so its message holds under a condition."""
+  (check,) = (c for c in CHECKS if c.name == 'one-step-episodes')
+  assert ': if ' in check.message
+
+
 def test_every_check_has_a_planted_failure() -> None:
   assert set(PLANTED) == {check.name for check in CHECKS}
 

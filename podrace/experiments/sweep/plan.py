@@ -222,12 +222,11 @@ def _run_trials(
   begun: dict[Path, Setting] = {}
 
   def commands() -> Iterator[tuple[Path, list[str]]]:
-    for path, setting in trials:
+    for path, setting in trials:  # read when a process is free
       begun[path] = setting
+      if processes.read_summary(path) is None:
+        say(f'{settings.describe(setting)}: begins, see {path / "output.txt"}')
       yield path, processes.make_arguments(sweep.options, setting, path)
-
-  def say_begin(path: Path) -> None:
-    say(f'{settings.describe(begun[path])}: begins, see {path / "output.txt"}')
 
   def say_end(path: Path, code: int) -> None:
     ended(path, code)
@@ -235,7 +234,7 @@ def _run_trials(
     score = 'no return' if result['score'] is None else f'return {result["score"]:.2f}'
     say(f'{settings.describe(begun[path])}: {result["state"]}, {score}, see {path / "output.txt"}')
 
-  processes.run_trials(commands(), sweep.jobs, say_end, line, say, began=say_begin)
+  processes.run_trials(commands(), sweep.jobs, say_end, line, say)
 
 
 def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:

@@ -109,7 +109,6 @@ def run_trials(
   line: Callable[[Path, Line], bool] = lambda path, line: False,
   say: Callable[[str], None] = tell,
   finished: Callable[[Path], bool] = lambda path: read_summary(path) is not None,
-  began: Callable[[Path], None] = lambda path: None,
 ) -> None:
   """Run trials, `jobs` at a time. Finished trials are not run again.
 
@@ -123,7 +122,6 @@ def run_trials(
     line: receives each new line of metrics. Returns whether the trial is to end.
     say: receives progress messages.
     finished: returns whether a trial is finished.
-    began: receives the run directory of each trial that starts.
 
   Raises:
     Stopped: on a signal, after the trials have saved.
@@ -148,7 +146,6 @@ def run_trials(
           ended(path, 0)
         else:
           running.append(Trial(command, path))
-          began(path)
       if not running and waiting.orphan is None:
         return
       _update_trials(running, end, line)
