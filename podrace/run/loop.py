@@ -177,8 +177,7 @@ class Run:
     self.announcement = ''
     self.evaluates: Resolved | None = None
     self.evaluations: Evaluations | None = None
-    self.compile_s = 0.0
-    self.has_begun = False
+    self.compile_s, self.has_begun = 0.0, False
 
   def use_log(self, data: Log | None) -> None:
     """Replay a data set, if there is one."""

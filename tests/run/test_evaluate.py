@@ -30,6 +30,7 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import directory, loop
 from podrace.run.evaluate import (
+  check_shapes,
   evaluate,
   format_result,
   make_evaluator,
@@ -271,12 +272,11 @@ def test_what_cannot_be_evaluated(trained: Path, tmp_path: Path) -> None:
 
 
 def test_another_network_than_the_runs_is_named(trained: Path) -> None:
-  def change(config: Config, hidden: tuple[int, ...]) -> Config:
-    network = dataclasses.replace(config.agent.network, hidden=hidden)
-    return dataclasses.replace(config, agent=dataclasses.replace(config.agent, network=network))
-
+  recorded = directory.load_config(trained)
+  network = dataclasses.replace(recorded.agent.network, hidden=(7,))
+  agent = dataclasses.replace(recorded.agent, network=network)
   with pytest.raises(UsageError, match=r'--agent\.network\.hidden 7'):
-    evaluate(trained, 1, change=lambda config: change(config, (7,)))
+    check_shapes(trained, recorded, dataclasses.replace(recorded, agent=agent))
 
 
 @pytest.mark.slow
