@@ -92,6 +92,8 @@ def serve(address: str, **options: Any) -> int:
     return 2
   with on_signals(on_signal), server:
     log.info('listening at %s', server.address)
+    if options['dir'] and not server.saving.saved:
+      log.info('%s has no checkpoint: the tables begin empty', options['dir'])
     server.ended.wait()
   return 1 if server.failure else 128 + received
 

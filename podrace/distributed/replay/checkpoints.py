@@ -78,8 +78,6 @@ class ReplayCheckpoints:
       CheckpointError: it is damaged.
     """
     if not self.saved:
-      if self._dir is not None:
-        self._listener.log(f'{self._dir} has no checkpoint: the tables begin empty')
       return None
     newest = self.saved[-1]
     try:
