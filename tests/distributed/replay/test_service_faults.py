@@ -234,9 +234,11 @@ def test_waiting_items_are_sent_once_after_a_restart(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     address = replay.address
     table, writer = seven_wait(client)
+    assert f'{tmp_path}/kept has no checkpoint' in replay.output
     replay.kill()
     with Replay(tmp_path, address=address) as replay:
       until(lambda: table.info().waiting_inserts == 7)
+      assert 'has no checkpoint' not in replay.output
       seen = [int(table.sample(1, timeout=30).data['x'][0, 0]) for _ in range(10)]
       assert seen == list(range(10))
       writer.close(timeout=30)
