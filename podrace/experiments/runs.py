@@ -48,7 +48,7 @@ class Run:
   step: int = 0  # environment steps done, of each seed
   total_steps: int = 0
   # Newest value; of a finished run, its summary's. None for a sweep in one program, and if the
-  # episodes are those of a log.
+  # episodes are from a log.
   episode_return: float | None = None
   steps_per_s: float | None = None
   age_s: float = 0.0  # seconds since the run last wrote
@@ -162,7 +162,7 @@ def planned_steps(record: dict[str, Any]) -> int:
 def log_of(record: dict[str, Any]) -> str:
   """Return the data set that all environments of a recorded run replay, '' if one of them acts.
 
-  The episodes of such a run are those of the data set, so their return tells nothing of the agent.
+  The episodes of such a run are from the data set, so their return tells nothing of the agent.
   """
   with contextlib.suppress(UsageError):
     p, q = parse_share(str(record.get('log_share', '1')))

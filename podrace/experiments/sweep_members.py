@@ -26,7 +26,7 @@ OF_PROGRAM = ('step', 'wall_s', 'steps_per_s', 'gradient_steps')
 def split_config(path: Path, record: dict[str, Any], config: dict[str, Any]) -> list[Setting]:
   """Return the flat configuration of each setting of a sweep, and its seeds in the program.
 
-  There are none of other runs, of a population, whose settings change, and of more than MOST.
+  There are none of other runs, of a population (its settings change), and of more than MOST.
 
   Args:
     path: run directory.

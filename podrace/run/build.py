@@ -193,7 +193,7 @@ def build_sebulba(resolved: Resolved, server: Server | None = None) -> SebulbaDr
 
 
 def describe_devices(config: Any, mesh: Any) -> str:
-  """Return the numbers of devices in words: of those that act too, if they are of this process."""
+  """Return the numbers of devices in words, also of acting ones if they are of this process."""
   if not isinstance(config, Config) or config.architecture != 'sebulba':
     return f'{mesh.size} device(s)'
   if config.replay == 'service':

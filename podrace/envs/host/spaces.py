@@ -59,7 +59,7 @@ def allowed_choices(space: Any, observation: Any, n: int) -> np.ndarray | None:
 
 
 def best_choices(space: Any, scores: np.ndarray) -> np.ndarray:
-  """Return the actions [n, ...] whose choices have the highest scores [n, choices]."""
+  """Return the actions [n, ...] with the highest scores [n, choices] in each part."""
   parts = np.split(scores, np.cumsum(choices_of(space))[:-1], axis=1)
   best = np.stack([x.argmax(1) for x in parts], 1).reshape(len(scores), *space.shape)
   return (best + getattr(space, 'start', 0)).astype(space.dtype)

@@ -78,7 +78,7 @@ def describe(setting: Setting) -> str:
 
 
 def at_ends(tried: Sequence[Setting]) -> list[str]:
-  """Return the fields whose value in the first, best setting is the least or largest number."""
+  """Return the fields of the first, best setting with the least or largest of all values."""
   result = []
   for name, best in tried[0].items():
     values = {setting[name] for setting in tried}

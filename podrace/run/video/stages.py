@@ -70,7 +70,7 @@ def make_stage(name: str, env: Any) -> Stage:
 
 
 class NamedStage:
-  """A stage whose failures are those of the environment that it names.
+  """A stage that names the environment in its failures.
 
   Raises: RunError, from `reset`, `step` and `frame`, for any exception of the environment.
   """
