@@ -288,7 +288,7 @@ def test_a_run_that_collapses_says_so_everywhere(
 
 @pytest.mark.slow
 def test_a_run_that_learns_has_no_file(tmp_path: Path) -> None:
-  config = podrace.configure('catch', total_steps=200_000, log_every=10_000)
+  config = podrace.configure('catch', total_steps=300_000, log_every=10_000)
   result = podrace.train(config, tmp_path / 'run', quiet=True)
   assert result.summary['episode_return'] > 0.8
   assert 'diagnostics' not in result.summary
