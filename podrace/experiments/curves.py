@@ -302,8 +302,6 @@ def final_mean(curve: RunCurve, part: float = 0.1) -> float:
 
   The mean of a return weighs episodes alike, as in summary.json. Any other weighs lines alike.
   """
-  return (
-    curve.final
-    if curve.final is not None
-    else float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
-  )
+  if curve.final is not None:
+    return curve.final
+  return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))

@@ -159,7 +159,7 @@ class Jumanji:
       # several agents each has a row.
       mask = observation[MASK]
       choices = choices_of(self.action_space)
-      each = mask.ndim > 1 < len(choices) and mask.size == sum(choices)
+      each = mask.ndim > 1 and len(choices) > 1 and mask.size == sum(choices)
       observation = {
         **observation,
         MASK: mask | ~jnp.any(mask, -1 if each else None, keepdims=True),
