@@ -178,6 +178,13 @@ def test_a_search_does_not_foresee_the_chance_of_jumanji() -> None:
   assert len(keys) == 3
 
 
+def test_the_choices_of_jumanji_are_those_of_the_mask() -> None:
+  """The library's own bound of MultiCVRP is one too large."""
+  dynamics = _of_jumanji('MultiCVRP-v0')
+  rows, choices = dynamics.observation_space['action_mask'].shape
+  assert dynamics.action_space.nvec.tolist() == [choices] * rows
+
+
 @pytest.mark.parametrize(
   'name', ['Minesweeper-v0', pytest.param('Tetris-v0', marks=pytest.mark.slow)]
 )
