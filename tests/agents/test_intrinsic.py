@@ -83,6 +83,7 @@ def joined(first: Trajectory, second: Trajectory) -> Trajectory:
 # --- lifetimes ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_what_is_relived_is_what_was_lived() -> None:
   """Of a second unroll: from the state that acting came to, and from the beginning of the first."""
   _, params, (first, second) = lived()

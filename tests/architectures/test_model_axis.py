@@ -336,6 +336,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return run_dir
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_same_bits(whole: Path, tmp_path: Path) -> None:
   podrace.train(
     podrace.configure('catch', **RUN | dict(total_steps=640)), tmp_path / 'run', quiet=True

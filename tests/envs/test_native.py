@@ -650,6 +650,7 @@ def test_a_library_of_ones_own(tmp_path: Path) -> None:
   assert stream('c:mine.so', 30) == stream('c:mine.c', 30) == stream('c:cartpole', 30)
 
 
+@pytest.mark.slow
 def test_processes_of_an_environment_may_exit(tmp_path: Path) -> None:
   assert stream(write(tmp_path / 'forks.c', 'destructor', 'fork_exit'), 3, 2) == stream(
     'c:cartpole', 3, 2

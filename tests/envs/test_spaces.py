@@ -121,6 +121,7 @@ def test_integers_of_64_bits_are_observed_or_refused() -> None:
     typed('discrete', 2**32)
 
 
+@pytest.mark.slow
 def test_a_pool_has_any_number_of_environments() -> None:
   spec = host.make('gymnasium:typed_envs:Typed-v0,kind=discrete')
   n = 12_000

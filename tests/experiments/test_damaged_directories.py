@@ -116,6 +116,7 @@ def test_damaged_runs_are_rows_beside_the_others(damaged: dict[str, Path], capsy
   assert {states[folder / name] for name in (*GOOD, 'none')} == {'finished'}
 
 
+@pytest.mark.slow
 def test_damaged_runs_are_followed(damaged: dict[str, Path], capsys: Capture) -> None:
   for path in damaged.values():
     tried(capsys, 'follow', str(path), '--once', '--metrics', 'episode_return,loss,steps_per_s')

@@ -21,6 +21,7 @@ from processes import as_users_have_it, cache, command, summary
 from shorthand import Capture, Patch, TempPaths, slow_after
 from test_runs import called
 
+from podrace import cli
 from podrace.commands import configure
 from podrace.errors import RunError, UsageError
 from podrace.experiments import plot, statistics
@@ -87,11 +88,15 @@ def tiny(tmp_path_factory: TempPaths, cache: Path) -> Path:
   """A directory with the suite, its records and its runs."""
   folder = tmp_path_factory.mktemp('tiny')
   (folder / 'tiny.toml').write_text(TINY)
+  for name in PROGRAMS[1:]:
+    with pytest.raises(SystemExit) as end:
+      cli.main(['reproduce', *arguments(folder, '--program', name)])
+    assert end.value.code == 0
   done = command('reproduce', *arguments(folder))
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert (result['programs'], result['recorded']) == (5, 5)
-  assert '5 of 5 programs done' in done.stderr
+  assert '1 of 1 programs done' in done.stderr
   return folder
 
 
@@ -231,6 +236,7 @@ def test_kills_that_never_were_are_not_counted(content: str, tmp_path: Path) -> 
     kill_repeatedly(program, tmp_path / 'run', lambda text: None)
 
 
+@pytest.mark.slow
 def test_an_environment_that_cannot_evaluate_is_named_before_training(
   tmp_path: Path, cache: Path
 ) -> None:
@@ -501,6 +507,7 @@ def test_a_damaged_record_is_named(
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_it_goes_on_after_a_kill_and_ends_with_the_same_parameters(
   tiny: Path, tmp_path: Path, cache: Path
 ) -> None:
@@ -806,14 +813,14 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   assert called(capsys, 'plot', runs[0], *args, '--out', str(out))[0] == 2
 
 
+@pytest.mark.parametrize('more', slow_after(1, (), ('--records', str(ROOT / suites.RECORDS))))
 def test_records_of_the_checkout_and_of_all_suites_are_used(
-  tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+  more: tuple[str, ...], tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
   run, out = str(tiny / 'runs' / 'cartpole.ppo.0'), str(tmp_path / 'x.png')
   monkeypatch.chdir(tmp_path)
-  for more in ((), ('--records', str(ROOT / suites.RECORDS))):
-    code, printed, err = called(capsys, 'plot', run, '--suite', 'classic', *more, '--out', out)
-    assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
+  code, printed, err = called(capsys, 'plot', run, '--suite', 'classic', *more, '--out', out)
+  assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
 
 
 def test_reproduce_lists_the_records_that_plot_reads(

@@ -347,7 +347,8 @@ def test_killed_three_times(
   killed_at_random(Lives(tmp_path, case, cache), 3, len(case), undisturbed[case])
 
 
-@pytest.mark.parametrize('case', slow_after(1, 'gymnasium', 'atari'))
+@pytest.mark.slow
+@pytest.mark.parametrize('case', ['gymnasium', 'atari'])
 def test_killed_twice_with_environments_on_the_host(
   case: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
 ) -> None:

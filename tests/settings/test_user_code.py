@@ -262,6 +262,7 @@ def test_the_run_directory_may_be_a_link(tmp_path: Path) -> None:
   assert loop.train(config, tmp_path / 'name', quiet=True)['step'] == 32
 
 
+@pytest.mark.slow
 def test_an_agent_from_another_module_of_the_user_goes_on(tmp_path: Path) -> None:
   """`mine` has it from `other`, which the record names."""
   (tmp_path / 'other.py').write_text(AGENT)

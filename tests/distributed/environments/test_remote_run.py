@@ -194,6 +194,7 @@ def test_the_minimal_client_in_c_is_all_it_takes(tmp_path: Path, in_c: Path, how
     assert_walks(one.arrivals)
 
 
+@pytest.mark.slow
 def test_top(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
   with Learner() as one, Envs(one.address, tmp_path / 'log', '--num-envs', '4') as envs:
     until(lambda: one.steps > 200)

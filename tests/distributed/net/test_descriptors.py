@@ -115,6 +115,7 @@ def lower_the_limit() -> None:
   resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
 
 
+@pytest.mark.slow
 def test_a_learner_trains_and_saves_while_strangers_connect(tmp_path: Path, cache: Path) -> None:
   run_dir, env = tmp_path / 'run', 'gymnasium:CartPole-v1'
   learner = Podrace(
