@@ -813,11 +813,12 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   assert called(capsys, 'plot', runs[0], *args, '--out', str(out))[0] == 2
 
 
-@pytest.mark.parametrize('more', slow_after(1, (), ('--records', str(ROOT / suites.RECORDS))))
+@pytest.mark.parametrize('place', slow_after(1, 'checkout', 'every suite'))
 def test_records_of_the_checkout_and_of_all_suites_are_used(
-  more: tuple[str, ...], tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+  place: str, tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
   run, out = str(tiny / 'runs' / 'cartpole.ppo.0'), str(tmp_path / 'x.png')
+  more = () if place == 'checkout' else ('--records', str(ROOT / suites.RECORDS))
   monkeypatch.chdir(tmp_path)
   code, printed, err = called(capsys, 'plot', run, '--suite', 'classic', *more, '--out', out)
   assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
