@@ -33,7 +33,7 @@ ALL = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 PAGES = [p for p in ALL if '```python' in p.read_text()]
 
 SLOW = {  # of which the code trains, or compiles much
-  'docs/architectures.md', 'docs/cheatsheet.md', 'docs/logs.md', 'docs/own.md', 'docs/planning.md', 'docs/python.md', 'docs/tips.md',
+  'docs/cheatsheet.md', 'docs/logs.md', 'docs/own.md', 'docs/planning.md', 'docs/python.md', 'docs/tips.md',
 }  # fmt: skip
 
 
