@@ -233,8 +233,10 @@ def sebulba(
     raise ValueError('this agent learns from the newest trajectory only: it has no replay to host')
   mesh, destinations = topology.learners, topology.destinations
   in_turn = replay.windows is not None and not host_replay
+  has_share = in_turn and replay.windows.buffer.online_share is not None  # sampled on each device
+  parts = dict(in_turn=in_turn, part_multiple=replay.windows.logged[1] if has_share else 1)
   program = make_program(
-    agent, spec, topology.actors, destinations, num_envs, unroll_length, in_turn=in_turn, **acting
+    agent, spec, topology.actors, destinations, num_envs, unroll_length, **parts, **acting
   )
   if check:  # once the sizes fit, and before the agent is traced for anything else
     if spec.try_out is not None:

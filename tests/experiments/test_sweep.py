@@ -192,6 +192,11 @@ def test_which_settings_can_be_one_program(preset: str, names: list[str], why: s
   assert found.startswith(why) and bool(found) == bool(why)
 
 
+def test_settings_of_a_gossip_sweep_are_apart() -> None:
+  config = podrace.configure('catch', devices=2, agree='gossip')
+  assert together.why_not(config, [{'agent.learning-rate': x} for x in (0.5, 0.25)])
+
+
 def test_a_field_that_is_none_is_refused() -> None:
   with pytest.raises(UsageError, match=r'PPO.*learnin_rate'):
     together.why_not(podrace.configure('cartpole'), [{'agent.learnin-rate': 1.0}])

@@ -51,6 +51,7 @@ class ActingProgram:
   seed: int = 0
   in_turn: bool = False  # a batch has the next unroll of every thread, as replay on devices needs
   first: int = 0  # the number of its first environment, counted over all programs
+  part_multiple: int = 1  # divides the environments of a group on each learner device
 
   def __post_init__(self) -> None:
     for name in ('num_envs', 'unroll_length', 'threads', 'groups', 'max_lag'):
@@ -72,6 +73,11 @@ class ActingProgram:
         f'each of {self.total_groups} groups of an actor thread has {self.envs_per_group} '
         f'environments, which must be a multiple of {self.spec.multiple} for --log-share: give '
         f'--num-envs a multiple of {self.total_groups * self.spec.multiple}'
+      )
+    if self.num_envs // parts % self.part_multiple:
+      raise ValueError(
+        f'--num-envs {self.num_envs} must be a multiple of {parts * self.part_multiple}: with '
+        '--agent.buffer.online-share each learner device needs the --log-share of environments'
       )
     if not 0 <= self.batch_size <= self.envs_per_group or (
       self.batch_size and self.envs_per_group % self.batch_size

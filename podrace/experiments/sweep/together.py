@@ -33,6 +33,8 @@ def why_not(config: Config, settings: list[Setting]) -> str:
   """Return the reason why the settings cannot be one program, or ''."""
   if config.architecture != 'anakin':
     return f'{config.env} runs under {config.architecture}'
+  if config.agree == 'gossip':
+    return 'with gossip each device has an agent of its own'
   for name in settings[0]:
     path = field_path(name)
     if not name.startswith('agent.') or not isinstance(_get_value(config.agent, path), float):
