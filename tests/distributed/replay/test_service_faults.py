@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from podrace import cli, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import sessions
 from podrace.distributed.replay import insert_streams, replay_messages
+from podrace.distributed.replay.replay_messages import SAMPLE
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import checkpoint
+from podrace.tables.chunks import Chunk
 
 QUEUE: dict[str, Any] = dict(FIFO, rate_limiter=tables.queue(3), max_size=3, max_times_sampled=1)
 
@@ -310,6 +314,31 @@ def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
       replay.kill()
       with Replay(tmp_path, address=address):
         check_once(read_all(table), known)
+
+
+@pytest.mark.parametrize('kept_by', ['a checkpoint', 'a deadline'])
+def test_items_that_are_gone_leave_no_memory(kept_by: str, tmp_path: Path) -> None:
+  shape = (1, 2, 3, 4, 5)  # of no other chunk
+
+  def chunks() -> int:
+    return sum(type(x) is Chunk and x.shape == shape for x in gc.get_objects())
+
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    table, empty = all_of(client), all_of(client, 'empty')
+    with client.writer(history=1) as writer:
+      for _ in range(9):
+        writer.append({'x': np.zeros(shape)})
+        writer.create_item(table, 1.0, num_steps=1)
+    assert chunks()
+    client.checkpoint(timeout=30)
+    if kept_by == 'a deadline':
+      waiting = client.connections[0].ask(SAMPLE, 'empty', 1, 1, False, end=time.monotonic() + 600)
+      until(lambda: empty.info().waiting_samplers == 1)
+    assert len(table.sample(9, timeout=900).key) == 9  # and they are gone
+    if kept_by == 'a deadline':
+      client.checkpoint(timeout=30)  # of empty tables
+      assert not waiting.done
+    until(lambda: not chunks(), 10)
 
 
 def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> None:
