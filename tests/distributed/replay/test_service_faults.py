@@ -501,6 +501,39 @@ def test_arguments_of_other_types_do_not_end_a_client() -> None:
     assert len(sample.key) == 2 and table.info().max_size == 7
 
 
+def nested(levels: int) -> Any:
+  return {'x': nested(levels - 1)} if levels else np.zeros(2)
+
+
+@pytest.mark.parametrize(
+  'step',
+  [{'k' * 201: 0.0}, {f'{i}': 0.0 for i in range(1025)}, nested(33), np.zeros((1,) * 17)],
+  ids=['a long key', 'many columns', 'many levels', 'many dimensions'],
+)
+def test_an_item_that_no_service_takes_is_refused_alone(step: Any) -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=1)
+    writer.append({'it': step})
+    writer.create_item(table, 1.0, num_steps=1)
+    with pytest.raises(ValueError, match="'it'"):
+      writer.flush(timeout=10)
+    fill(client, table, 3).close(timeout=30)
+    assert len(table) == 3 and server.counts['sessions'] == 1
+    with pytest.raises(ValueError, match='TABLE'):
+      client.table('other', **SIMPLE, contents=[['x', '<f4', [10**6], True, 1, [0.0] * 10**6, 1.0]])
+
+
+def test_rows_for_each_chunk_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(replay_messages, 'UNPACKED_CHUNK_BYTES', 2**16)
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    with client.writer(history=300, rows_per_chunk=300) as writer:
+      writer.extend({'x': np.arange(300).repeat(1000).reshape(300, 1000)})
+      writer.create_item(table, 1.0, num_steps=300)
+    assert (table.sample(1, timeout=30).data['x'][0, :, 0] == np.arange(300)).all()
+
+
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
   monkeypatch.setattr(insert_streams, 'REFUSED_ITEMS', 3)
   one = insert_streams.InsertStream(10)
