@@ -70,6 +70,19 @@ class ServiceCall:
     return self.result()
 
 
+def _check_arguments(kind: Kind, args: tuple[Any, ...]) -> None:
+  """Raise TypeError or ValueError for arguments that a message cannot have."""
+  try:
+    size = len(msgpack.packb(args))
+  except (TypeError, ValueError, OverflowError) as e:
+    raise TypeError(f'{kind.name} cannot be sent with {short(args)}: {e}') from e
+  if size > MOST_ARGUMENTS:
+    raise ValueError(
+      f'{kind.name} cannot be sent with {short(args)}: it has {size:,} bytes, of at most '
+      f'{MOST_ARGUMENTS:,}'
+    )
+
+
 def _read_sizes(details: Any) -> dict[str, int]:
   """Check and return the sizes of tables in WELCOME and PONG."""
   if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
@@ -176,15 +189,7 @@ class ReplayConnection(LinkHandler):
       TypeError: for an argument that a message cannot have. Here, as the link's thread would end.
       ValueError: the arguments are too large for a message.
     """
-    try:
-      size = len(msgpack.packb(args))
-    except (TypeError, ValueError, OverflowError) as e:
-      raise TypeError(f'{kind.name} cannot be sent with {short(args)}: {e}') from e
-    if size > MOST_ARGUMENTS:
-      raise ValueError(
-        f'{kind.name} cannot be sent with {short(args)}: it has {size:,} bytes, of at most '
-        f'{MOST_ARGUMENTS:,}'
-      )
+    _check_arguments(kind, args)
     with self.changed:
       self.check_open()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
