@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -189,6 +190,17 @@ def test_a_signal_has_all_save_and_end(tmp_path: Path, signum: int, code: int) -
     assert launched.wait() == code
     assert launched.output.count('saved') == 2
     assert len(pids) == 2 and not any(map(alive, pids))
+
+
+def test_two_signals_at_once_are_one(tmp_path: Path) -> None:
+  saves = SAVES.replace('print("saved")', 'import time; time.sleep(0.3); print("saved")')
+  with Launched(tmp_path, node('main', saves, main=True)) as launched:
+    launched.says('up')
+    for _ in range(2):  # as `timeout -s INT` sends them, to a process and its group
+      launched.signal(signal.SIGINT)
+      time.sleep(0.05)
+    assert launched.wait() == 130
+    assert 'saved' in launched.output
 
 
 def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:

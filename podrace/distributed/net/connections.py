@@ -243,7 +243,7 @@ class Connections:
       except ConnectionClosed as e:
         self._turned_away(peer, str(e))
         if 'WRONG_VERSION' in str(e):  # the client speaks no TLS
-          peer.stream.say_plain(session_messages.GONE, WANTS_KEYS)
+          peer.stream.say_plain(session_messages.REFUSED, [WANTS_KEYS])
         self._hush(peer)  # the alert of TLS is on its way
         return
     self.look_for_room(peer, wants == 'write')

@@ -15,6 +15,7 @@ from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connecting import Outage, Outgoing, describe_failure
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.frame_reader import new_scratch, no_memory
+from podrace.distributed.net.link import refusal
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import TEXT, plain
 from podrace.distributed.net.stream import SendQueueFull
@@ -51,6 +52,7 @@ class Asker:
     """Return the report of the service.
 
     Raises:
+      Refused: if the service wants keys, and there are none.
       TimeoutError: if no valid report comes within ANSWER_SECONDS.
     """
     self._report = None
@@ -87,6 +89,8 @@ class Asker:
   def _hear(self, kind: Kind, fields: Sequence[Any], body: memoryview, sizes: Any) -> None:
     if kind is session_messages.REPORT:
       self._report = reports.read(fields[0])
+    elif kind is session_messages.REFUSED:
+      raise refusal(self._address, fields[0])
     elif kind is session_messages.GONE:
       raise ConnectionClosed(plain(fields[0]))
 

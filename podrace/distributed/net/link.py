@@ -359,9 +359,15 @@ def _check_hello(details: dict[str, Any], address: str) -> None:
     )
 
 
+def refusal(address: str, reasons: list[Any]) -> Refused:
+  """Return the error for a REFUSED."""
+  return Refused('\n  '.join([f'{address} refused this client:', *plain_reasons(reasons)]))
+
+
 def _refuse(link: Link, reasons: list[Any]) -> None:
-  lines = plain_reasons(reasons)
-  raise Refused('\n  '.join([f'{link.address} refused this client:', *lines]))
+  error = refusal(link.address, reasons)
+  link._outage.failed(str(error))
+  raise error
 
 
 _COMMON: dict[int, Callable[..., None]] = {

@@ -153,6 +153,7 @@ class ReplayCheckpoints:
       if peer in self._listener.peers:
         self._listener.send(peer, replay_messages.ANSWER, number, written, answer)
     self._wait()  # the thread has nothing left to do
+    self._writer = None  # which has a snapshot: items that are removed since would stay in memory
 
   def _wait(self) -> None:
     if self._writer is not None:

@@ -15,7 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from podrace.distributed.net.frame import Kind, WireError, read_map, short
+from podrace.distributed.net.frame import HEADER_BYTES, Kind, WireError, read_map, short
 from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.safe_text import plain_lines
 from podrace.distributed.net.session_messages import ASK, PING, REPORT
@@ -25,6 +25,7 @@ from podrace.distributed.replay.writer_store import WriterStore
 from podrace.tables.blocking import Closed, RateLimited
 from podrace.tables.items import Signature
 
+MOST_ARGUMENTS = HEADER_BYTES - 2**10  # bytes, besides the other fields of a header
 PING_SECONDS = 1.0  # at most, between PINGs; their answers have the sizes of tables
 
 
@@ -67,6 +68,19 @@ class ServiceCall:
       connection.forget(self)
       raise RateLimited(f'{what} at {connection.address}: no answer; {connection.state()}')
     return self.result()
+
+
+def _check_arguments(kind: Kind, args: tuple[Any, ...]) -> None:
+  """Raise TypeError or ValueError for arguments that a message cannot have."""
+  try:
+    size = len(msgpack.packb(args))
+  except (TypeError, ValueError, OverflowError) as e:
+    raise TypeError(f'{kind.name} cannot be sent with {short(args)}: {e}') from e
+  if size > MOST_ARGUMENTS:
+    raise ValueError(
+      f'{kind.name} cannot be sent with {short(args)}: it has {size:,} bytes, of at most '
+      f'{MOST_ARGUMENTS:,}'
+    )
 
 
 def _read_sizes(details: Any) -> dict[str, int]:
@@ -173,11 +187,9 @@ class ReplayConnection(LinkHandler):
 
     Raises:
       TypeError: for an argument that a message cannot have. Here, as the link's thread would end.
+      ValueError: the arguments are too large for a message.
     """
-    try:
-      msgpack.packb(args)
-    except (TypeError, ValueError, OverflowError) as e:
-      raise TypeError(f'{kind.name} cannot be sent with {short(args)}: {e}') from e
+    _check_arguments(kind, args)
     with self.changed:
       self.check_open()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.link import Link
 from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.writer_store import Sending, SentChunk, WriterStore, pieces_of
@@ -49,10 +50,16 @@ class Declarations:
     return number
 
   def signature(self, signature: Signature) -> int:
-    """Return the number of a signature. Look it up by identity, because comparing is slow."""
+    """Return the number of a signature. Look it up by identity, because comparing is slow.
+
+    Raises:
+      WireError: no service takes it.
+    """
     known = self._known.get(id(signature))
     if known is None:
-      number = self.number('signatures', signature, replay_messages.pack_signature(signature))
+      details = replay_messages.pack_signature(signature)
+      replay_messages.read_signature(details)
+      number = self.number('signatures', signature, details)
       if len(self._known) > 1000:
         self._known.clear()
       known = self._known[id(signature)] = number, signature
@@ -214,12 +221,17 @@ class Outbox:
     data: list[bytes] = []
     for sending in batch:
       item = sending.item
+      try:
+        signature = declared.signature(item.signature)
+      except WireError as e:
+        why = f'an item for table {sending.table.name!r} at {self._link.address}: {e}'
+        sending.store.finish([sending], why)
+        continue
       if not sending.number:
         self._number += 1
         sending.number = self._number
         self.sent[sending.number] = sending
       table = declared.number('tables', sending.table.name, sending.table.name)
-      signature = declared.signature(item.signature)
       key = -item.key if item.amends else item.key
       items.append((sending.number, key, item.priority, table, signature))
       sending.store.complete(item)

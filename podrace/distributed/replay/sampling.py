@@ -14,7 +14,7 @@ from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.sample_frames import sample_frames
 from podrace.distributed.replay.sample_requests import RequestQueue, SampleRequest, SampleWindow
 from podrace.distributed.replay.served_tables import ServedTable, ServedTables
-from podrace.tables.items import Signature
+from podrace.tables.items import Draws, Signature
 
 REQUESTS = 4096  # waiting, of one client
 SIGNATURES = 1024  # that one client knows; after that their numbering begins anew
@@ -170,6 +170,7 @@ class Sampling:
     if request.over:
       return
     request.over = True
+    request.draws = Draws([], [])  # as the deadline keeps the request
     request.served.table.reads.wait_more(-1, request.peek)
     window: SampleWindow = request.peer.state.window
     self._queue_of(request).discard(request)

@@ -25,6 +25,8 @@ from podrace.tables.items import NEW, Item
 
 COUNTED = 4096  # bytes above which a chunk counts in the size of a message
 REFERENCE = 16  # bytes that a reference to a chunk counts for
+# Bytes that a row of a piece counts for, at least: a piece has at most ROWS rows.
+LEAST_ROW = replay_messages.UNPACKED_CHUNK_BYTES // replay_messages.ROWS
 
 
 class Session(Protocol):
@@ -200,13 +202,16 @@ class WriterStore(ChunkStore):
   # --- for the connection's thread
 
   def cut(self, chunk: SentChunk, differences: bool = False) -> None:
-    """Make a piece of the rows that are in no piece yet."""
+    """Make pieces of the rows that are in no piece yet, none too large for a service."""
     with self._cutting:
       upto = chunk.length
       if upto > chunk.through:
         assert chunk.array is not None
-        rows = chunk.array[chunk.through : upto]
-        chunk.pieces.append(ChunkPiece(len(rows), *encode(rows, differences)))
+        row = max(chunk.array[:1].nbytes, LEAST_ROW)
+        most = max(replay_messages.UNPACKED_CHUNK_BYTES // row, 1)
+        for start in range(chunk.through, upto, most):
+          rows = chunk.array[start : min(start + most, upto)]
+          chunk.pieces.append(ChunkPiece(len(rows), *encode(rows, differences)))
         chunk.through = upto
       if chunk.array is not None and upto == len(chunk.array):
         chunk.array = None

@@ -12,10 +12,11 @@ import bare
 import pytest
 from children import until
 
+from podrace import cli
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import connecting, keys, session_messages
 from podrace.distributed.net.address import check_address, is_local, listen
-from podrace.distributed.net.link import Link, LinkHandler
+from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.listener import Listen
 from podrace.errors import SecurityError
 
@@ -143,6 +144,19 @@ def test_one_side_with_keys_says_so_at_the_other(directory: Path) -> None:
     link = Link(service.address, directory, False, Nobody()).start()
     until(lambda: connecting.HAS_NO_KEYS in link.why)
     link.close()
+
+
+def test_a_client_without_keys_is_refused_at_once(
+  directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  with bare.Service().listen(keys=directory) as service:
+    link = Link(service.address, None, False, Nobody()).start()
+    with pytest.raises(Refused, match='--keys DIR'):
+      until(lambda: link.check() or link.session, 20)
+    link.close()
+    with pytest.raises(SystemExit) as end:
+      cli.main(['top', service.address, '--once'])
+    assert end.value.code == 2 and '--keys DIR' in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

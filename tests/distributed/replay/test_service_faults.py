@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import gc
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +26,10 @@ from podrace import cli, tables
 from podrace.distributed import replay as service
 from podrace.distributed.net import sessions
 from podrace.distributed.replay import insert_streams, replay_messages
+from podrace.distributed.replay.replay_messages import SAMPLE
 from podrace.distributed.replay.server import ReplayServer
 from podrace.tables import checkpoint
+from podrace.tables.chunks import Chunk
 
 QUEUE: dict[str, Any] = dict(FIFO, rate_limiter=tables.queue(3), max_size=3, max_times_sampled=1)
 
@@ -312,6 +316,31 @@ def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
         check_once(read_all(table), known)
 
 
+@pytest.mark.parametrize('kept_by', ['a checkpoint', 'a deadline'])
+def test_items_that_are_gone_leave_no_memory(kept_by: str, tmp_path: Path) -> None:
+  shape = (1, 2, 3, 4, 5)  # of no other chunk
+
+  def chunks() -> int:
+    return sum(type(x) is Chunk and x.shape == shape for x in gc.get_objects())
+
+  with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
+    table, empty = all_of(client), all_of(client, 'empty')
+    with client.writer(history=1) as writer:
+      for _ in range(9):
+        writer.append({'x': np.zeros(shape)})
+        writer.create_item(table, 1.0, num_steps=1)
+    assert chunks()
+    client.checkpoint(timeout=30)
+    if kept_by == 'a deadline':
+      waiting = client.connections[0].ask(SAMPLE, 'empty', 1, 1, False, end=time.monotonic() + 600)
+      until(lambda: empty.info().waiting_samplers == 1)
+    assert len(table.sample(9, timeout=900).key) == 9  # and they are gone
+    if kept_by == 'a deadline':
+      client.checkpoint(timeout=30)  # of empty tables
+      assert not waiting.done
+    until(lambda: not chunks(), 10)
+
+
 def test_a_damaged_checkpoint_and_other_settings_are_refused(tmp_path: Path) -> None:
   with Replay(tmp_path) as replay, service.connect(replay.address) as client:
     fill(client, client.table('it', **SIMPLE), 5).close(timeout=30)
@@ -470,6 +499,39 @@ def test_arguments_of_other_types_do_not_end_a_client() -> None:
     writer.close(timeout=30)
     sample = table.sample(np.int32(2), np.int64(1), timeout=30, peek=np.bool_(True))
     assert len(sample.key) == 2 and table.info().max_size == 7
+
+
+def nested(levels: int) -> Any:
+  return {'x': nested(levels - 1)} if levels else np.zeros(2)
+
+
+@pytest.mark.parametrize(
+  'step',
+  [{'k' * 201: 0.0}, {f'{i}': 0.0 for i in range(1025)}, nested(33), np.zeros((1,) * 17)],
+  ids=['a long key', 'many columns', 'many levels', 'many dimensions'],
+)
+def test_an_item_that_no_service_takes_is_refused_alone(step: Any) -> None:
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=1)
+    writer.append({'it': step})
+    writer.create_item(table, 1.0, num_steps=1)
+    with pytest.raises(ValueError, match="'it'"):
+      writer.flush(timeout=10)
+    fill(client, table, 3).close(timeout=30)
+    assert len(table) == 3 and server.counts['sessions'] == 1
+    with pytest.raises(ValueError, match='TABLE'):
+      client.table('other', **SIMPLE, contents=[['x', '<f4', [10**6], True, 1, [0.0] * 10**6, 1.0]])
+
+
+def test_rows_for_each_chunk_may_be_many(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(replay_messages, 'UNPACKED_CHUNK_BYTES', 2**16)
+  with ReplayServer(ANY) as server, service.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    with client.writer(history=300, rows_per_chunk=300) as writer:
+      writer.extend({'x': np.arange(300).repeat(1000).reshape(300, 1000)})
+      writer.create_item(table, 1.0, num_steps=300)
+    assert (table.sample(1, timeout=30).data['x'][0, :, 0] == np.arange(300)).all()
 
 
 def test_of_refused_items_so_many_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
