@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from podrace.errors import UsageError, unknown
+from podrace.errors import Stopped, UsageError, unknown
 from podrace.fields import check_types, mismatch
 from podrace.run import loop, metrics
 from podrace.run.callbacks import Callback
@@ -261,7 +262,8 @@ def train(
   Raises:
     UsageError: if the configuration is invalid, or not that of the run in `run_dir`.
     RunError: if the run cannot continue; it is saved as far as possible.
-    podrace.errors.Stopped: on SIGTERM, SIGINT or SIGHUP, after saving.
+    KeyboardInterrupt: on SIGINT (Ctrl-C), after saving.
+    podrace.errors.Stopped: on SIGTERM or SIGHUP, after saving.
 
   Example:
     result = podrace.train('cartpole', run_dir='runs/cartpole')
@@ -275,5 +277,9 @@ def train(
     )
   settings = _plain(settings)
   with run_directory(run_dir, name_run(preset, settings.env, settings.log)) as path:
-    summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
+    try:
+      summary = loop.train(settings, path, override, sinks, quiet, callbacks=callbacks)
+    except Stopped as e:  # where in podrace a signal came says nothing to the caller
+      error = KeyboardInterrupt(str(e)) if e.signum == signal.SIGINT else e
+      raise error.with_traceback(None) from None
   return Result(path, continued(settings, path), summary)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 from shared_programs import shared_programs  # noqa: F401
-from shorthand import Patch
+from shorthand import Capture, Patch
 
 import podrace
 from podrace.agents.dqn import DQN
@@ -27,6 +29,7 @@ from podrace.experiments import runs
 from podrace.run import loop as run
 from podrace.run import metrics, periodic_evaluation
 from podrace.run.callbacks import Callbacks
+from podrace.run.directory import saved_steps
 from podrace.run.evaluate import evaluate
 from podrace.run.periodic_evaluation import Evaluations
 from podrace.settings.config import Config
@@ -129,6 +132,37 @@ def test_a_run_that_json_cannot_make_again_goes_on_and_is_evaluated(tmp_path: Pa
   assert json.loads(record.read_text())['agent']['schedule'] == {'repr': f'{__name__}:halved'}
   more = podrace.configure('catch', **settings | dict(total_steps=1280))
   assert podrace.train(more, tmp_path / 'run', quiet=True).summary['step'] == 1280
+
+
+class Interrupted(Counting):
+  def __call__(self, line: dict[str, Any]) -> dict[str, float]:
+    if self.lines == 2:
+      signal.raise_signal(signal.SIGINT)
+    return super().__call__(line)
+
+
+def test_ctrl_c_is_a_short_keyboard_interrupt_after_saving(tmp_path: Path) -> None:
+  config = podrace.configure('catch', **SMALL)
+  with pytest.raises(KeyboardInterrupt) as raised:
+    podrace.train(config, tmp_path / 'run', [Interrupted()], quiet=True)
+  error = raised.value
+  assert error.__cause__ is None and error.__suppress_context__
+  assert len(traceback.extract_tb(error.__traceback__)) == 2  # here, and podrace.train
+  assert saved_steps(tmp_path / 'run')
+  whole = podrace.train(config, tmp_path / 'run', [Counting()], quiet=True)
+  assert whole.summary['step'] == 6_400
+
+
+def test_functions_without_a_name_are_not_compared_and_it_says_so(
+  tmp_path: Path, capsys: Capture
+) -> None:
+  def trained(steps: int, schedule: Any) -> str:
+    settings: Any = SMALL | dict(total_steps=steps, agent=Scheduled(schedule=schedule))
+    podrace.train(podrace.configure('catch', **settings), tmp_path / 'run', quiet=True)
+    return capsys.readouterr().err
+
+  assert 'agent.schedule' not in trained(640, lambda rate: rate)
+  assert 'agent.schedule' in trained(1280, lambda rate: 2 * rate)
 
 
 def test_a_new_run_has_a_directory_of_its_own(tmp_path: Path, monkeypatch: Patch) -> None:

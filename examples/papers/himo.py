@@ -4,8 +4,8 @@
     v_m(h_t)         = psi_2(h_t, sg phi_hat(h_t))        predicts the useful part of that future
     L = L_v(v_m) + alpha L_v(v+) + beta (sg phi - phi_hat)^2
 
-`regression` is section 3.2 as its authors released it, where v+ trains h. `HiMo` is IMPALA with
-these heads: V-trace uses v_m, the policy sees (h, sg phi_hat), and phi sees the observation.
+`regression` is section 3.2 as its authors released it, where v+ trains h. `HiMo` is IMPALA with these heads: V-trace
+uses v_m, the policy sees (h, sg phi_hat). Deviations: no memory, so phi sees the observation; episodes of one bet.
 
     podrace train --agent himo:HiMo --env python:himo.bet --total-steps 200_000
 """

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import math
 import os
 import typing
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -14,6 +15,7 @@ from typing import Any, Literal, TypeGuard
 
 from podrace.agents import AGENTS
 from podrace.commands import mistakes
+from podrace.commands.option_table import table
 from podrace.commands.shared_options import AGENT
 from podrace.envs.env_names import suggest_names
 from podrace.envs.libraries import HOST_LIBRARIES, LIBRARIES
@@ -96,7 +98,7 @@ def allowed_modules(options: Options) -> list[str]:
   """Return the modules that the user's options name, and look for them here as well."""
   module = user_code.of_agent(requested_agent(options) or '')
   allowed = [] if module is None else [module]
-  if '--allow-code' in options:  # act does not take it
+  if '--allow-code' in options:
     allowed += options.every('--allow-code')
   in_words: list[str] = []
   for word in options.arguments:
@@ -264,4 +266,18 @@ def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
     settings.append(arg)
     if '=' not in arg and rest and not rest[0].startswith('--'):
       settings.append(rest.pop(0))
+      while rest and _takes_several(arg) and _is_number(rest[0]):
+        settings.append(rest.pop(0))
   return settings, remaining
+
+
+def _takes_several(option: str) -> bool:
+  """Return whether an option of an agent takes several words; an unknown one may do so."""
+  kinds = [row.kind for row in table().of_agent() if row.name == option.replace('_', '-')]
+  return not kinds or any(kind.startswith('tuple') for kind in kinds)
+
+
+def _is_number(text: str) -> bool:
+  with contextlib.suppress(ValueError):
+    return math.isfinite(float(text))
+  return False

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from podrace.commands import shared_options as shared
 from podrace.system.logs import log_to_stderr
-from podrace.system.options import Command, Option, Options
+from podrace.system.options import Command, Option, Options, parse_number, parse_whole
 from podrace.system.process import on_signals
 
 if TYPE_CHECKING:
@@ -123,9 +123,7 @@ def _parse_table(text: str) -> tuple[str, dict[str, Any]]:
     if key not in known or not value or key in values:
       raise ValueError(f'{part!r}, expected {", ".join(known)}, each =VALUE')
     if key.startswith('max_'):
-      if not value.isdigit():
-        raise ValueError(f'{key} takes a whole number, not {value!r}')
-      sizes[key] = int(value)
+      sizes[key] = parse_whole(key, value)
     values[key] = value
   if missing := [k for k in needed if k not in values]:
     raise ValueError(f'needs {", ".join(missing)}')
@@ -143,10 +141,12 @@ def _parse_limiter(text: str) -> RateLimiter:
 
   name, *numbers = text.split(':')
   if name in ('min_size', 'queue', 'stack') and len(numbers) == 1:
-    return getattr(tables, name)(int(numbers[0]))
+    return getattr(tables, name)(parse_whole(f'N of {name}', numbers[0]))
   if name == 'sample_to_insert' and len(numbers) == 3:
     ratio, least, error = numbers
-    return tables.sample_to_insert_ratio(float(ratio), int(least), float(error))
+    return tables.sample_to_insert_ratio(
+      parse_number('RATIO', ratio), parse_whole('MIN_SIZE', least), parse_number('ERROR', error)
+    )
   raise ValueError(
     f'rate={text}, expected min_size:N, sample_to_insert:RATIO:MIN_SIZE:ERROR, queue:N or stack:N'
   )

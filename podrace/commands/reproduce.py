@@ -73,6 +73,11 @@ def run(args: list[str]) -> int:
     return 0
   suite = suites.load(options.one_argument('suite'))
   to = options.path('--to') or default_records(suite)
+  if '--again' in options and '--to' not in options and to.is_absolute():
+    raise UsageError(
+      f'--again would discard records of the checkout of podrace, {to}: name the directory of your '
+      'records, or that one, by --to'
+    )
   folder = options.path('--dir') or Path('runs/suites') / suite.name
   for name, path in (('--to', to), ('--dir', folder)):
     check_directory(path, name)

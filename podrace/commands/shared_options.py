@@ -54,6 +54,7 @@ GIVE_UP_AFTER = Option(
 
 OF_WORKERS = (  # processes that work for a learner: act, reanalyse, label
   MAX_STALENESS, GIVE_UP_AFTER, CLIENT_KEYS, CLIENT_INSECURE, QUIET, NO_COMPILE_CACHE, AGENT,
+  ALLOW_CODE,
 )  # fmt: skip
 
 

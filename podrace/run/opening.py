@@ -24,8 +24,9 @@ from podrace.run.directory import (
 )
 from podrace.run.setting_changes import needs_override
 from podrace.run.sinks import check_sinks
-from podrace.settings.config import Basics
-from podrace.settings.record import Change
+from podrace.settings.config import Basics, Config
+from podrace.settings.log_settings import replays_only
+from podrace.settings.record import Change, nameless_functions, to_json
 from podrace.system.files import check_folder, make_user_folder
 
 
@@ -82,10 +83,16 @@ def open_run(config: Basics, options: RunOptions) -> Iterator[Console]:
     UsageError: if the directory is in use, or is that of another run.
   """
   options.check()
-  terminal = progress.make_progress(config.total_updates * config.steps_per_update)
+  of = ' of the log' if isinstance(config, Config) and replays_only(config) else ''
+  terminal = progress.make_progress(config.total_updates * config.steps_per_update, of)
   warn = terminal.say if jax.process_index() == 0 else _ignore
   with contextlib.closing(terminal), _as_run_errors(options.run_dir):
     refuse(config, options.run_dir, options.override)
+    if saved_steps(options.run_dir) and (paths := set(nameless_functions(to_json(config)))):
+      warn(
+        f'{", ".join(sorted(paths))}: a lambda or an inner function has no name of its own, so it '
+        'is not compared with the one that the run began with; a function of a module is, by name'
+      )
     if options.quiet:
       yield Console(None, warn, _ignore)
     else:

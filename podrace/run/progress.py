@@ -29,9 +29,15 @@ class Progress(Protocol):
     """End the display."""
 
 
-def make_progress(total_steps: int) -> Progress:
-  """Return the display for this place: a notebook, a terminal, or a file."""
-  return Notebook(total_steps) if is_notebook() else Terminal(total_steps)
+def make_progress(total_steps: int, of: str = '') -> Progress:
+  """Return the display for this place: a notebook, a terminal, or a file.
+
+  Args:
+    total_steps: environment steps of the run, of each seed.
+    of: words after the return, such as ` of the log`.
+  """
+  display = Notebook if is_notebook() else Terminal
+  return display(total_steps, of=of)
 
 
 def is_notebook() -> bool:
@@ -69,9 +75,9 @@ class Remaining:
 class Terminal:
   """Progress as a live line on a terminal, else as plain lines at most every two seconds."""
 
-  def __init__(self, total_steps: int, file: TextIO | None = None) -> None:
+  def __init__(self, total_steps: int, file: TextIO | None = None, of: str = '') -> None:
     self._file = Lasting(file or sys.stderr)
-    self._total, self._remaining = total_steps, Remaining(total_steps)
+    self._total, self._remaining, self._of = total_steps, Remaining(total_steps), of
     self._live: Any = None  # created at the first progress
     self._console: Any = None
     self._last: Line = {}
@@ -111,7 +117,7 @@ class Terminal:
 
   def _text(self, step: int, steps_per_s: float) -> str:
     left = self._remaining.seconds(step)
-    return format_progress(step, self._total, steps_per_s, left, self._last)
+    return format_progress(step, self._total, steps_per_s, left, self._last, self._of)
 
   def close(self) -> None:
     """End the live line."""
@@ -122,8 +128,8 @@ class Terminal:
 class Notebook:
   """Progress in a notebook: one line under the cell, updated at most twice a second."""
 
-  def __init__(self, total_steps: int) -> None:
-    self._total, self._remaining = total_steps, Remaining(total_steps)
+  def __init__(self, total_steps: int, of: str = '') -> None:
+    self._total, self._remaining, self._of = total_steps, Remaining(total_steps), of
     self._last: Line = {}
     self._shown: Any = None  # created at the first progress
     self._when = 0.0
@@ -136,7 +142,7 @@ class Notebook:
   def progress(self, step: int, steps_per_s: float) -> None:
     """Show the current step and speed."""
     left = self._remaining.seconds(step)
-    self._text = format_progress(step, self._total, steps_per_s, left, self._last)
+    self._text = format_progress(step, self._total, steps_per_s, left, self._last, self._of)
     if time.monotonic() - self._when > 0.5:
       self._show()
 
@@ -169,7 +175,7 @@ def format_return(line: Mapping[str, Any]) -> str:
 
 
 def format_progress(
-  step: int, total: int, steps_per_s: float, left: float | None, last: Line
+  step: int, total: int, steps_per_s: float, left: float | None, last: Line, of: str = ''
 ) -> str:
   """Return the progress in one line of text.
 
@@ -179,9 +185,10 @@ def format_progress(
     steps_per_s: steps per second of all seeds together.
     left: seconds left, None if they are not known yet.
     last: newest line of metrics, or {}.
+    of: words after the return.
   """
   text = f'step {step:,} of {total:,} ({step / total:.0%})'
   if last.get('episode_return') is not None:
-    text += f'  {format_return(last)}  length {last["episode_length"]:.1f}'
+    text += f'  {format_return(last)}{of}  length {last["episode_length"]:.1f}'
   text += f'  {steps_per_s:,.0f} steps/s'
   return text if left is None else f'{text}  {format_duration(left)} left'

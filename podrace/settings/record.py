@@ -197,6 +197,18 @@ def changes(old: dict[str, Any], new: dict[str, Any], prefix: str = '') -> Itera
       yield Change(f'{prefix}{name}', a, b)
 
 
+def nameless_functions(record: Any, path: str = '') -> Iterator[str]:
+  """Yield the paths of lambdas and inner functions in a record, all of which have equal names."""
+  if isinstance(record, list):
+    for item in record:
+      yield from nameless_functions(item, path)
+  elif isinstance(record, dict):
+    if any(part in str(record.get('repr', '')) for part in ('<lambda>', '<locals>')):
+      yield path
+    for name, value in record.items():
+      yield from nameless_functions(value, f'{path}.{name}' if path else name)
+
+
 def words(path: str, value: Any) -> list[str]:
   """Return a setting as words of a command line: ['--seed', '3'], or ['--agent.no-shared']."""
   if isinstance(value, bool):

@@ -205,12 +205,7 @@ class Options:
     """Return a number of at least 0, else the default, else 0."""
     if name not in self:
       return float(self._takes[name].default or 0)
-    try:
-      value = float(self.text(name))
-    except ValueError:
-      raise UsageError(f'{name} takes a number, not {self.text(name)!r}') from None
-    if not (math.isfinite(value) and value >= 0):
-      raise UsageError(f'{name} takes a number of at least 0, not {self.text(name)!r}')
+    value = parse_number(name, self.text(name))
     if 0 < value < SMALLEST:
       raise UsageError(f'{name} takes 0 or at least {SMALLEST:g}, not {self.text(name)!r}')
     if value > threading.TIMEOUT_MAX:
@@ -226,6 +221,17 @@ def parse_whole(name: str, text: str, high: int = STEPS) -> int:
   if len(digits) > len(str(STEPS)) or int(digits) > high:  # `int` refuses thousands of digits
     raise UsageError(f'{name} takes at most {high:,}, not {text:.30}')
   return int(digits)
+
+
+def parse_number(name: str, text: str) -> float:
+  """Return a number of at least 0; raises UsageError naming `name`."""
+  try:
+    value = float(text)
+  except ValueError:
+    raise UsageError(f'{name} takes a number, not {text!r}') from None
+  if not (math.isfinite(value) and value >= 0):
+    raise UsageError(f'{name} takes a number of at least 0, not {text!r}')
+  return value
 
 
 def value_of(flag: str, args: Sequence[str]) -> str | None:

@@ -51,11 +51,15 @@ class RateLimiter:
     if self.min_size < 1:
       raise ValueError(f'{self.name}: min_size is {self.min_size}, must be at least 1')
     if not self.min_diff <= self.max_diff:  # also refuses NaN
-      raise ValueError(f'{self.name}: min_diff={self.min_diff} is above max_diff={self.max_diff}')
+      raise ValueError(
+        f'{self.name}: the lower bound of the balance, min_diff {self.min_diff:g}, must be at most '
+        f'the upper one, max_diff {self.max_diff:g}'
+      )
     if self.min_diff > self.samples_per_insert * self.min_size:
       raise ValueError(
-        f'{self.name} deadlocks: {self.min_size} items allow sampling only from '
-        f'{self.samples_per_insert * self.min_size:g} samples on, and min_diff={self.min_diff:g}'
+        f'{self.name} deadlocks: min_size items allow {self.samples_per_insert * self.min_size:g} '
+        f'samples, fewer than the lower bound of the balance, min_diff {self.min_diff:g}: lower '
+        'it, or raise min_size'
       )
 
   def may_sample(self, counts: Counts, n: int = 1) -> bool:
@@ -139,11 +143,11 @@ def sample_to_insert_ratio(
     raise ValueError(f'{name}: samples_per_insert must be positive and finite')
   middle = samples_per_insert * min_size
   low, high = error if isinstance(error, tuple) else (middle - error, middle + error)
-  if not high - low >= 2 * max(1.0, samples_per_insert):
-    raise ValueError(
-      f'{name} may deadlock: the bounds {low:g} and {high:g} must differ by at least '
-      f'{2 * max(1.0, samples_per_insert):g} (twice the larger of 1 and samples_per_insert)'
-    )
+  least = max(1.0, samples_per_insert)
+  if not high - low >= 2 * least:
+    bounds = f'the bounds of error must differ by at least {2 * least:g}, twice'
+    wanted = bounds if isinstance(error, tuple) else f'error must be at least {least:g},'
+    raise ValueError(f'{name} may deadlock: {wanted} the larger of 1 and samples_per_insert')
   return RateLimiter(name, samples_per_insert, min_size, low, high)
 
 

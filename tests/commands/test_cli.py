@@ -694,6 +694,8 @@ BAD = [
     '--coordinator', '127.0.0.1:1'], '--process-id 2'),
   (['eval'], 'eval takes one run directory'),
   (['eval', '/nowhere'], '/nowhere is not a run directory: it does not exist'),
+  (['eval', '/nowhere', '--agent.network.hidden', '8', '8'], '/nowhere is not a run directory'),
+  (['eval', '/nowhere', '--agent.simulations', '0', '8'], 'eval takes one run directory, not 2'),
   (['eval', '/nowhere', '--episodes', '0'], '--episodes must be at least 1, not 0'),
   (['eval', '/nowhere', '--episodes', 'x'], "--episodes takes a whole number of at least 0, not 'x'"),
   (['eval', '/nowhere', '--episode', '3'], 'did you mean --episodes'),

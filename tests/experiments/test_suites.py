@@ -267,6 +267,7 @@ def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> N
     (['classic', '--program', 'x'], '--program x: classic has no such program'),
     (['classic', '--seeds', '0'], '--seeds must be at least 1'),
     (['classic', '--jobs', '0'], '--jobs must be at least 1'),
+    (['classic', '--again'], str(ROOT / suites.RECORDS / 'classic')),
     (['classic', '--to', '/dev/null'], '--to /dev/null'),
     (['classic', '--to', 'x', '--page', 'x.md'], 'x has no record of classic'),
     (['classic', '--page', 'x.html'], '--page x.html'),

@@ -2,8 +2,10 @@
 
 import ast
 import importlib
+import inspect
 import pathlib
 import re
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -19,7 +21,8 @@ def documented() -> set[str]:
   for name in re.findall(r'^::: (\S+)', REFERENCE, re.MULTILINE):
     names |= {name}
     try:
-      names |= {f'{name}.{x}' for x in vars(importlib.import_module(name)) if x[0] != '_'}
+      members = vars(importlib.import_module(name)).items()
+      names |= {f'{name}.{x}' for x, value in members if x[0] != '_' and is_of(name, value)}
     except ModuleNotFoundError:
       module, _, attribute = name.rpartition('.')
       value = getattr(importlib.import_module(module), attribute)
@@ -29,20 +32,34 @@ def documented() -> set[str]:
   return names
 
 
-def imported(path: pathlib.Path) -> Iterator[str]:
-  """Yields full names of podrace that a file imports."""
-  for node in ast.walk(ast.parse(path.read_text())):
+def is_of(module: str, value: object) -> bool:
+  """Returns whether a member of a module is its own, and not one that it imports."""
+  return not inspect.ismodule(value) and getattr(value, '__module__', module).startswith(module)
+
+
+def used(path: pathlib.Path) -> Iterator[str]:
+  """Yields full names of podrace that a file imports, and of the members of imported modules."""
+  nodes, modules = [*ast.walk(ast.parse(path.read_text()))], dict[str, str]()
+  for node in nodes:
     if isinstance(node, ast.ImportFrom) and (node.module or '').split('.')[0] == 'podrace':
-      yield from (f'{node.module}.{x.name}' for x in node.names)
+      names = {x.asname or x.name: f'{node.module}.{x.name}' for x in node.names}
+      yield from names.values()
+      modules |= {local: name for local, name in names.items() if name in sys.modules}
     elif isinstance(node, ast.Import):
-      yield from (x.name for x in node.names if x.name.startswith('podrace.'))
+      names = {x.name: x.name for x in node.names if x.name.split('.')[0] == 'podrace'}
+      yield from names.keys() - {'podrace'}
+      modules |= names
+  for node in nodes:
+    if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+      yield f'{modules[ast.unparse(node.value)]}.{node.attr}'
 
 
 @pytest.mark.parametrize('path', PAPERS, ids=lambda x: x.stem)
 def test_only_documented_names_are_imported(path: pathlib.Path) -> None:
-  names = set(imported(path))
+  known = documented()
+  names = set(used(path))
   assert names
-  assert names <= documented()
+  assert names <= known
 
 
 @pytest.mark.parametrize('path', PAPERS, ids=lambda x: x.stem)

@@ -22,6 +22,8 @@ from podrace.agents.bc import BC as CloneAgent
 from podrace.commands import train
 from podrace.envs.logs.minari_files import read_log
 from podrace.errors import UsageError
+from podrace.run import opening
+from podrace.run.callbacks import Callbacks
 from podrace.settings.config import Config
 from podrace.types import LAST
 
@@ -130,13 +132,18 @@ def test_the_clone_of_a_policy_is_as_good(cartpole: Path, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize('env, share, of_log', [('', '1', 1), ('a:B', '1', 1), ('a:B', '1/2', 0)])
-def test_the_last_lines_name_the_return_of_the_log(
+def test_lines_name_the_return_of_the_log(
   env: str, share: str, of_log: int, tmp_path: Path, capsys: Capture
 ) -> None:
   config = Config(CloneAgent(), env=env, log='mixed', log_share=share)
   summary = {'step': 10, 'episode_return': 500.0, 'steps_per_s': 1.0}
   train._report(tmp_path, summary, config)
-  assert capsys.readouterr().out.count('return 500.00 of the log') == of_log
+  options = opening.RunOptions(tmp_path / 'run', False, (), False, Callbacks((), False))
+  with opening.open_run(config, options) as console:
+    assert console.terminal is not None
+    console.terminal.write(summary | {'episode_length': 9.0})
+  for text in capsys.readouterr():
+    assert text.count('return 500.00 of the log') == of_log
 
 
 @pytest.mark.slow

@@ -272,6 +272,8 @@ def test_what_is_no_line_of_metrics(line: str, tmp_path: Path) -> None:
 def test_the_progress_has_the_range_of_the_seeds() -> None:
   one = line(5, episode_return=2.0)
   assert 'return 2.00  length 9.0' in progress.format_progress(5, 10, 1.0, None, one)
+  of_log = progress.format_progress(5, 10, 1.0, None, one, ' of the log')
+  assert 'return 2.00 of the log  length 9.0' in of_log
   for by_seed in ([1.0, 3.0], [3.0, None, 1.0]):
     text = progress.format_progress(5, 10, 1.0, None, one | {'episode_return_by_seed': by_seed})
     assert 'return 2.00 (1.00 to 3.00)  length 9.0' in text

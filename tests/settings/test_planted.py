@@ -224,7 +224,12 @@ def test_evaluating_writes_nothing_and_waits_for_nothing(
 @pytest.mark.slow
 @names([*OF_FILES, fifo])
 def test_videos_replace_files(plant: Plant, theirs: Path, outside: Path) -> None:
-  plant_all(plant, theirs / 'videos', outside, '64-best.mp4', '64-best.gif', '64-best.mp4.new')
+  plant_all(
+    plant,
+    theirs / 'videos',
+    outside,
+    *(f'64-best-episodes1.{x}' for x in ('mp4', 'gif', 'mp4.new')),
+  )
   from podrace.run.video import film
 
   found = film.watch(theirs, settings=film.FilmSettings(episodes=1))

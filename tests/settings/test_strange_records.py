@@ -236,6 +236,20 @@ def test_what_the_command_line_names_may_be_in_the_record(
   assert code_of('train', '--run-dir', theirs, '--allow-code', 'strange') == 2
 
 
+def test_an_acting_process_takes_the_modules_of_an_opponent(
+  stranger: Callable[[], bool], tmp_path: Path
+) -> None:
+  record = trained(default_agent('impala'))
+  record['agent'] = {'name': 'stranger:Agent'}
+  kept(tmp_path / 'opponent', record)
+  address = 'tcp://127.0.0.1:1'
+  words = ('act', '--connect-replay', address, '--params', address, '--env', f'{PGX}=opponent')
+  assert code_of(*words) == 2 and not stranger()
+  with contextlib.suppress(AttributeError):  # it has no Agent
+    code_of(*words, '--allow-code', 'stranger')
+  assert stranger()
+
+
 @pytest.mark.parametrize(
   'words', [('catch', '--init-from', 'stranger:run'), ('--env', f'{PGX}=stranger:run')]
 )

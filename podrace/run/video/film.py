@@ -73,6 +73,16 @@ class FilmSettings:
         f'{self.seed}'
       )
 
+  @property
+  def suffix(self) -> str:
+    """The settings other than the defaults, in names of files, as -sampled-seed9.
+
+    Films of other settings stay.
+    """
+    values = {k: getattr(self, k) for k in ('sampled', 'seed', 'episodes', 'max_steps', 'fps')}
+    others = {k: v for k, v in values.items() if v != getattr(FilmSettings, k)}
+    return ''.join(f'-{k.replace("_", "-")}{"" if v is True else v}' for k, v in others.items())
+
 
 class Film:
   """An MP4 and a GIF that are being written."""
@@ -255,10 +265,8 @@ def watch(
   step, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   if show is None:
     folder = make_folder(run_dir / 'videos') if out is None else make_user_folder(out)
-    choices = {'member': member, 'sampled': settings.sampled, 'seed': settings.seed}
-    # as -member1-sampled-seed9, so that films of other choices stay
-    suffix = ''.join(f'-{k}{"" if v is True else v}' for k, v in choices.items() if v)
-    return film(resolved, params, folder, step, settings, tell, suffix=suffix)
+    suffix = f'-member{member}' if member else ''
+    return film(resolved, params, folder, step, settings, tell, suffix=suffix + settings.suffix)
   with _open_stage(resolved, params, settings.sampled, tell) as (stage, act, begin):
     for i in range(settings.episodes):
       play_episode(stage, act, begin(), settings.seed + i, settings.max_steps, show)

@@ -77,6 +77,10 @@ def test_the_command_line_refuses_what_can_not_be(capfd: pytest.CaptureFixture[s
     ([*listen, '--table', 'name=a,sampler=x,remover=fifo,rate=queue:3,max_size=9'], 'selector'),
     ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=x:3,max_size=9'], 'rate=x:3'),
     ([*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=queue:3,max_size=x'], 'max_size'),
+    (
+      [*listen, '--table', 'name=a,sampler=lifo,remover=fifo,rate=queue:x,max_size=9'],
+      'N of queue',
+    ),
   ):
     assert command(*args) == 2
     assert text in capfd.readouterr().err
@@ -86,12 +90,16 @@ def test_tables_as_they_are_typed() -> None:
   found = parse_tables([
     'name=a,sampler=prioritized:0.6,remover=fifo,rate=sample_to_insert:8:100:800,max_size=1000',
     'name=b,sampler=min_heap,remover=lifo,rate=queue:9,max_size=9,max_bytes=5,max_times_sampled=1',
+    'name=c,sampler=uniform,remover=fifo,rate=min_size:1e3,max_size=1_000_000,max_bytes=1e9',
   ])  # fmt: skip
   with ReplayServer(ANY, tables=found) as server:
     a, b = server.tables['a'], server.tables['b']
     assert a.config()['rate_limiter'] == 'sample_to_insert_ratio(8, min_size=100, error=800.0)'
     assert a.contents.sampler.name == 'prioritized(0.6)'
     assert (b.contents.max_bytes, b.contents.max_times_sampled) == (5, 1)
+    assert server.tables['c'].config()['rate_limiter'] == 'min_size(1000)'
+    c = server.tables['c'].contents
+    assert (c.max_size, c.max_bytes) == (10**6, 10**9)
   with pytest.raises(ValueError, match='already'):
     parse_tables(['name=b,sampler=lifo,remover=lifo,rate=queue:9,max_size=9'] * 2)
 

@@ -300,7 +300,7 @@ def test_the_best_and_the_median_episode(run: Path, capsys: Capture) -> None:
     with Image.open(found[what]['gif']) as gif:
       assert gif.n_frames == 10 and gif.info['duration'] == 200  # type: ignore[attr-defined]
   assert sorted(p.name for p in (run / 'videos').iterdir()) == [
-    f'250880-{what}.{kind}' for what in ('best', 'median') for kind in ('gif', 'mp4')
+    f'250880-{what}-episodes3-fps5.{kind}' for what in ('best', 'median') for kind in ('gif', 'mp4')
   ]
 
 
@@ -322,12 +322,13 @@ def test_frames_can_be_shown_instead(run: Path, tmp_path: Path) -> None:
 
 
 def test_films_of_other_choices_stay(run: Path, tmp_path: Path, capsys: Capture) -> None:
-  words = ['watch', str(run), '--episodes', '1', '--max-steps', '1', '--out', str(tmp_path)]
-  for more in ([], ['--sample'], ['--seed', '9'], ['--sample', '--seed', '9']):
-    assert called(capsys, *words, *more)[0] == 0
-  assert sorted(p.name for p in tmp_path.glob('*.mp4')) == [
-    f'250880-best{suffix}.mp4' for suffix in ('-sampled-seed9', '-sampled', '-seed9', '')
-  ]
+  words = ['watch', str(run), '--max-steps', '1', '--out', str(tmp_path)]
+  for more in ('', '--sample', '--seed 9', '--sample --seed 9', '--episodes 1'):
+    assert called(capsys, *words, *more.split())[0] == 0
+  assert {p.name for p in tmp_path.glob('*best*.mp4')} == {
+    f'250880-best{suffix}-max-steps1.mp4'
+    for suffix in ('', '-sampled', '-seed9', '-sampled-seed9', '-episodes1')
+  }
 
 
 def test_a_link_is_not_followed(run: Path, tmp_path: Path) -> None:
