@@ -65,7 +65,6 @@ def test_own_agents_learn_continuous_actions(agent: str) -> None:
   assert example.train(getattr(module, agent)()) > 6.5
 
 
-@pytest.mark.usefixtures('compile_quickly')
 def test_own_pool() -> None:
   """Every episode ends with 1 or, late, with 0; random play arrives in most."""
   assert 0.1 < load('own_pool').train(20) <= 1.0
