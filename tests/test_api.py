@@ -149,7 +149,7 @@ def test_ctrl_c_is_a_short_keyboard_interrupt_after_saving(tmp_path: Path) -> No
   assert error.__cause__ is None and error.__suppress_context__
   assert len(traceback.extract_tb(error.__traceback__)) == 2  # here, and podrace.train
   assert saved_steps(tmp_path / 'run')
-  whole = podrace.train(config, tmp_path / 'run', [Counting()], quiet=True)
+  whole = podrace.train(config, tmp_path / 'run', [Interrupted()], quiet=True)
   assert whole.summary['step'] == 6_400
 
 
