@@ -88,3 +88,13 @@ def test_only_the_causal_model_plans_right() -> None:
   wrong, right = (causal.plan(causal.learn(jax.random.key(100), c), c) for c in (False, True))
   assert wrong['belief: best plan'] > 0.75 and wrong['true value'] == 0.25
   assert right['belief: hug'] == pytest.approx(0.25, abs=0.1) and right['true value'] == 0.6
+
+
+@pytest.mark.slow
+def test_the_causal_model_learns_how_often_each_z_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+  """Of teddies alone; the bears of the environment are as frequent, which hides a wrong sign."""
+  actions, rewards, z = causal.episodes(jax.random.key(0), 500)
+  monkeypatch.setattr(causal, 'episodes', lambda key, n: (actions, rewards, jnp.ones_like(z)))
+  model = causal.learn(jax.random.key(1), True)
+  _, logits = causal.unroll(model, jnp.full((1, 2), causal.ENTER), jnp.ones(1))
+  assert float(jax.nn.sigmoid(logits[0])) > 0.95
