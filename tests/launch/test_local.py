@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from children import SUPPORT, Process, alive, environment, until
 from podrace.errors import UsageError
 from podrace.launch import Supervisor
 from podrace.launch.program import Backoff, Node, Program, literal
+from podrace.launch.supervisor import wakeup
 from podrace.launch.supervisor.guard import WATCHDOG
 from podrace.launch.supervisor.replica import LocalStarter
 from podrace.launch.supervisor.screen import Screen
@@ -192,15 +192,17 @@ def test_a_signal_has_all_save_and_end(tmp_path: Path, signum: int, code: int) -
     assert len(pids) == 2 and not any(map(alive, pids))
 
 
-def test_two_signals_at_once_are_one(tmp_path: Path) -> None:
-  saves = SAVES.replace('print("saved")', 'import time; time.sleep(0.3); print("saved")')
-  with Launched(tmp_path, node('main', saves, main=True)) as launched:
-    launched.says('up')
-    for _ in range(2):  # as `timeout -s INT` sends them, to a process and its group
-      launched.signal(signal.SIGINT)
-      time.sleep(0.05)
-    assert launched.wait() == 130
-    assert 'saved' in launched.output
+@pytest.mark.parametrize(('seconds', 'handled'), [(60.0, [2]), (0.0, [2, 2])])
+def test_two_signals_at_once_are_one(
+  seconds: float, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """As `timeout -s INT` sends them, to a process and its group."""
+  monkeypatch.setattr(wakeup, 'ONCE_SECONDS', seconds)
+  seen: list[int] = []
+  with wakeup.wake_on_signals(seen.append):
+    for _ in range(2):
+      signal.raise_signal(signal.SIGINT)
+  assert seen == handled
 
 
 def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
