@@ -30,6 +30,7 @@ import tyro
 from jax import lax
 
 from podrace import returns
+from podrace.agents import value_based
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
@@ -37,7 +38,7 @@ from podrace.agents.search import mask_policy
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import Learned, clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
-from podrace.networks.planning import decode, number_loss
+from podrace.networks.planning import decode, number_loss, outside_support
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
@@ -291,7 +292,12 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    return total, means | entropies(predictions, weight)
+    cut = outside_support(q_target, self.network.support)
+    return total, means | entropies(predictions, weight) | {k: jnp.mean(x) for k, x in cut.items()}
+
+  def advice(self, line: dict[str, Any]) -> str:
+    """Return advice for the user about a line of metrics."""
+    return value_based.support_advice(line, self.network)
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

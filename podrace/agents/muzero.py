@@ -222,7 +222,7 @@ class MuZero:
 
   def advice(self, line: dict[str, Any]) -> str:
     """Return advice for the user about a line of metrics."""
-    return muzero_losses.support_advice(line.get('outside_support') or 0.0, self.network.support)
+    return value_based.support_advice(line, self.network)
 
   # --- learning
 

@@ -51,6 +51,37 @@ def transitions(window: Trajectory, discount: float) -> NStepTransitions:
   )
 
 
+def project(
+  step: NStepTransitions, probabilities: Array, support: Array
+) -> tuple[Array, dict[str, Array]]:
+  """Return the n-step targets [N, atoms] of a distribution of returns, and their metrics.
+
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). `probabilities` [N, atoms] are those of the
+  returns after each step. What is beyond the ends of the support is cut off there.
+  """
+  atoms = step.r_t[:, None] + step.discount_t[:, None] * support[None]
+  mean = jnp.sum(probabilities * atoms, axis=-1)
+  outside = (mean < support[0] - 1e-4) | (mean > support[-1] + 1e-4)
+  share = jnp.sum(step.mask * outside) / jnp.maximum(jnp.sum(step.mask), 1.0)
+  projected = jax.vmap(returns.project, in_axes=(0, 0, None))(atoms, probabilities, support)
+  return projected, dict(outside_support=share)
+
+
+def support_advice(line: dict[str, Any], ends: Any, part: str = 'network.') -> str:
+  """Return advice for the user if at least 1% of a line's targets are outside the support, else ''.
+
+  `ends` has v_min and v_max, and `part` of the agent's settings holds them.
+  """
+  share = line.get('outside_support') or 0.0
+  if share < 0.01:
+    return ''
+  return (
+    f'{share:.0%} of the targets of values are below {ends.v_min:.4g} or above {ends.v_max:.4g}, '
+    'where the atoms end, and are cut off there: '
+    f'widen --agent.{part}v-min or --agent.{part}v-max'
+  )
+
+
 def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
   """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))

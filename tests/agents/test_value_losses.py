@@ -20,6 +20,8 @@ from podrace import returns, topology
 from podrace.agents import value_based
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
+from podrace.agents.muesli import Muesli
+from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
@@ -135,6 +137,27 @@ def test_a_projection_adds_up_and_keeps_the_mean(name: str) -> None:
   p = np.random.default_rng(0).dirichlet(np.ones(len(x))).astype(np.float32)
   many = np.asarray(jax.jit(returns.project)(x, p, support), np.float64)
   np.testing.assert_allclose(many, p.astype(np.float64) @ expected, atol=1e-6)
+
+
+def test_the_share_of_targets_outside_of_the_support() -> None:
+  support = jnp.linspace(0.0, 10.0, 11)
+  p = jnp.tile(jax.nn.one_hot(10, 11), (5, 1)).at[4].set(1 / 11)
+  r_t, discount_t = jnp.array([1.0, 2, -1, 5, 5]), jnp.array([0.9, 0.9, 0, 1, 0.9])
+  mask = jnp.array([1.0, 1, 1, 0, 1])  # means 10, 11, -1, 15 (of no episode) and 9.5
+  nothing: Any = ()
+  step = value_based.NStepTransitions(r_t, discount_t, nothing, nothing, (), mask, nothing)
+  targets, metrics = value_based.project(step, p, support)
+  assert float(metrics['outside_support']) == pytest.approx(2 / 4)
+  np.testing.assert_allclose(targets @ support, [10, 10, 0, 10, 8.5], atol=1e-5)
+  np.testing.assert_allclose(targets.sum(-1), np.ones(5), atol=1e-6)
+
+
+@pytest.mark.parametrize('agent', [D4PG(), DQN(), Muesli(), MuZero()])
+def test_advice_names_the_range_that_is_too_narrow(agent: Any) -> None:
+  part = '' if isinstance(agent, D4PG) else 'network.'
+  advice = agent.advice({'outside_support': 0.02})
+  assert f'--agent.{part}v-min' in advice and f'--agent.{part}v-max' in advice
+  assert agent.advice({'outside_support': 0.009}) == agent.advice({}) == ''
 
 
 @pytest.mark.parametrize('threshold', [1.0, 0.4])
