@@ -167,10 +167,6 @@ class D4PG:
     logits = self.critic.value(target.critic, seen, action)[0]
     return value_based.project(batch.step, jax.nn.softmax(logits), self.support)
 
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return value_based.support_advice(line, self, part='')
-
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""
     rates = dict(actor=self.actor_learning_rate, critic=self.critic_learning_rate)

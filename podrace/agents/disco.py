@@ -30,7 +30,6 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import value_based
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
@@ -294,10 +293,6 @@ class Disco:
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
     cut = outside_support(q_target, self.network.support)
     return total, means | entropies(predictions, weight) | {k: jnp.mean(x) for k, x in cut.items()}
-
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return value_based.support_advice(line, self.network)
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

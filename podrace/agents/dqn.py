@@ -240,10 +240,6 @@ class DQN:
       return step.r_t[:, None] + step.discount_t[:, None] * q_t, {}
     return value_based.project(step, jax.nn.softmax(q_t), self.network.support)
 
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return value_based.support_advice(line, self.network)
-
   def losses(self, q: Array, target: Array) -> tuple[Array, Array]:
     """Return the losses [B] of outputs [B, atoms], and their errors [B], the priorities."""
     if self.network.head == 'value':

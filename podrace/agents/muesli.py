@@ -39,7 +39,6 @@ import tyro
 from jax import lax
 
 from podrace import returns
-from podrace.agents import value_based
 from podrace.agents.model_unroll import (
   ModelGoals,
   make_goals,
@@ -312,10 +311,6 @@ class Muesli:
         **outside_support(goals.targets.value[0], support),
       ),
     )
-
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return value_based.support_advice(line, self.network)
 
   def policy_gradient(
     self, policy: Array, action: Array, window: Trajectory, advantage: Array

@@ -220,10 +220,6 @@ class MuZero:
       _, plans = plan(shallow, params, hidden, observation, target_key, self.simulations)
     return x, plans
 
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return value_based.support_advice(line, self.network)
-
   # --- learning
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:

@@ -67,21 +67,6 @@ def project(
   return projected, dict(outside_support=share)
 
 
-def support_advice(line: dict[str, Any], ends: Any, part: str = 'network.') -> str:
-  """Return advice for the user if at least 1% of a line's targets are outside the support, else ''.
-
-  `ends` has v_min and v_max, and `part` of the agent's settings holds them.
-  """
-  share = line.get('outside_support') or 0.0
-  if share < 0.01:
-    return ''
-  return (
-    f'{share:.0%} of the targets of values are below {ends.v_min:.4g} or above {ends.v_max:.4g}, '
-    'where the atoms end, and are cut off there: '
-    f'widen --agent.{part}v-min or --agent.{part}v-max'
-  )
-
-
 def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
   """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))

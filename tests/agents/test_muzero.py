@@ -7,6 +7,7 @@ out. What it is compared with is the gradient that reaches the optimiser inside 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import unittest
 from pathlib import Path
@@ -27,6 +28,7 @@ from test_value_agents import sebulba as sebulba_of
 
 from podrace import cli, distributions, returns, topology
 from podrace.agents import search as searching
+from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero, MuZeroExtras
 from podrace.agents.search import MuZeroParams, Plan
 from podrace.errors import UsageError
@@ -732,20 +734,20 @@ def test_bad_input_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_returns_that_do_not_fit_are_told(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize('is_muesli', [False, True])
+def test_a_range_that_is_too_narrow_is_a_sign(is_muesli: bool, tmp_path: Path) -> None:
   network = LearnedModel(
     hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-0.1, v_max=0.1
   )
-  agent = MuZero(network, Buffer(1_000, 16, 200, 1.0), simulations=2, unroll=1)
+  planner = MuZero(network, Buffer(1_000, 16, 200, 1.0), simulations=2, unroll=1)
+  agent = Muesli(network, capacity=1_000, batch_size=16, min_size=200) if is_muesli else planner
   config = Config(
-    agent=agent, env='podrace:catch', num_envs=8, unroll_length=4, total_steps=2_000, devices=1
-  )
+    agent=agent, env='podrace:catch', num_envs=8, unroll_length=4, total_steps=2_000, devices=1,
+    log_every=200,
+  )  # fmt: skip
   train(config, tmp_path / 'run', quiet=True)
-  said = capsys.readouterr().err
-  assert (
-    said.count('of the targets of values are below -0.1 or above 0.1, where the atoms end') == 1
-  )
-  assert agent.advice({'outside_support': 0.0}) == agent.advice({}) == ''
+  signs = json.loads((tmp_path / 'run/diagnostics.json').read_bytes())['diagnostics']
+  assert 'values-outside-support' in [sign['name'] for sign in signs]
 
 
 # --- it learns ---------------------------------------------------------------------------------------------

@@ -20,8 +20,6 @@ from podrace import returns, topology
 from podrace.agents import value_based
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
-from podrace.agents.muesli import Muesli
-from podrace.agents.muzero import MuZero
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.learner import learner
@@ -150,14 +148,6 @@ def test_the_share_of_targets_outside_of_the_support() -> None:
   assert float(metrics['outside_support']) == pytest.approx(2 / 4)
   np.testing.assert_allclose(targets @ support, [10, 10, 0, 10, 8.5], atol=1e-5)
   np.testing.assert_allclose(targets.sum(-1), np.ones(5), atol=1e-6)
-
-
-@pytest.mark.parametrize('agent', [D4PG(), DQN(), Muesli(), MuZero()])
-def test_advice_names_the_range_that_is_too_narrow(agent: Any) -> None:
-  part = '' if isinstance(agent, D4PG) else 'network.'
-  advice = agent.advice({'outside_support': 0.02})
-  assert f'--agent.{part}v-min' in advice and f'--agent.{part}v-max' in advice
-  assert agent.advice({'outside_support': 0.009}) == agent.advice({}) == ''
 
 
 @pytest.mark.parametrize('threshold', [1.0, 0.4])
