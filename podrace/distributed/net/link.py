@@ -21,6 +21,7 @@ from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connecting import (
   CONNECT_SECONDS,
   UNIX_RETRY_SECONDS,
+  ForeignKeys,
   Outage,
   Outgoing,
   describe_failure,
@@ -215,6 +216,8 @@ class Link:
       seconds = min(seconds, self._outage.due - time.monotonic())
     elif self.waits:
       seconds = min(seconds, self._hello_seconds)
+    elif self.session is not None:
+      seconds = min(seconds, self.silence / 4)
     for key, events in self._loop.wait(seconds):
       self._ready(key.data, events)
     self._loop.do_calls()  # afterwards, as a message may have the reason why a session is over
@@ -243,6 +246,10 @@ class Link:
       if connection.serve(events):
         self._hello()
     except ConnectionClosed as e:
+      # After a session, or where the address may change, it is another process for now.
+      if isinstance(e, ForeignKeys) and not (self.number or addresses.announced_at(self.address)):
+        self._outage.failed(str(e))
+        raise Refused(f'{self.address}: {e}') from None
       self._lose(str(e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
