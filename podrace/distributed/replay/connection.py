@@ -187,16 +187,26 @@ class ReplayConnection(LinkHandler):
 
     Raises:
       TypeError: for an argument that a message cannot have. Here, as the link's thread would end.
-      ValueError: the arguments are too large for a message.
+      ValueError: the arguments are too large for a message, or too many samples wait.
     """
     _check_arguments(kind, args)
     with self.changed:
       self.check_open()
+      if kind is replay_messages.SAMPLE:
+        self._check_requests()
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
       self.calls[call.number] = call
       self.unsent.append(call)
     self.wake()
     return call
+
+  def _check_requests(self) -> None:
+    count = 1 + sum([call.kind is replay_messages.SAMPLE for call in self.calls.values()])
+    if count > replay_messages.MOST_REQUESTS:
+      raise ValueError(
+        f'{count:,} samples would wait at {self.address}, of at most '
+        f'{replay_messages.MOST_REQUESTS:,}: lower prefetch'
+      )
 
   def forget(self, call: ServiceCall) -> None:
     """Drop a call without waiting for its answer."""
