@@ -147,6 +147,19 @@ def test_a_learner_that_saves_nothing_new_ends_the_program(
     assert launched.output.count('main: try') == (6 if code == 0 else 3)
 
 
+def test_a_learner_that_never_saves_ends_the_program(tmp_path: Path) -> None:
+  lives = Backoff(first=0.0, healthy=0.0, failures=3)
+  program = Program((Node('main', ('podrace', 'train'), main=True, restart=lives),))
+  starts: list[str] = []
+
+  def start(node: Node, number: int, words: tuple[str, ...]) -> Any:
+    starts.append(node.name)
+    return LocalStarter()(node, number, ('false',) if len(starts) < 9 else ('true',))
+
+  assert Supervisor(program, tmp_path, lambda name, line: None, start=start).run() == 1
+  assert len(starts) == 3
+
+
 @pytest.mark.parametrize(('main', 'code'), [(True, 2), (False, 1)])
 def test_bad_usage_is_not_tried_again(tmp_path: Path, main: bool, code: int) -> None:
   one = node('one', 'print("what?"); raise SystemExit(2)', main=main)

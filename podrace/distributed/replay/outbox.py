@@ -32,8 +32,6 @@ FEW = 64
 SPACING = 0.02
 RELEASE_SECONDS = 1.0  # after which chunks are released without a further item
 
-PartPieces = tuple[list[ChunkPiece], int]  # of a part, and its first row in the first of them
-
 
 class Declarations:
   """The numbers of tables, specs and signatures in one session, and the next DECLARE."""
@@ -84,65 +82,78 @@ class InsertMessage:
   """The arrays of one INSERT.
 
   Args:
+    declared: the numbers of the session.
+    session: its number.
+    first: the number of the next piece.
     released: numbers of chunks that no later item needs.
     largest: bytes of a frame of the service.
 
   Attributes:
-    items: records of ITEM. Each one is followed by `add_parts`.
+    items: records of ITEM.
+    pieces: that have not been sent before.
   """
 
-  def __init__(self, released: list[int], largest: int) -> None:
+  def __init__(
+    self, declared: Declarations, session: int, first: int, released: list[int], largest: int
+  ) -> None:
     self.items: list[Any] = []
-    self._pieces: list[Any] = []
+    self.pieces: list[ChunkPiece] = []
+    self._chunks: list[Any] = []
     self._parts: list[Any] = []
     self._references: list[int] = []
-    self._data: list[bytes] = []
-    self._released, self._largest = released, largest
     self._size = HEAD_BYTES + 8 * len(released)
+    self._declared, self._session, self._first = declared, session, first
+    self._released, self._largest = released, largest
 
-  def why_not(self, needs: list[PartPieces], new: Collection[ChunkPiece]) -> str:
-    """Take room for an item; returns the reason if the message has none, else ''.
-
-    Args:
-      needs: the pieces of each part.
-      new: the pieces that have not been sent.
-    """
-    references, most = sum([len(pieces) for pieces, _ in needs]), replay_messages.MESSAGE_CHUNKS
-    size = ITEM.itemsize + PART.itemsize * len(needs) + 8 * references
-    size += sum([CHUNK.itemsize + len(piece.data) for piece in new])
-    if len(self._references) + references > most:
-      return (
-        f'it has {references:,} references to chunks, and a message at most {most:,}: make it '
-        'shorter, or flush less often'
-      )
-    if self._size + size > self._largest:
-      return (
-        f'it has {size:,} bytes, and the service takes frames of {self._largest:,}: make it '
-        'shorter, or start the service with more --client-bytes'
-      )
+  def add_parts(self, item: Item) -> str:
+    """Add the parts of an item; returns the reason if the message has no room, else ''."""
+    parts, references, chunks = self._parts, self._references, self._chunks
+    before, data = (len(parts), len(references), len(chunks)), 0
+    for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
+      pieces, offset = pieces_of(part)
+      parts.append((len(pieces), offset, part[2]))
+      for piece in pieces:
+        if piece.session != self._session:
+          piece.session, piece.number = self._session, self._first + len(chunks)
+          spec = self._declared.number('specs', (leaf.dtype, leaf.shape))
+          chunks.append((spec, piece.rows, piece.how, len(piece.data)))
+          self.pieces.append(piece)
+          data += len(piece.data)
+        references.append(piece.number)
+    count, new = len(references) - before[1], len(chunks) - before[2]
+    size = ITEM.itemsize + PART.itemsize * len(item.parts) + 8 * count + CHUNK.itemsize * new + data
+    if len(references) > replay_messages.MESSAGE_CHUNKS or self._size + size > self._largest:
+      self._undo(*before)
+      return self._why_not(count, size)
     self._size += size
     return ''
 
-  def add_piece(self, spec: int, piece: ChunkPiece) -> None:
-    """Add a piece, which has the next number."""
-    self._pieces.append((spec, piece.rows, piece.how, len(piece.data)))
-    self._data.append(piece.data)
+  def _undo(self, parts: int, references: int, chunks: int) -> None:
+    for piece in self.pieces[chunks:]:
+      piece.session = -1
+    del self._parts[parts:], self._references[references:]
+    del self._chunks[chunks:], self.pieces[chunks:]
 
-  def add_parts(self, item: Item, needs: list[PartPieces]) -> None:
-    """Add the parts of an item."""
-    for (_, _, rows), (pieces, offset) in zip(item.parts, needs, strict=True):
-      self._parts.append((len(pieces), offset, rows))
-      self._references += [piece.number for piece in pieces]
+  def _why_not(self, count: int, size: int) -> str:
+    if count > replay_messages.MESSAGE_CHUNKS:
+      return (
+        f'it has {count:,} references to chunks, and a message at most '
+        f'{replay_messages.MESSAGE_CHUNKS:,}: make it shorter, or flush less often'
+      )
+    return (
+      f'it has {size:,} bytes, and the service takes frames of {self._largest:,}: make it '
+      'shorter, or start the service with more --client-bytes'
+    )
 
   def arrays(self) -> list[Any]:
     """Return the arrays as they are sent."""
     return [
-      np.array(self._pieces, '<u4').reshape(-1, 4),
+      np.array(self._chunks, '<u4').reshape(-1, 4),
       np.array(self.items, ITEM),
       np.array(self._parts, '<u4').reshape(-1, 3),
       np.array(self._references, '<u8'),
       np.array(self._released, '<u8'),
-      b''.join(self._data),
+      b''.join([piece.data for piece in self.pieces]),
     ]
 
 
@@ -274,39 +285,29 @@ class Outbox:
     return batch
 
   def _insert(self, batch: list[Sending]) -> None:
-    session, message = self._link.number, InsertMessage(self._released_numbers(), self._largest)
+    declared, released = self._declared, self._released_numbers()
+    message = InsertMessage(declared, self._link.number, self._next_piece, released, self._largest)
     for at, sending in enumerate(batch):
       item = sending.item
       try:
-        signature = self._declared.signature(item.signature)
+        signature = declared.signature(item.signature)
       except WireError as e:
         self._refuse(sending, str(e))
         continue
       sending.store.complete(item)
-      needs = [pieces_of(part) for part in item.parts]
-      new = {
-        piece: leaf
-        for leaf, (pieces, _) in zip(item.signature.leaves, needs, strict=True)
-        for piece in pieces
-        if piece.session != session
-      }
-      if why := message.why_not(needs, new):
+      if why := message.add_parts(item):
         if message.items:
           self._put_back(batch[at:])
           break
         self._refuse(sending, why)
         continue
-      for piece, leaf in new.items():
-        piece.session, piece.number = session, self._next_piece
-        self._next_piece += 1
-        message.add_piece(self._declared.number('specs', (leaf.dtype, leaf.shape)), piece)
       self._give_number(sending)
-      table = self._declared.number('tables', sending.table.name, sending.table.name)
+      table = declared.number('tables', sending.table.name, sending.table.name)
       key = -item.key if item.amends else item.key
       message.items.append((sending.number, key, item.priority, table, signature))
-      message.add_parts(item, needs)
-    declared = self._declared.take_new()
-    if any(declared.values()) and not self._link.send(replay_messages.DECLARE, declared):
+    self._next_piece += len(message.pieces)
+    new = declared.take_new()
+    if any(new.values()) and not self._link.send(replay_messages.DECLARE, new):
       return
     self.messages += 1
     self._outstanding += 1
