@@ -62,7 +62,11 @@ def test_each_process_gets_options_that_it_takes(tmp_path: Path) -> None:
 def test_each_process_that_loads_code_may_do_so(tmp_path: Path) -> None:
   code = ('--allow-code', 'a', '--allow-code', 'b')
   found = commands(ARRANGEMENTS['reanalyse'](asked('muzero-catch', *code, actors=1)), tmp_path)
-  assert [name for name in found if ' '.join(code) in found[name]] == ['learner', 'act', 'reanalyse']
+  assert [name for name in found if ' '.join(code) in found[name]] == [
+    'learner',
+    'act',
+    'reanalyse',
+  ]
 
 
 def test_listeners_get_their_peer_timeout(tmp_path: Path) -> None:

@@ -82,8 +82,7 @@ class Supervisor:
     """Run the program to its end.
 
     Returns:
-      The exit code: 0 at the end of the main node, 1 if a node failed for good, 2 if the usage of
-        the main node is bad, 128 + n after signal n.
+      The exit code: 0, 1 if a node failed for good, 2 if the main one refused, 128 + n at signal n.
 
     Raises:
       UsageError: if the program runs already, or the directory cannot be written to.
@@ -262,10 +261,9 @@ class Supervisor:
       self._terminate_others()
     if now >= self._kill_at:
       self._kill_at = math.inf
-      for replica in self._replicas:
-        if replica.process is not None:
-          self._tell(replica, 'has not ended, and is killed')
-          replica.signal(signal.SIGKILL)
+      for replica in (r for r in self._replicas if r.process is not None):
+        self._tell(replica, 'has not ended, and is killed')
+        replica.signal(signal.SIGKILL)
 
   def _terminate_others(self) -> None:
     """Send SIGTERM to all replicas but the main one."""

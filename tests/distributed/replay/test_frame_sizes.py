@@ -81,7 +81,7 @@ def test_references_of_a_message_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
 def test_samples_that_wait_are_bounded() -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     most = replay_messages.MOST_REQUESTS
-    with client.table('it', **SIMPLE).sampler(1, prefetch=most + 1) as batches:
-      with pytest.raises(ValueError, match=f'{most + 1:,}.*{most:,}'):
-        next(batches)
+    batches = client.table('it', **SIMPLE).sampler(1, prefetch=most + 1)
+    with batches, pytest.raises(ValueError, match=f'{most + 1:,}.*{most:,}'):
+      next(batches)
     assert server.counts['sessions'] == 1
