@@ -43,7 +43,7 @@ from podrace.architectures import hashes
 from podrace.errors import CheckpointError
 from podrace.run import build, directory, loop, metrics, save_and_resume, sinks, updates
 from podrace.run.checkpoint import Checkpoints
-from podrace.system import signals
+from podrace.system import process
 from podrace.system.signals import Stop
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
@@ -481,7 +481,7 @@ def test_two_sigints_at_once_are_one(capfd: Capture, monkeypatch: Patch) -> None
     signal.raise_signal(signal.SIGINT)
     assert stop.signum == signal.SIGINT
     assert 'without saving; the last' not in capfd.readouterr().err
-    monkeypatch.setattr(signals, 'ONCE_SECONDS', 0.0)
+    monkeypatch.setattr(process, 'ONCE_SECONDS', 0.0)
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(signal.SIGINT)
 

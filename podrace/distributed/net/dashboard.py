@@ -12,10 +12,10 @@ from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.channel import ConnectionClosed
-from podrace.distributed.net.connecting import Outage, Outgoing, describe_failure
+from podrace.distributed.net.connecting import ForeignKeys, Outage, Outgoing, describe_failure
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.frame_reader import new_scratch, no_memory
-from podrace.distributed.net.link import refusal
+from podrace.distributed.net.link import Refused, refusal
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import TEXT, plain
 from podrace.distributed.net.stream import SendQueueFull
@@ -52,7 +52,7 @@ class Asker:
     """Return the report of the service.
 
     Raises:
-      Refused: if the service wants keys, and there are none.
+      Refused: if the service wants keys, and there are none, or has keys of another authority.
       TimeoutError: if no valid report comes within ANSWER_SECONDS.
     """
     self._report = None
@@ -60,6 +60,8 @@ class Asker:
     while time.monotonic() < end:
       try:
         self._ask(end)
+      except ForeignKeys as e:
+        raise Refused(f'{self._address}: {e}') from None
       except (ConnectionClosed, SendQueueFull, OSError, WireError) as e:
         self._outage.failed(describe_failure(e))
         self._hang_up()

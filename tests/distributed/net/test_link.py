@@ -133,6 +133,19 @@ def test_silence_is_no_session_and_does_not_hang() -> None:
     proxy.close()
 
 
+def test_an_idle_link_pings_however_rarely_it_looks() -> None:
+  listening = bare.Accepting(session_messages.of_clients())
+  link = Link(listening.address, None, False, Client())
+  link.patience = 600.0
+  link.start()
+  end = listening.welcome(silence=4.0)
+  for _ in range(2):
+    end.expect(session_messages.PING)
+    end.say(session_messages.PONG, None)
+  link.close()
+  listening.close()
+
+
 def test_a_refusal_ends_it_for_good() -> None:
   service = Service()
   service.refuse = ['another \x1b[2J schema']
