@@ -98,6 +98,7 @@ def record(
   env: str = '',
   checkpoint: str = NEWEST,
   allow_code: Iterable[str] = (),
+  member: int = 0,
 ) -> dict[str, Any]:
   """Record episodes as a Minari data set in a new directory.
 
@@ -108,6 +109,7 @@ def record(
     env: another environment than that of `source`.
     checkpoint: newest, best or a step.
     allow_code: modules of the user that the run may import.
+    member: index of the seed that acts, in a run with several.
 
   Returns:
     Statistics of the episodes, and the directory.
@@ -122,7 +124,8 @@ def record(
   run_dir = Path(source) if recording.way == POLICY else None
   resolved = Resolved(config, run_dir).acting
   stage = stage_of(resolved, env if source else '')
-  player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
+  policy = _policy(resolved, recording, stage, run_dir, checkpoint, member)
+  player = _Player(stage, recording, policy)
   name = env or config.env
   _check_keys(stage.observation_space, name)
   about = {
@@ -158,28 +161,31 @@ def _config(source: str, env: str, way: str, allow_code: Iterable[str]) -> Confi
 
 
 def _policy(
-  resolved: Resolved, recording: Recording, stage: Any, run_dir: Path | None, checkpoint: str
+  resolved: Resolved,
+  recording: Recording,
+  stage: Any,
+  run_dir: Path | None,
+  checkpoint: str,
+  member: int,
 ) -> Callable[[np.ndarray, int], Act]:
   """Return a function from the ids of environments [n] and a seed to their `Act`."""
   if recording.way == POLICY:
     assert run_dir is not None, 'a policy belongs to a run'
-    return _trained(resolved, recording, run_dir, checkpoint)
+    return _trained(resolved, recording, run_dir, checkpoint, member)
   if recording.way == SCRIPTED:
     return _scripted(stage)
   return lambda ids, seed: lambda timestep, state, noise: noise.actions
 
 
 def _trained(
-  resolved: Resolved, recording: Recording, run_dir: Path, checkpoint: str
+  resolved: Resolved, recording: Recording, run_dir: Path, checkpoint: str, member: int
 ) -> Callable[[np.ndarray, int], Act]:
   agent = resolved.agent
   if recording.greedy:
     if not can_be_greedy(agent):
       raise UsageError(f'{type(agent).__name__} has no field greedy: leave out --greedy')
     agent = greedily(agent)
-  _, params, _ = restore_params(resolved, run_dir, checkpoint)
-  if resolved.config.seeds > 1:  # the first seed
-    params = jax.tree.map(lambda x: x[0], params)
+  _, params, _ = restore_params(resolved, run_dir, checkpoint, member)
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)
   act = jax.jit(
     lambda params, state, timestep, key, noise: act_with(
