@@ -289,6 +289,8 @@ def test_rm_deletes_the_working_directory(
 ) -> None:
   a = make(tmp_path / 'a', line(1))
   monkeypatch.chdir(a)
+  for command in (['rm', '', '--yes'], ['runs', ''], ['plot', '']):  # as of an unset variable
+    assert called(capsys, *command)[0] == 2 and a.exists()
   assert called(capsys, 'rm', '.', '--yes')[0] == 0 and not a.exists()
 
 
