@@ -194,11 +194,24 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), _columns('80'):
       parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
   except SystemExit:
     raise mistakes.explain(out.getvalue(), prog, args) from None
   return cls(**{n: getattr(parsed, n) for n in names})
+
+
+@contextlib.contextmanager
+def _columns(count: str) -> Iterator[None]:
+  """Have the messages of libraries broken into lines as on a terminal of `count` columns."""
+  before = os.environ.get('COLUMNS')
+  os.environ['COLUMNS'] = count
+  try:
+    yield
+  finally:
+    del os.environ['COLUMNS']
+    if before is not None:
+      os.environ['COLUMNS'] = before
 
 
 def switch_booleans(args: list[str], names: set[str]) -> list[str]:

@@ -54,6 +54,11 @@ class Lasting:
       return self._file is not None and self._file.isatty()
     return False
 
+  @property
+  def is_live(self) -> bool:
+    """Whether the stream is a terminal that can replace a line, unlike that of Emacs' shell."""
+    return self.isatty() and os.environ.get('TERM', '').lower() not in ('dumb', 'unknown')
+
   def __getattr__(self, name: str) -> Any:
     return getattr(self._file, name)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -256,6 +258,28 @@ def test_a_setting_without_a_type_is_named(
       cli.main(['train', '--agent', 'untyped_agent:Mine', words, '1'])
     message = capsys.readouterr().err
     assert exit_.value.code == 2 and text in message and message.count('\n') == 1
+
+
+def test_a_narrow_terminal_cuts_no_message(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  messages = []
+  for columns in ('20', '200'):
+    monkeypatch.setenv('COLUMNS', columns)
+    with pytest.raises(SystemExit) as end:
+      cli.main(['train', '--agent.network.hidden', '64', 'x'])
+    messages.append(capsys.readouterr().err)
+    assert end.value.code == 2 and os.environ['COLUMNS'] == columns
+  assert messages[0] == messages[1]
+
+
+def test_options_may_have_underscores(tmp_path: Path) -> None:
+  words = 'train muzero-tic-tac-toe --total_steps 512 --eval_every 0 --save_config'.split()
+  with pytest.raises(SystemExit) as end:
+    cli.main([*words, str(tmp_path / 'a.toml')])
+  assert end.value.code == 0
+  saved = tomllib.loads((tmp_path / 'a.toml').read_text())
+  assert (saved['total_steps'], saved['eval_env']) == (512, '')  # which needs evaluations
 
 
 def test_ctrl_d_at_the_question_deletes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
