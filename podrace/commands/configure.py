@@ -277,17 +277,19 @@ def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
       remaining.append(arg)
       continue
     settings.append(arg)
-    if '=' not in arg and rest and not rest[0].startswith('--'):
+    kinds = _kinds(arg)
+    if '=' not in arg and kinds != {'bool'} and rest and not rest[0].startswith('--'):
       settings.append(rest.pop(0))
-      while rest and _takes_several(arg) and _is_number(rest[0]):
+      several = not kinds or any(kind.startswith('tuple') for kind in kinds)
+      while several and rest and _is_number(rest[0]):
         settings.append(rest.pop(0))
   return settings, remaining
 
 
-def _takes_several(option: str) -> bool:
-  """Return whether an option of an agent takes several words; an unknown one may do so."""
-  kinds = [row.kind for row in table().of_agent() if row.name == option.replace('_', '-')]
-  return not kinds or any(kind.startswith('tuple') for kind in kinds)
+def _kinds(option: str) -> set[str]:
+  """Return the types that an option of an agent has; none of an unknown one, as of a user's."""
+  name = option.replace('_', '-')
+  return {row.kind for row in table().of_agent() if name in row.names}
 
 
 def _is_number(text: str) -> bool:

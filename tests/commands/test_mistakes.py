@@ -13,6 +13,7 @@ import pytest
 
 from podrace import cli
 from podrace.commands import rm, train, watch
+from podrace.commands.configure import agent_settings
 from podrace.errors import UsageError
 
 # Arguments of `podrace train` -> texts that the message has.
@@ -274,12 +275,18 @@ def test_a_narrow_terminal_cuts_no_message(
 
 
 def test_options_may_have_underscores(tmp_path: Path) -> None:
-  words = 'train muzero-tic-tac-toe --total_steps 512 --eval_every 0 --save_config'.split()
+  words = ['--total_steps', '512', '--eval_every', '0', '--save_config', str(tmp_path / 'a.toml')]
   with pytest.raises(SystemExit) as end:
-    cli.main([*words, str(tmp_path / 'a.toml')])
+    cli.main(['train', 'muzero-tic-tac-toe', *words])
   assert end.value.code == 0
   saved = tomllib.loads((tmp_path / 'a.toml').read_text())
   assert (saved['total_steps'], saved['eval_env']) == (512, '')  # which needs evaluations
+
+
+def test_settings_of_the_agent_may_come_before_the_run() -> None:
+  for words in (['--agent.normalize-observations'], ['--agent.no-anneal-learning-rate'],
+                ['--agent.discount', '0.9'], ['--agent.network.hidden', '8', '8']):  # fmt: skip
+    assert agent_settings([*words, 'runs/a', '--seed', '3']) == (words, ['runs/a', '--seed', '3'])
 
 
 def test_ctrl_d_at_the_question_deletes_nothing(tmp_path: Path, monkeypatch: Any) -> None:
