@@ -67,11 +67,11 @@ def run(args: list[str]) -> int:
     options.number('--noise'),
     '--greedy' in options,
     options.whole('--max-steps'),
+    options.whole('--member'),
   )
-  checkpoint, member = options.text('--checkpoint'), options.whole('--member')
   with log_to_stderr('podrace record'):
     enable_compile_cache(options)
-    result = record.record(name, recording, folder, env, checkpoint, allowed, member)
+    result = record.record(name, recording, folder, env, options.text('--checkpoint'), allowed)
   tell(
     f'recorded {result["episodes"]:,} episodes, {result["steps"]:,} steps, return '
     f'{result["episode_return_mean"]:.2f} ± {result["episode_return_std"]:.2f}, in {folder}'

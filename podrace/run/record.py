@@ -63,6 +63,7 @@ class Recording:
     noise: share of actions that are drawn at random instead.
     greedy: take the best action of the policy instead of sampling.
     max_steps: longer episodes are truncated.
+    member: index of the seed that acts, in a run with several.
   """
 
   episodes: int
@@ -71,6 +72,7 @@ class Recording:
   noise: float = 0.0
   greedy: bool = False
   max_steps: int = 1_000_000
+  member: int = 0
 
   def __post_init__(self) -> None:
     for name, low, high in (('episodes', 1, 2**24), ('max_steps', 1, 2**31), ('seed', 0, 2**31)):
@@ -98,7 +100,6 @@ def record(
   env: str = '',
   checkpoint: str = NEWEST,
   allow_code: Iterable[str] = (),
-  member: int = 0,
 ) -> dict[str, Any]:
   """Record episodes as a Minari data set in a new directory.
 
@@ -109,7 +110,6 @@ def record(
     env: another environment than that of `source`.
     checkpoint: newest, best or a step.
     allow_code: modules of the user that the run may import.
-    member: index of the seed that acts, in a run with several.
 
   Returns:
     Statistics of the episodes, and the directory.
@@ -124,8 +124,7 @@ def record(
   run_dir = Path(source) if recording.way == POLICY else None
   resolved = Resolved(config, run_dir).acting
   stage = stage_of(resolved, env if source else '')
-  policy = _policy(resolved, recording, stage, run_dir, checkpoint, member)
-  player = _Player(stage, recording, policy)
+  player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
   name = env or config.env
   _check_keys(stage.observation_space, name)
   about = {
@@ -161,31 +160,26 @@ def _config(source: str, env: str, way: str, allow_code: Iterable[str]) -> Confi
 
 
 def _policy(
-  resolved: Resolved,
-  recording: Recording,
-  stage: Any,
-  run_dir: Path | None,
-  checkpoint: str,
-  member: int,
+  resolved: Resolved, recording: Recording, stage: Any, run_dir: Path | None, checkpoint: str
 ) -> Callable[[np.ndarray, int], Act]:
   """Return a function from the ids of environments [n] and a seed to their `Act`."""
   if recording.way == POLICY:
     assert run_dir is not None, 'a policy belongs to a run'
-    return _trained(resolved, recording, run_dir, checkpoint, member)
+    return _trained(resolved, recording, run_dir, checkpoint)
   if recording.way == SCRIPTED:
     return _scripted(stage)
   return lambda ids, seed: lambda timestep, state, noise: noise.actions
 
 
 def _trained(
-  resolved: Resolved, recording: Recording, run_dir: Path, checkpoint: str, member: int
+  resolved: Resolved, recording: Recording, run_dir: Path, checkpoint: str
 ) -> Callable[[np.ndarray, int], Act]:
   agent = resolved.agent
   if recording.greedy:
     if not can_be_greedy(agent):
       raise UsageError(f'{type(agent).__name__} has no field greedy: leave out --greedy')
     agent = greedily(agent)
-  _, params, _ = restore_params(resolved, run_dir, checkpoint, member)
+  _, params, _ = restore_params(resolved, run_dir, checkpoint, recording.member)
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)
   act = jax.jit(
     lambda params, state, timestep, key, noise: act_with(

@@ -277,7 +277,7 @@ def test_a_narrow_terminal_cuts_no_message(
 def test_options_may_have_underscores(tmp_path: Path) -> None:
   words = ['--total_steps', '512', '--eval_every', '0', '--save_config', str(tmp_path / 'a.toml')]
   with pytest.raises(SystemExit) as end:
-    cli.main(['train', 'muzero-tic-tac-toe', *words])
+    cli.main(['train', 'muzero-tictactoe', *words])
   assert end.value.code == 0
   saved = tomllib.loads((tmp_path / 'a.toml').read_text())
   assert (saved['total_steps'], saved['eval_env']) == (512, '')  # which needs evaluations
