@@ -158,9 +158,9 @@ def open_standard() -> None:
       os.fstat(descriptor)
     except OSError:
       os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
-  for name in ('stdout', 'stderr'):
+  for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
     if getattr(sys, name) is None:
-      setattr(sys, name, open(os.devnull, 'w', encoding='utf-8'))  # noqa: SIM115 (as long as the process)
+      setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))  # noqa: SIM115 (as long as the process)
 
 
 def flush_standard() -> OSError | ValueError | None:
