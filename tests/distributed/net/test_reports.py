@@ -152,4 +152,7 @@ def test_without_a_terminal_each_report_is_a_line(
 
   monkeypatch.setattr(dashboard, 'Asker', Stub)
   assert dashboard.run('', None, False, once=False, every=0.1) == 1
-  assert [json.loads(x) for x in capsys.readouterr().out.split()] == [{'asked': 1}, {'asked': 2}]
+  assert [json.loads(x) for x in capsys.readouterr().out.splitlines()] == [
+    {'asked': 1},
+    {'asked': 2},
+  ]
