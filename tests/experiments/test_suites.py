@@ -720,13 +720,14 @@ def test_a_page_of_one_agent_whose_tasks_share_an_environment(
   (tmp_path / 'tiny.toml').write_text(text)
   (tmp_path / 'records').mkdir()
   for task in ('catch', 'again'):
-    record = records(tiny)['catch.impala.0'] | {'task': task}
+    record = records(tiny)['catch.impala.0'] | {'task': task, 'commit': 'version 0.1.0'}
     (tmp_path / f'records/{task}.impala.0.json').write_text(json.dumps(record))
   page = tmp_path / 'page' / 'x.md'
   assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
   assert sorted(p.name for p in page.parent.iterdir()) == ['x-curves.png', 'x.md']
   rows = [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
   assert len(rows) == 2 and panels == ['catch', 'again']
+  assert '| version 0.1.0 |' in page.read_text()
 
 
 def test_a_page_of_records_without_scores_or_curves(

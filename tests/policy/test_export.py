@@ -254,6 +254,7 @@ def test_batches_that_do_not_fit_are_refused(name: str, wrong: Any, tmp_path: Pa
     (VECTOR, np.full(5, np.nan)), (VECTOR, np.full(5, 1e300)), (VECTOR, np.full(5, 1j)), (VECTOR, np.full(5, '1')),
     (spaces.Discrete(4), 4), (spaces.Discrete(4), -1), (spaces.Discrete(4), 1.7), (spaces.Discrete(4), '1'),
     (spaces.MultiDiscrete([2, 3]), [1, 3]), (spaces.MultiBinary(2), [0.5, 1]),
+    (spaces.MultiBinary(2), [2, 1]),
   ],
 )  # fmt: skip
 def test_an_observation_outside_of_its_space_is_refused(
