@@ -211,7 +211,7 @@ def test_an_environment_that_does_not_return_to_its_state_begins_anew(
 def test_after_a_restart_keys_and_serials_go_on(tmp_path: Path) -> None:
   """An unroll with a restart uses keys of the next one, which is then not acted with them again."""
   spec = host.make('gymnasium:CartPole-v1')
-  settings = dict(spec=spec, lag='0', env_threads=4, num_envs=4)
+  settings = dict(spec=spec, lag='0', env_threads=2, num_envs=4)
   with Running(sebulba(Impala(network=SMALL), **settings)) as run:
     run.advance(2)
     (pool,) = run.actors.pools
