@@ -137,7 +137,14 @@ def test_contract(name: str) -> None:
   assert kinds == {FIRST, MID, LAST}
 
 
-@pytest.mark.parametrize('name', [n for n in CONTRACT if 'host_envs' not in str(n)])
+@pytest.mark.parametrize(
+  'name',
+  [
+    pytest.param(n, marks=pytest.mark.slow) if n == 'ale:breakout,episodic_life=true' else n
+    for n in CONTRACT
+    if 'host_envs' not in str(n)
+  ],
+)
 def test_same_seed_same_stream(name: str) -> None:
   one = [a.timestep for a in recorded(name)[:120]]
   same = [a.timestep for a in arrivals(name, 120, contrary=True)]
