@@ -144,9 +144,11 @@ def window_of(agent: MuZero, batch: int = BATCH) -> Trajectory:
 
 def learned(agent: MuZero, window: Trajectory, weight: np.ndarray, seed: int = 0) -> Any:
   """The gradient that `learn` gives its optimiser, the priorities, and the metrics."""
-  network = agent.network.init(jax.random.key(seed))
+  network = jax.jit(agent.network.init)(jax.random.key(seed))
   zeros = jax.tree.map(jnp.zeros_like, network)
-  train = TrainState(MuZeroParams(network, jnp.int32(10)), agent.init(jax.random.key(seed)).rest)
+  train = TrainState(
+    MuZeroParams(network, jnp.int32(10)), jax.jit(agent.init)(jax.random.key(seed)).rest
+  )
   train = train._replace(rest=train.rest._replace(opt_state=zeros))
   sample = Sample(window, jnp.asarray(weight), jnp.arange(len(weight)))
   step = jax.shard_map(
@@ -266,7 +268,7 @@ def test_the_reference_differs_without_a_rule(rule: str) -> None:
   """So that the test above can fail: by a hundred times its tolerance and more."""
   agent = recording()
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(0))
+  network = jax.jit(agent.network.init)(jax.random.key(0))
 
   def gradient(without: str) -> Any:
     loss = lambda n: reference(agent, n, window, WEIGHT, without)  # noqa: E731
@@ -657,7 +659,7 @@ def test_mctx_is_what_it_was_released_as(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(0))
+  network = jax.jit(agent.network.init)(jax.random.key(0))
   refresh = jax.jit(lambda w, k: agent.renew_plans(network, jnp.int32(10), w, k))
   plans = jax.device_get(refresh(window, jax.random.key(2)))
   old = window.outputs.extras.plan
@@ -675,7 +677,7 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
 def test_values_of_the_target_network() -> None:
   agent = recording(bootstrap='target')
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(5))
+  network = jax.jit(agent.network.init)(jax.random.key(5))
   plans = agent.renew_plans(network, jnp.int32(10), window, jax.random.key(2))
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
   expected = decode(hidden @ network['v'], agent.network.support)

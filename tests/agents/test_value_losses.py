@@ -288,13 +288,22 @@ def fixed(sample: Sample) -> Replay:
   )
 
 
+def learning(agent: Any, sample: Sample) -> Any:
+  """`learn` from one sample, compiled once: a function of the state."""
+  step = jax.jit(learner(agent, fixed(sample), topology.learner_mesh(1)))
+
+  def learned(train: Any) -> tuple[Any, Any, Any]:
+    train, priority, metrics, _ = step(
+      train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
+    )
+    return train, priority, metrics
+
+  return learned
+
+
 def learn(agent: Any, train: Any, sample: Sample) -> tuple[Any, Any, Any]:
   """(the new state, priorities, metrics) of one step on one device."""
-  step = learner(agent, fixed(sample), topology.learner_mesh(1))
-  train, priority, metrics, _ = jax.jit(step)(
-    train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
-  )
-  return train, priority, metrics
+  return learning(agent, sample)(train)
 
 
 def random_window(length: int, seed: int, action: Any, state: Any = (), extras: Any = ()) -> Any:
