@@ -52,8 +52,8 @@ def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
       latest[signum] = now
       handle(signum, frame)
 
-  handler = handle if handle is end_at_once else handle_once  # which `_watch_signals` looks for
-  before = {s: signal.signal(s, handler) for s in _handled()}
+  own = handle if handle is end_at_once else handle_once  # `_watch_signals` looks for the former
+  before = {s: signal.signal(s, own) for s in _handled()}
   try:
     yield
   finally:
