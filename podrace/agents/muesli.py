@@ -302,14 +302,10 @@ class Muesli:
     total = sum((c * x for c, x in zip(costs, parts.values(), strict=True)), jnp.float32(0))
     entropy = -jnp.mean(mask[0] * jnp.sum(jnp.exp(log_p[0]) * log_p[0], axis=-1))
     value = decode(outputs.value[0], support)
+    target = goals.targets.value[0]
+    moments = value_moments(target, value, goals.value_mask[0]) | outside_support(target, support)
     return total - self.entropy_cost * entropy, parts | dict(
-      entropy=entropy,
-      rho=jnp.mean(mask[0] * rho),
-      value=jnp.mean(value),
-      **means(
-        **value_moments(goals.targets.value[0], value, goals.value_mask[0]),
-        **outside_support(goals.targets.value[0], support),
-      ),
+      entropy=entropy, rho=jnp.mean(mask[0] * rho), value=jnp.mean(value), **means(**moments)
     )
 
   def policy_gradient(

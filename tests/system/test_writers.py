@@ -27,7 +27,6 @@ FLAGS = {'O_WRONLY', 'O_RDWR', 'O_CREAT', 'O_APPEND', 'O_TRUNC'}
 
 ALLOWED = {
   'system/output.py: os.open(os.devnull, os.O_RDWR)': 'the null device',
-  "system/output.py: open(os.devnull, 'w', encoding='utf-8')": 'the null device',
   "system/scheduling.py: Path('/proc/self/autogroup').write_text(f'{NICE}\\n', encoding='ascii')": "the kernel's",
   'envs/host/worker_process.py: file.truncate(length)': 'memory',
   "system/output.py: open(kept, 'w', encoding=out.encoding, errors=out.errors, buffering=1, closefd=False)": 'standard output',
