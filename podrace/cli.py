@@ -231,11 +231,22 @@ def _end_stopped(stopped: Stopped, command: str) -> int:
 
 def _complain_of_path(error: OSError) -> int:
   """Tell of a path that cannot be read or written; raise `error` if it is of other code."""
+  if error.filename is None and _is_nowhere():
+    return _complain(UsageError('the working directory was removed: change to another one'), 2)
   if error.filename is None or not _is_of_files(error):
     raise error
   text = f'{error.filename} cannot be read or written: {error.strerror}'
   code = 2 if error.errno in WRONG_PATHS else 1
   return _complain(RunError(text).with_traceback(error.__traceback__), code)
+
+
+def _is_nowhere() -> bool:
+  """Return whether the working directory does not exist any more."""
+  try:
+    os.getcwd()
+  except FileNotFoundError:
+    return True
+  return False
 
 
 def is_ours(error: Exception) -> bool:

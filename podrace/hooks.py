@@ -13,8 +13,6 @@ The four functions are in `podrace.types.Agent`. The optional members:
   schedules.
 - `environment: Any = None`, a field: it is set to the `Environment`, or to None if that is not in
   JAX. For agents that try out actions by its rules.
-- `advice(line) -> str`: a message for the user about a line of metrics, such as a setting that does
-  not fit; '' if all is well. A run prints the first one.
 - `opening() -> str`: a line that a run prints when it begins; without, nothing.
 - `gradient_steps`, a number: of each call of `learn`, for the log. Without, it is 1.
 - `refresh(params, window, key) -> Trajectory`: windows [L + 1, B, ...] of its replay with newer
@@ -198,12 +196,6 @@ def warm_start(agent: Any, train: TrainState, params: Any) -> TrainState:
     result: TrainState = agent.warm_start(train, params)
     return result
   return train._replace(params=params)
-
-
-def advice(agent: Any, line: dict[str, Any]) -> str:
-  """Return the agent's message for the user about a line of metrics; '' if all is well."""
-  inner = innermost(agent)
-  return inner.advice(line) if hasattr(inner, 'advice') else ''
 
 
 def opening(agent: Any) -> str:

@@ -631,7 +631,7 @@ def test_a_warm_start_of_all_seeds_and_of_target_networks(
 def test_a_warm_start_of_d4pg_values_the_policy_that_acts() -> None:
   config = podrace.configure(env='gymnax:Pendulum-v1', agent='d4pg')
   agent = resolve(config).agent
-  own, other = (agent.init(jax.random.key(seed)) for seed in (0, 1))
+  own, other = (jax.jit(agent.init)(jax.random.key(seed)) for seed in (0, 1))
   warm = agent.warm_start(own, other.params)
   for a, b, c in zip(
     *map(jax.tree.leaves, (warm.params, warm.rest.target.actor, other.params)), strict=True

@@ -187,7 +187,7 @@ LIMITS: dict[str, list[tuple[str, Any]]] = {
     ('keys of an UPDATE or DELETE', replay_messages.MESSAGE_KEYS),
     ('refused items of a stream that are remembered', insert_streams.REFUSED_ITEMS),
     ('streams that are remembered; the one that was silent longest goes first', inserting.STREAMS),
-    ('SAMPLEs of a client without an answer', sampling.REQUESTS),
+    ('SAMPLEs of a client without an answer', replay_messages.MOST_REQUESTS),
     ('`n` of a SAMPLE', replay_messages.MOST_ITEMS),
     ('bytes of the items of a SAMPLES', replay_messages.FRAME_BYTES),
     (

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from podrace import distributions, returns
+from podrace import distributions
 from podrace.agents import recurrent, value_based
 from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
@@ -120,7 +120,7 @@ class D4PG:
       self.recurrence if self.is_recurrent else None, sample, self.discount, self.n_step
     )
     step = batch.step
-    target = self.target(rest.target, batch)
+    target, cut = self.target(rest.target, batch)
     taken = self.critic.distribution.to_unit(step.action)
     policy = self.actor.distribution
 
@@ -138,6 +138,7 @@ class D4PG:
         actor_loss=actor_loss,
         value=batch.mean_of_valid(value),
         **distributions.saturation(policy, policy.from_unit(action)),
+        **cut,
       )
       return critic_loss + actor_loss, (metrics, batch.priority(step.mask * (each + 1e-6)))
 
@@ -159,15 +160,12 @@ class D4PG:
     """Return the expected returns [B] of a critic's outputs [B, atoms]."""
     return jnp.sum(jax.nn.softmax(logits) * self.support[None], axis=-1)
 
-  def target(self, target: D4PGLearned, batch: recurrent.Batch) -> Array:
-    """Return the target probabilities [N, atoms] of the critic; equation 2 of the paper."""
-    step = batch.step
+  def target(self, target: D4PGLearned, batch: recurrent.Batch) -> tuple[Array, dict[str, Array]]:
+    """Return the critic's target probabilities [N, atoms], and metrics; equation 2 of the paper."""
     action = self.policy(batch.outputs(self.actor, target.actor, after=True))
     seen = batch.seen(self.critic, target.critic, after=True)
     logits = self.critic.value(target.critic, seen, action)[0]
-    atoms = step.r_t[:, None] + step.discount_t[:, None] * self.support[None]
-    project = jax.vmap(returns.project, in_axes=(0, 0, None))
-    return project(atoms, jax.nn.softmax(logits), self.support)
+    return value_based.project(batch.step, jax.nn.softmax(logits), self.support)
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

@@ -37,7 +37,7 @@ from podrace.agents.search import mask_policy
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import Learned, clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
-from podrace.networks.planning import decode, number_loss
+from podrace.networks.planning import decode, number_loss, outside_support
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import (
@@ -291,7 +291,8 @@ class Disco:
     means = {name: jnp.mean(weight * x) for name, x in parts.items()}
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
-    return total, means | entropies(predictions, weight)
+    cut = outside_support(q_target, self.network.support)
+    return total, means | entropies(predictions, weight) | {k: jnp.mean(x) for k, x in cut.items()}
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

@@ -195,7 +195,7 @@ class DQN:
     step = batch.step
     own_key = jax.random.fold_in(key, lax.axis_index(AXIS))  # other noise on each device
     online_key, select_key, target_key = jax.random.split(own_key, 3)
-    target = self.target(rest.target, train.params.network, batch, target_key, select_key)
+    target, cut = self.target(rest.target, train.params.network, batch, target_key, select_key)
 
     def loss(network: Any) -> tuple[Array, Any]:
       q = value_based.select_action(self.outputs(network, batch, online_key), step.action)
@@ -203,7 +203,7 @@ class DQN:
       total = batch.mean(each, batch.weight)
       value = batch.mean_of_valid(self.network.mean(q))
       priority = batch.priority(step.mask * (error + 1e-6))
-      return total, (dict(loss=total, value=value), priority)
+      return total, (dict(loss=total, value=value, **cut), priority)
 
     network, opt_state, metrics, priority = sgd(
       loss, self.optimiser(), train.params.network, rest.opt_state, keep=True
@@ -226,8 +226,8 @@ class DQN:
 
   def target(
     self, target: Any, online: Any, batch: recurrent.Batch, target_key: Array, select_key: Array
-  ) -> Array:
-    """Return the targets [N, atoms]: returns, or probabilities of the categorical head.
+  ) -> tuple[Array, dict[str, Array]]:
+    """Return the targets [N, atoms], returns or probabilities of the categorical head, and metrics.
 
     Double: van Hasselt et al. 2016 (arXiv 1509.06461, eq. 4).
     """
@@ -236,12 +236,9 @@ class DQN:
     select = self.outputs(online, batch, select_key, after=True) if self.double else q_t
     best = jnp.argmax(self.network.mean(select), axis=-1)
     q_t = value_based.select_action(q_t, best)
-    r_t, discount_t = step.r_t[:, None], step.discount_t[:, None]
     if not self.network.categorical:
-      return r_t + discount_t * q_t
-    support = self.network.support
-    project = jax.vmap(returns.project, in_axes=(0, 0, None))
-    return project(r_t + discount_t * support[None], jax.nn.softmax(q_t), support)
+      return step.r_t[:, None] + step.discount_t[:, None] * q_t, {}
+    return value_based.project(step, jax.nn.softmax(q_t), self.network.support)
 
   def losses(self, q: Array, target: Array) -> tuple[Array, Array]:
     """Return the losses [B] of outputs [B, atoms], and their errors [B], the priorities."""

@@ -142,7 +142,12 @@ METRICS = (
   MetricRow(
     'outside_support',
     'Share of value targets beyond the ends of the atoms, where they are cut off.',
-    ('muzero',),
+    ('d4pg', *MODEL_BASED, 'disco'),
+  ),
+  MetricRow(
+    'outside_support',
+    'Share of value targets beyond the ends of the atoms, with the head `categorical`.',
+    ('dqn',),
   ),
   MetricRow(
     'outside_support',

@@ -53,7 +53,7 @@ from podrace.agents.value_moments import value_moments
 from podrace.fields import check_fields, no_limit
 from podrace.learner import Learned, clip_each, flatten, means, sgd
 from podrace.networks import LearnedModel, merge_time, split_time
-from podrace.networks.planning import decode
+from podrace.networks.planning import decode, outside_support
 from podrace.replay import Buffer, windows
 from podrace.topology import AXIS
 from podrace.types import ActorOutput, Array, Replay, Sample, TimeStep, TrainState, Trajectory
@@ -306,7 +306,10 @@ class Muesli:
       entropy=entropy,
       rho=jnp.mean(mask[0] * rho),
       value=jnp.mean(value),
-      **means(**value_moments(goals.targets.value[0], value, goals.value_mask[0])),
+      **means(
+        **value_moments(goals.targets.value[0], value, goals.value_mask[0]),
+        **outside_support(goals.targets.value[0], support),
+      ),
     )
 
   def policy_gradient(

@@ -220,10 +220,6 @@ class MuZero:
       _, plans = plan(shallow, params, hidden, observation, target_key, self.simulations)
     return x, plans
 
-  def advice(self, line: dict[str, Any]) -> str:
-    """Return advice for the user about a line of metrics."""
-    return muzero_losses.support_advice(line.get('outside_support') or 0.0, self.network.support)
-
   # --- learning
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:

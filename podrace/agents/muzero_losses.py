@@ -16,6 +16,7 @@ from podrace import returns
 from podrace.agents.model_unroll import ModelGoals, ModelOutputs, number_losses, unroll_weights
 from podrace.agents.search import Candidates, Plan
 from podrace.networks import LearnedModel, merge_time, split_time
+from podrace.networks.planning import outside_support
 from podrace.types import Array, TimeStep
 
 
@@ -53,17 +54,15 @@ def model_losses(
   cross, entropy = policy_losses(candidates, outputs.policy, plans)
   values = number_losses(outputs.value, plans.value, support)
   rewards = goals.reward_mask[1:] * number_losses(outputs.reward, goals.reward[1:], support)
-  parts = dict(
+  return dict(
     policy_loss=jnp.sum(share * mask * (cross - entropy_cost * entropy), axis=0),
     value_loss=jnp.sum(share * goals.value_mask * values, axis=0),
     reward_loss=jnp.sum(share[1:] * rewards, axis=0),
     entropy=mask[0] * entropy[0],
     target_age=plans.steps[0].astype(jnp.float32),
     reanalysed=plans.reanalysed[0].astype(jnp.float32),
+    **outside_support(plans.value[0], support),
   )
-  if support is not None:
-    parts['outside_support'] = is_outside(plans.value[0], support)
-  return parts
 
 
 def policy_losses(candidates: Candidates, policy: Array, plans: Plan) -> tuple[Array, Array]:
@@ -98,20 +97,3 @@ def consistency_loss(
   distance = 1.0 - jnp.sum(imagined * lax.stop_gradient(real), axis=-1)
   share = unroll_weights(len(outputs.reward))
   return jnp.sum((share * goals.state_mask)[1:] * distance, axis=0)
-
-
-def is_outside(value: Array, support: Array) -> Array:
-  """Return 1 for each target [N] that is beyond the ends of the support, else 0."""
-  x = returns.rescale(value)
-  return ((x < support[0] - 1e-4) | (x > support[-1] + 1e-4)).astype(jnp.float32)
-
-
-def support_advice(share: float, support: Array | None) -> str:
-  """Return advice for the user if at least 1% of the targets are outside the support, else ''."""
-  if share < 0.01 or support is None:
-    return ''
-  low, high = (float(returns.unscale(x)) for x in (support[0], support[-1]))
-  return (
-    f'{share:.0%} of the targets of values are below {low:.4g} or above {high:.4g}, where the '
-    'atoms end, and are cut off there: widen --agent.network.v-min or --agent.network.v-max'
-  )

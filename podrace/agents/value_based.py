@@ -51,6 +51,22 @@ def transitions(window: Trajectory, discount: float) -> NStepTransitions:
   )
 
 
+def project(
+  step: NStepTransitions, probabilities: Array, support: Array
+) -> tuple[Array, dict[str, Array]]:
+  """Return the n-step targets [N, atoms] of a distribution of returns, and their metrics.
+
+  Bellemare et al. 2017 (arXiv 1707.06887, eq. 7). `probabilities` [N, atoms] are those of the
+  returns after each step. What is beyond the ends of the support is cut off there.
+  """
+  atoms = step.r_t[:, None] + step.discount_t[:, None] * support[None]
+  mean = jnp.sum(probabilities * atoms, axis=-1)
+  outside = (mean < support[0] - 1e-4) | (mean > support[-1] + 1e-4)
+  share = jnp.sum(step.mask * outside) / jnp.maximum(jnp.sum(step.mask), 1.0)
+  projected = jax.vmap(returns.project, in_axes=(0, 0, None))(atoms, probabilities, support)
+  return projected, dict(outside_support=share)
+
+
 def epsilon_ladder(env_id: Array, total_envs: int, base: float, power: float) -> Array:
   """Return epsilon [B]: base^(1 + power i / (n - 1)) (Ape-X, Horgan et al. 2018)."""
   return base ** (1 + power * env_id / max(total_envs - 1, 1))

@@ -194,11 +194,24 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   mistakes.check_names(config, plain)
   out = io.StringIO()
   try:
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), _columns('80'):
       parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
   except SystemExit:
     raise mistakes.explain(out.getvalue(), prog, args) from None
   return cls(**{n: getattr(parsed, n) for n in names})
+
+
+@contextlib.contextmanager
+def _columns(count: str) -> Iterator[None]:
+  """Have the messages of libraries broken into lines as on a terminal of `count` columns."""
+  before = os.environ.get('COLUMNS')
+  os.environ['COLUMNS'] = count
+  try:
+    yield
+  finally:
+    del os.environ['COLUMNS']
+    if before is not None:
+      os.environ['COLUMNS'] = before
 
 
 def switch_booleans(args: list[str], names: set[str]) -> list[str]:
@@ -264,17 +277,19 @@ def agent_settings(args: Sequence[str]) -> tuple[list[str], list[str]]:
       remaining.append(arg)
       continue
     settings.append(arg)
-    if '=' not in arg and rest and not rest[0].startswith('--'):
+    kinds = _kinds(arg)
+    if '=' not in arg and kinds != {'bool'} and rest and not rest[0].startswith('--'):
       settings.append(rest.pop(0))
-      while rest and _takes_several(arg) and _is_number(rest[0]):
+      several = not kinds or any(kind.startswith('tuple') for kind in kinds)
+      while several and rest and _is_number(rest[0]):
         settings.append(rest.pop(0))
   return settings, remaining
 
 
-def _takes_several(option: str) -> bool:
-  """Return whether an option of an agent takes several words; an unknown one may do so."""
-  kinds = [row.kind for row in table().of_agent() if row.name == option.replace('_', '-')]
-  return not kinds or any(kind.startswith('tuple') for kind in kinds)
+def _kinds(option: str) -> set[str]:
+  """Return the types that an option of an agent has; none of an unknown one, as of a user's."""
+  name = option.replace('_', '-')
+  return {row.kind for row in table().of_agent() if name in row.names}
 
 
 def _is_number(text: str) -> bool:

@@ -18,7 +18,7 @@ from podrace.run import metrics, progress, run_end
 from podrace.run.directory import is_policy, not_a_run
 from podrace.system.files.schema import is_number
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import print_text
+from podrace.system.output import Lasting, print_text
 
 COMMAND = Command(
   'follow',
@@ -45,7 +45,7 @@ def run(args: list[str]) -> int:
   every = options.number('--every')
   if not every:
     raise UsageError('--every must be more than 0 seconds')
-  if sys.stdout.isatty():
+  if Lasting(sys.stdout).is_live:
     _live(path, names, every, '--once' in options)
   else:
     _plain(path, names, every, '--once' in options)

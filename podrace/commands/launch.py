@@ -35,16 +35,16 @@ OF_ENGINES: dict[str, tuple[Option, ...]] = {
 }
 OF_TRAIN = (
   '--no-compile-cache', '--allow-code', '--override', '--sinks', '--metrics-listen',
-  '--metrics-insecure', '--quiet',
+  '--metrics-insecure', '--quiet', '--peer-timeout',
 )  # fmt: skip
 SET_HERE = {o.name for o in TRAIN.options} - {*OF_TRAIN, '--run-dir', '--agent'}
 
-OF = {  # options for numbers of processes, by arrangement
-  'seed': {'--actors', '--learners'},
-  'impala': {'--actors', '--shards', '--learners'},
-  'apex': {'--actors', '--shards', '--learners'},
-  'reanalyse': {'--actors', '--shards', '--reanalysers', '--learners'},
-  'qtopt': {'--actors', '--shards', '--labellers', '--learners'},
+OF = {  # options of some arrangements only
+  'seed': {'--actors', '--learners', '--peer-timeout'},
+  'impala': {'--actors', '--shards', '--learners', '--peer-timeout'},
+  'apex': {'--actors', '--shards', '--learners', '--peer-timeout'},
+  'reanalyse': {'--actors', '--shards', '--reanalysers', '--learners', '--peer-timeout'},
+  'qtopt': {'--actors', '--shards', '--labellers', '--learners', '--peer-timeout'},
   'learners': {'--learners'},
 }
 OF_ARRANGEMENTS = set().union(*OF.values())
@@ -78,8 +78,8 @@ COMMAND = Command(
   ),
   """
 It also takes the options of train. Each line of output begins with the name of its process. On
-SIGTERM and Ctrl-C all processes save and exit; a second signal kills them. Exit codes: the
-learner's; 1 if another process failed for good; 2 bad usage; 143 and 130 on signals.
+SIGTERM and Ctrl-C all processes save and exit; a second signal kills them. Exit codes: 0 the
+learner is complete, 1 a process failed for good, 2 bad usage, 143 and 130 on signals.
 """,
   others_pass=True,
   jax=True,
@@ -185,7 +185,7 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
     )
   names = {x.partition('=')[0] for x in options.arguments}
   if reserved := sorted(names & SET_HERE):
-    raise UsageError(f'{", ".join(reserved)}: podrace launch sets it itself')
+    raise UsageError(f'{", ".join(reserved)}: podrace launch sets it itself, or has no such option')
   if options.text('--on') == 'skypilot' and _learners(options) > 1:
     raise UsageError(
       f'--learners {_learners(options)}: learners share a run directory, and the machines of --on '

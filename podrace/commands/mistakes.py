@@ -115,7 +115,7 @@ def explain(output: str, prog: str, args: Sequence[str]) -> UsageError:
   if match := BAD_FIELD.search(text):
     return UsageError(f'--{match[1]}.{flag(match[2])} {match[3]}')
   if match := UNUSED.search(text):
-    return UsageError(f'{match[1]} belongs to no option: {see}')
+    return UsageError(f'{match[1]} belongs to no option; a preset comes first: {see}')
   if match := NO_VALUE.search(text):
     return UsageError(f'{match[1]} needs a value: {see}')
   if match := BAD_VALUE.search(text):

@@ -28,6 +28,7 @@ COMMAND = Command(
     Option('--noise', 'P', 'share of actions that are drawn at random instead', 0),
     Option('--seed', 'S', 'seed of the first episode; the next have the next numbers', 0),
     Option('--max-steps', 'N', 'truncate longer episodes', 1_000_000),
+    Option('--member', 'I', 'index of the seed, from 0, in a run with --seeds', 0),
     CHECKPOINT,
     NO_COMPILE_CACHE,
     ALLOW_CODE,
@@ -66,6 +67,7 @@ def run(args: list[str]) -> int:
     options.number('--noise'),
     '--greedy' in options,
     options.whole('--max-steps'),
+    options.whole('--member'),
   )
   with log_to_stderr('podrace record'):
     enable_compile_cache(options)

@@ -16,6 +16,7 @@ COMMAND = Command(
     Option('--once', '', 'print it once, as JSON'),
     Option('--every', 'S', 'seconds between updates', 1),
   ),
+  'If the output is no terminal, each update is a line of JSON.',
 )
 
 

@@ -32,6 +32,7 @@ NAMES |= {'steps_per_s': 'environment steps per second'}
 TITLE = 208  # most characters of an environment's name
 LEGEND_LINE = 0.15  # height of a line of a legend, in inches
 FORMATS = ('.png', '.svg', '.pdf')
+NO_BAND = Band(*[np.array([])] * 5)
 
 
 def check_out(path: Path) -> None:
@@ -175,7 +176,7 @@ def draw_aggregate(
     scores: scores [runs] of each task of each algorithm. All have the same order of tasks.
     unit: unit of the scores, in words.
     out: path of the picture.
-    efficiency: the interquartile mean of each algorithm while it learns, for a fourth panel.
+    efficiency: the interquartile mean of algorithms while they learn, for a fourth panel.
     x_label: name of that panel's horizontal axis.
   """
   summary = {name: summarize_tasks(tasks) for name, tasks in scores.items()}
@@ -193,7 +194,7 @@ def draw_aggregate(
   profiles = [_profile(tasks, thresholds) for tasks in scores.values()]
   _draw_bands(axes[2], profiles, 'performance profile', 'normalized score', 'share of runs above')
   for axis in axes[3:]:
-    bands = [(efficiency or {})[name] for name in order]
+    bands = [(efficiency or {}).get(name, NO_BAND) for name in order]
     _draw_bands(axis, bands, 'sample efficiency', x_label, 'interquartile mean')
   if outside:
     _legend_below(axes[2], axes[2].lines, list(map(_escape, order)))

@@ -24,7 +24,7 @@ from podrace.settings.config import Config
 from podrace.system.options import value_of
 
 SHARED = (  # options of all processes
-  '--agent', '--env', '--num-envs', '--unroll-length', '--log', '--log-share',
+  '--agent', '--allow-code', '--env', '--num-envs', '--unroll-length', '--log', '--log-share',
 )  # fmt: skip
 OF_ACTING = (  # options of acting processes
   '--actor-devices', '--actor-groups', '--actor-threads', '--env-batch-size', '--env-deadline',
@@ -233,7 +233,8 @@ def _over_service(arrangement: str, request: LaunchRequest) -> tuple[Node, ...]:
   replay = (
     'podrace', 'replay', '--listen', '{listen}', '--announce', '{announce}',
     '--dir', '{dir}/replay-{replica}',
-    *request.keys, *select_options(request.arguments, ('--quiet',), of_agent=False),
+    *request.keys,
+    *select_options(request.arguments, ('--peer-timeout', '--quiet'), of_agent=False),
   )  # fmt: skip
   at = ('--connect-replay', '{replay:all}')
   learner = request.command(

@@ -98,6 +98,15 @@ def decode(outputs: Array, support: Array | None) -> Array:
   return returns.unscale(jnp.sum(p * support.reshape((1,) * (p.ndim - 1) + (-1,)), axis=-1))
 
 
+def outside_support(x: Array, support: Array | None) -> dict[str, Array]:
+  """Return 1 for each number that the support cuts off, else 0, as a metric; {} without one."""
+  if support is None:
+    return {}
+  y = returns.rescale(x)
+  outside = (y < support[0] - 1e-4) | (y > support[-1] + 1e-4)
+  return dict(outside_support=outside.astype(jnp.float32))
+
+
 def number_loss(outputs: Array, x: Array, support: Array | None) -> Array:
   """The loss [N] of outputs [N, bins] against numbers [N]: cross-entropy, or half the square."""
   if support is None:

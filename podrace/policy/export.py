@@ -252,7 +252,7 @@ def describe_space(space: Any, plain: bool = False) -> dict[str, Any]:
       'start': space.start.tolist(),
     }
   if isinstance(space, spaces.MultiBinary):
-    return description | {'pixels': False, 'channels_first': False, 'scale': 1.0, 'log': False}
+    return description | {'pixels': False, 'scale': 1.0, 'log': False, 'n': 2}
   encoding = number_encoding(space, plain)
   return description | {
     'pixels': bool(is_pixels(space, plain)),

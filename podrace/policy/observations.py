@@ -32,7 +32,7 @@ def convert(x: np.ndarray, spec: dict[str, Any]) -> np.ndarray:
     )
   else:
     wrong = np.asarray(x != y)
-    if spec.get('kind') in ('discrete', 'multidiscrete') and 'n' in spec:
+    if 'n' in spec:
       first = np.asarray(spec.get('start', 0))
       last = first + np.asarray(spec['n']) - 1
       wrong |= (y < first) | (y > last)

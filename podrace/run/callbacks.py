@@ -141,7 +141,9 @@ class Callbacks:
     for callback in self._callbacks:
       try:
         states.append(callback.state() if hasattr(callback, 'state') else None)
-        json.dumps(states[-1], allow_nan=False)
+        json.dumps(states[-1])
+        if not _is_kept(states[-1]):
+          raise ValueError('JSON has no NaN, and keys of a dict are texts')
       except Exception as e:
         raise UsageError(
           f'{_name(callback)}.state() failed, or returned no JSON: {type(e).__name__}: {e}'
@@ -173,6 +175,13 @@ class Callbacks:
 def _name(callback: Any) -> str:
   """Return a function's name, or the name of an object's type."""
   return str(getattr(callback, '__qualname__', type(callback).__qualname__))
+
+
+def _is_kept(state: Any) -> bool:
+  """Return whether a checkpoint gives a state back as it is, apart from tuples."""
+  if isinstance(state, dict):
+    return all(isinstance(key, str) and _is_kept(x) for key, x in state.items())
+  return all(map(_is_kept, state)) if isinstance(state, list | tuple) else bool(state == state)
 
 
 def _attributes(callback: Any) -> dict[str, Any] | None:

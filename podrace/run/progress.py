@@ -82,7 +82,7 @@ class Terminal:
     self._console: Any = None
     self._last: Line = {}
     self._printed = 0.0
-    if self._file.isatty():
+    if self._file.is_live:
       from rich.console import Console
 
       self._console = Console(file=cast(Any, self._file))

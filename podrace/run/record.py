@@ -63,6 +63,7 @@ class Recording:
     noise: share of actions that are drawn at random instead.
     greedy: take the best action of the policy instead of sampling.
     max_steps: longer episodes are truncated.
+    member: index of the seed that acts, in a run with several.
   """
 
   episodes: int
@@ -71,6 +72,7 @@ class Recording:
   noise: float = 0.0
   greedy: bool = False
   max_steps: int = 1_000_000
+  member: int = 0
 
   def __post_init__(self) -> None:
     for name, low, high in (('episodes', 1, 2**24), ('max_steps', 1, 2**31), ('seed', 0, 2**31)):
@@ -177,9 +179,7 @@ def _trained(
     if not can_be_greedy(agent):
       raise UsageError(f'{type(agent).__name__} has no field greedy: leave out --greedy')
     agent = greedily(agent)
-  _, params, _ = restore_params(resolved, run_dir, checkpoint)
-  if resolved.config.seeds > 1:  # the first seed
-    params = jax.tree.map(lambda x: x[0], params)
+  _, params, _ = restore_params(resolved, run_dir, checkpoint, recording.member)
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)
   act = jax.jit(
     lambda params, state, timestep, key, noise: act_with(

@@ -118,7 +118,8 @@ class Options:
       lenient: leaves out options without a value, for help and completion.
 
     Raises:
-      UsageError: for an unknown option, or if its value is missing or is another option.
+      UsageError: for an unknown option, an empty argument, or if a value is missing or is another
+        option.
     """
     self._command = command
     self._takes = takes = {o.name: o for o in command.options}
@@ -128,11 +129,15 @@ class Options:
     while remaining:
       arg = remaining.pop(0)
       name, equals, value = arg.partition('=')
-      if name not in takes:
+      if (plain := _with_hyphens(name)) in takes:
+        name = plain
+      else:
         if ours := command.suggest(name):
           raise UsageError(f'unknown option {name!r}: use {ours}')
         if name.startswith('-') and not command.others_pass:
           raise unknown('option', name, takes) if takes else UsageError(f'no option {name!r} here')
+        if not arg and not command.others_pass:  # as a path it would be the working directory
+          raise UsageError(f'an argument of {command.name} is empty')
         self.arguments.append(arg)
         continue
       if not takes[name].value:
@@ -234,11 +239,16 @@ def parse_number(name: str, text: str) -> float:
   return value
 
 
+def _with_hyphens(name: str) -> str:
+  """Return the name of an option, which may have underscores, as --run_dir."""
+  return name.replace('_', '-') if name.startswith('--') else name
+
+
 def value_of(flag: str, args: Sequence[str]) -> str | None:
   """Return the last value of a flag, None if it is not in `args`."""
   last = None
   for i, arg in enumerate(args):
     name, equals, value = arg.partition('=')
-    if name == flag:
+    if _with_hyphens(name) == flag:
       last = value if equals else next(iter(args[i + 1 : i + 2]), None)
   return last

@@ -54,6 +54,11 @@ class Lasting:
       return self._file is not None and self._file.isatty()
     return False
 
+  @property
+  def is_live(self) -> bool:
+    """Whether the stream is a terminal that can replace a line, unlike that of Emacs' shell."""
+    return self.isatty() and os.environ.get('TERM', '').lower() not in ('dumb', 'unknown')
+
   def __getattr__(self, name: str) -> Any:
     return getattr(self._file, name)
 
@@ -153,9 +158,9 @@ def open_standard() -> None:
       os.fstat(descriptor)
     except OSError:
       os.open(os.devnull, os.O_RDWR)  # which takes the lowest number that is free
-  for name in ('stdout', 'stderr'):
+  for name, mode in (('stdin', 'r'), ('stdout', 'w'), ('stderr', 'w')):
     if getattr(sys, name) is None:
-      setattr(sys, name, open(os.devnull, 'w', encoding='utf-8'))  # noqa: SIM115 (as long as the process)
+      setattr(sys, name, open(os.devnull, mode, encoding='utf-8'))  # noqa: SIM115 (as long as the process)
 
 
 def flush_standard() -> OSError | ValueError | None:

@@ -9,10 +9,12 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import math
 import os
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,6 +22,7 @@ from typing import Any, NoReturn
 from podrace.system import files
 from podrace.system.output import flush_standard
 
+ONCE_SECONDS = 1.0  # in which equal signals are one, as `timeout` signals a process and its group
 SHOW_CURSOR = b'\x1b[?25h'  # rich hides it while it shows something live
 
 
@@ -34,14 +37,23 @@ def tell_of_faults() -> None:
 def on_signals(handle: Callable[[int, Any], None]) -> Iterator[None]:
   """Handle SIGTERM, SIGINT and SIGHUP by `handle` while it is entered.
 
-  Does nothing outside the main thread.
+  Equal signals within ONCE_SECONDS are one. Does nothing outside the main thread.
 
   SIGHUP stays ignored if it is ignored, as under nohup.
   """
   if threading.current_thread() is not threading.main_thread():
     yield
     return
-  before = {s: signal.signal(s, handle) for s in _handled()}
+  latest: dict[int, float] = {}
+
+  def handle_once(signum: int, frame: Any) -> None:
+    now = time.monotonic()
+    if now - latest.get(signum, -math.inf) >= ONCE_SECONDS:
+      latest[signum] = now
+      handle(signum, frame)
+
+  own = handle if handle is end_at_once else handle_once  # `_watch_signals` looks for the former
+  before = {s: signal.signal(s, own) for s in _handled()}
   try:
     yield
   finally:

@@ -22,7 +22,6 @@ from podrace.system.threads import Worker
 
 GRACE_SECONDS = 20.0  # in which a call must end after a signal, before the run ends without it
 PACKAGE = Path(__file__).parents[1]
-ONCE_SECONDS = 1.0  # in which two SIGINTs are one, as `timeout` sends to a process and its group
 SLOW_SECONDS = 60.0  # after which a warning has the place of a call, and again after twice the time
 
 
@@ -38,7 +37,6 @@ class Stop:
 
   def __init__(self) -> None:
     self.signum = 0
-    self._signalled = 0.0  # time of the first signal
     self._wake: queue.SimpleQueue[None] = queue.SimpleQueue()  # reentrant, as handlers put into it
     self._entered = contextlib.ExitStack()
 
@@ -52,14 +50,11 @@ class Stop:
   def _handle(self, signum: int, frame: Any) -> None:
     again = bool(self.signum)
     if again and signum == signal.SIGINT:
-      if self.signum == signum and time.monotonic() - self._signalled < ONCE_SECONDS:
-        return
       self._say('ended at once, without saving; the last checkpoint counts, if there is one')
       raise KeyboardInterrupt
     self.signum = signum
     self._wake.put(None)
     if not again:
-      self._signalled = time.monotonic()
       name = signal.Signals(signum).name
       self._say(
         f'{name}: finishing what is under way, then saving; Ctrl-C now ends at once, without saving'

@@ -202,7 +202,7 @@ def test_devices_learn_the_same_together() -> None:
   agent, window = bound(small(learning_rate=1e-3)), random_window()
   found = []
   for devices in (1, 4):
-    step, train = learning(agent, devices), agent.init(jax.random.key(0))
+    step, train = learning(agent, devices), jax.jit(agent.init)(jax.random.key(0))
     for i in range(3):
       train, _, metrics = step(train, by_stream(window), jax.random.key(i))
     found.append((metrics['loss'], train))
@@ -213,7 +213,7 @@ def test_devices_learn_the_same_together() -> None:
 @pytest.mark.slow
 def test_past_a_time_limit_a_value_is_bootstrapped_from() -> None:
   agent, window = bound(small()), random_window()
-  params = agent.network.init(jax.random.key(1))
+  params = jax.jit(agent.network.init)(jax.random.key(1))
   said, _ = agent.network.unroll(params, (), window.timesteps)
   found = agent.estimates(said, said, window)
   q = np.sum(jax.nn.softmax(said.policy) * value_of(agent, said.q), -1)
@@ -236,7 +236,7 @@ def test_forbidden_actions_are_not_aimed_at() -> None:
   window = random_window(mask=True)
   space = spaces.Dict(x=SPACE, action_mask=spaces.MultiBinary(3))
   agent = bound(small(learning_rate=1e-2), space)
-  train, step = agent.init(jax.random.key(0)), learning(agent)
+  train, step = jax.jit(agent.init)(jax.random.key(0)), learning(agent)
   for i in range(3):
     train, _, metrics = step(train, by_stream(window), jax.random.key(i))
     assert all(np.isfinite(x) and abs(x) < 100 for x in metrics.values())

@@ -78,7 +78,7 @@ def test_targets_of_dqn_by_hand(end: int) -> None:
   env = SimpleNamespace(observation_space=SPACE, action_space=spaces.Discrete(3))
   agent = bind(agent, env)
   t = jax.tree.map(lambda x: x[2:4], masked(end))
-  params = agent.init(jax.random.key(0)).params.network
+  params = jax.jit(agent.init)(jax.random.key(0)).params.network
   q = np.asarray(agent.network.step(params, (), jax.tree.map(lambda x: x[1], t))[0])[..., 0]
   raw = {**t.observation, 'action_mask': jnp.ones_like(t.observation['action_mask'])}
   free = agent.network.step(params, (), jax.tree.map(lambda x: x[1], t._replace(observation=raw)))
@@ -233,7 +233,7 @@ def test_a_forbidden_filler_is_in_no_metric(cls: Any) -> None:
   state = agent.initial_state(jnp.arange(2))
   outputs = ActorOutput(jnp.zeros((length, 2), jnp.int32))
   sample = Sample(Trajectory(steps, outputs, state, jnp.arange(2)), jnp.ones(2), jnp.arange(2))
-  train, key = agent.init(jax.random.key(0)), jax.random.key(1)
+  train, key = jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1)
   step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
   _, _, metrics = step(jax.tree.map(lambda x: x[None], train))
   assert abs(float(metrics['value'][0])) < 100

@@ -91,7 +91,9 @@ def window_of(batch: int = BATCH) -> Trajectory:
 
 def networks(agent: Muesli) -> tuple[Any, Any]:
   """An online network and a target network, which differ."""
-  return agent.network.init(jax.random.key(0)), agent.network.init(jax.random.key(1))
+  return jax.jit(agent.network.init)(jax.random.key(0)), jax.jit(agent.network.init)(
+    jax.random.key(1)
+  )
 
 
 def sample_of(batch: Any) -> Sample:
@@ -107,7 +109,7 @@ SQUARE, KNOWN = 0.8, 0.4  # of the moving average: a variance of 2
 def learned(agent: Muesli, window: Trajectory, known: float = KNOWN, square: Any = SQUARE) -> Any:
   """The state after `learn`, whose `opt_state` is the gradient, and the metrics."""
   online, target = networks(agent)
-  rest = agent.init(jax.random.key(0)).rest
+  rest = jax.jit(agent.init)(jax.random.key(0)).rest
   square = jnp.float32(square if known else 0)
   rest = rest._replace(target=target, square=square, weight=jnp.float32(known))
   if isinstance(agent, Recording):
@@ -439,7 +441,7 @@ def test_forbidden_actions_are_never_taken() -> None:
 def test_a_batch_is_learned_from_alike_on_several_devices() -> None:
   agent = Muesli(**vars(recording()))
   online, target = networks(agent)
-  rest = agent.init(jax.random.key(0)).rest._replace(
+  rest = jax.jit(agent.init)(jax.random.key(0)).rest._replace(
     target=target, square=jnp.float32(SQUARE), weight=jnp.float32(KNOWN)
   )
   window = window_of()

@@ -7,6 +7,7 @@ out. What it is compared with is the gradient that reaches the optimiser inside 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import unittest
 from pathlib import Path
@@ -27,6 +28,7 @@ from test_value_agents import sebulba as sebulba_of
 
 from podrace import cli, distributions, returns, topology
 from podrace.agents import search as searching
+from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero, MuZeroExtras
 from podrace.agents.search import MuZeroParams, Plan
 from podrace.errors import UsageError
@@ -142,9 +144,11 @@ def window_of(agent: MuZero, batch: int = BATCH) -> Trajectory:
 
 def learned(agent: MuZero, window: Trajectory, weight: np.ndarray, seed: int = 0) -> Any:
   """The gradient that `learn` gives its optimiser, the priorities, and the metrics."""
-  network = agent.network.init(jax.random.key(seed))
+  network = jax.jit(agent.network.init)(jax.random.key(seed))
   zeros = jax.tree.map(jnp.zeros_like, network)
-  train = TrainState(MuZeroParams(network, jnp.int32(10)), agent.init(jax.random.key(seed)).rest)
+  train = TrainState(
+    MuZeroParams(network, jnp.int32(10)), jax.jit(agent.init)(jax.random.key(seed)).rest
+  )
   train = train._replace(rest=train.rest._replace(opt_state=zeros))
   sample = Sample(window, jnp.asarray(weight), jnp.arange(len(weight)))
   step = jax.shard_map(
@@ -264,7 +268,7 @@ def test_the_reference_differs_without_a_rule(rule: str) -> None:
   """So that the test above can fail: by a hundred times its tolerance and more."""
   agent = recording()
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(0))
+  network = jax.jit(agent.network.init)(jax.random.key(0))
 
   def gradient(without: str) -> Any:
     loss = lambda n: reference(agent, n, window, WEIGHT, without)  # noqa: E731
@@ -655,7 +659,7 @@ def test_mctx_is_what_it_was_released_as(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_share_of_a_batch_is_searched_anew() -> None:
   agent = recording(simulations=3, reanalyse=0.6, target_period=4)
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(0))
+  network = jax.jit(agent.network.init)(jax.random.key(0))
   refresh = jax.jit(lambda w, k: agent.renew_plans(network, jnp.int32(10), w, k))
   plans = jax.device_get(refresh(window, jax.random.key(2)))
   old = window.outputs.extras.plan
@@ -673,7 +677,7 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
 def test_values_of_the_target_network() -> None:
   agent = recording(bootstrap='target')
   window = window_of(agent)
-  network = agent.network.init(jax.random.key(5))
+  network = jax.jit(agent.network.init)(jax.random.key(5))
   plans = agent.renew_plans(network, jnp.int32(10), window, jax.random.key(2))
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
   expected = decode(hidden @ network['v'], agent.network.support)
@@ -732,20 +736,20 @@ def test_bad_input_on_the_command_line(tmp_path: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.slow
-def test_returns_that_do_not_fit_are_told(tmp_path: Path, capsys: Capture) -> None:
+@pytest.mark.parametrize('is_muesli', [False, True])
+def test_a_range_that_is_too_narrow_is_a_sign(is_muesli: bool, tmp_path: Path) -> None:
   network = LearnedModel(
     hidden=(8,), latent=4, dynamics_hidden=(8,), head_hidden=(8,), bins=5, v_min=-0.1, v_max=0.1
   )
-  agent = MuZero(network, Buffer(1_000, 16, 200, 1.0), simulations=2, unroll=1)
+  planner = MuZero(network, Buffer(1_000, 16, 200, 1.0), simulations=2, unroll=1)
+  agent = Muesli(network, capacity=1_000, batch_size=16, min_size=200) if is_muesli else planner
   config = Config(
-    agent=agent, env='podrace:catch', num_envs=8, unroll_length=4, total_steps=2_000, devices=1
-  )
+    agent=agent, env='podrace:catch', num_envs=8, unroll_length=4, total_steps=2_000, devices=1,
+    log_every=200,
+  )  # fmt: skip
   train(config, tmp_path / 'run', quiet=True)
-  said = capsys.readouterr().err
-  assert (
-    said.count('of the targets of values are below -0.1 or above 0.1, where the atoms end') == 1
-  )
-  assert agent.advice({'outside_support': 0.0}) == agent.advice({}) == ''
+  signs = json.loads((tmp_path / 'run/diagnostics.json').read_bytes())['diagnostics']
+  assert 'values-outside-support' in [sign['name'] for sign in signs]
 
 
 # --- it learns ---------------------------------------------------------------------------------------------

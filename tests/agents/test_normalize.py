@@ -145,7 +145,7 @@ def test_an_action_mask_of_floats_is_left_as_it_is() -> None:
   agent = agent_of(
     action_mask=spaces.Box(0, 1, (2,), np.float32), x=spaces.Box(-1, 1, (3,), np.float32)
   )
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   assert [x.shape for x in params.observation.mean] == [(3,)]
   params = params._replace(
     observation=Statistics(jnp.float32(9), [jnp.ones(3)], [jnp.full(3, 4.0)])

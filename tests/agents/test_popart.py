@@ -91,7 +91,7 @@ def values(net: ActorCritic, params: Any, t: Trajectory) -> np.ndarray:
 def test_outputs_stay_when_the_statistics_move(old: tuple[float, float]) -> None:
   """1e-5 of the deviation, for normalized outputs near 1."""
   net, t = network(hidden=(16,)), trajectory(0)
-  raw = net.init(jax.random.key(0))
+  raw = jax.jit(net.init)(jax.random.key(0))
   before, after = Units(*map(jnp.float32, old)), Units(jnp.float32(310.0), jnp.float32(25.0))
   first = popart.normalize_head(raw, before)
   second = popart.normalize_head(popart.raw_head(first, before), after)
@@ -183,7 +183,7 @@ LINEAR = {
 
 def even(agent: Any) -> Any:
   """The agent's first state, with the uniform policy."""
-  train = jax.device_get(agent.init(jax.random.key(0)))
+  train = jax.device_get(jax.jit(agent.init)(jax.random.key(0)))
   net, rng = train.params.network, np.random.default_rng(0)
   head = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(np.float32), net['value_head'])
   policy = jax.tree.map(np.zeros_like, net['policy_head'])
@@ -231,7 +231,7 @@ def test_the_deviation_has_bounds() -> None:
 
 def test_statistics_of_observations_do_not_wait_for_targets_that_differ() -> None:
   agent = PPO(network(hidden=(16,)), normalize_values=True, normalize_observations=True)
-  train, made = agent.init(jax.random.key(0)), trajectory(0)
+  train, made = jax.jit(agent.init)(jax.random.key(0)), trajectory(0)
   steps = made.timesteps
   made = made._replace(timesteps=steps._replace(reward=np.zeros_like(steps.reward), observation=steps.observation + 50))  # fmt: skip
   train, _ = update(agent, train, made)
@@ -316,7 +316,7 @@ POLICIES = {
 
 def moved(agent: Any, scale: float) -> Any:
   """Four updates with rewards that are `scale` times as large; the first only measures."""
-  train = jax.device_get(agent.init(jax.random.key(0)))
+  train = jax.device_get(jax.jit(agent.init)(jax.random.key(0)))
   for i in range(4):
     train, _ = update(agent, train, trajectory(i, scale, shift=1.0), i)
   return train

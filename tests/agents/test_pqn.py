@@ -64,7 +64,7 @@ def trajectory(agent: Any, seed: int = 0) -> Trajectory:
 
 
 def update(agent: Any, t: Trajectory, devices: int = 1) -> tuple[Any, Any, Any]:
-  train = jax.device_get(agent.init(jax.random.key(0)))
+  train = jax.device_get(jax.jit(agent.init)(jax.random.key(0)))
   step = jit(learner(agent, on_policy(), topology.learner_mesh(devices)))
   after, _, metrics, _ = step(train, (), t, jax.random.key(1), jnp.int32(0))
   return train, jax.device_get(after), jax.device_get(metrics)
@@ -246,7 +246,7 @@ def test_an_update_is_the_same_on_any_number_of_devices(name: str) -> None:
 def test_there_is_one_all_reduce_for_each_gradient() -> None:
   agent = SHARED['feed-forward']
   step = jit(learner(agent, on_policy(), topology.learner_mesh(8)))
-  train = agent.init(jax.random.key(0))
+  train = jax.jit(agent.init)(jax.random.key(0))
   text = step.lower(train, (), trajectory(agent), jax.random.key(0), jnp.int32(0)).compile().as_text()  # fmt: skip
   assert [(c.kind, c.depth) for c in collectives(text)] == [('all-reduce', 1)]
 
@@ -267,7 +267,7 @@ def test_epsilon_falls_over_a_share_of_the_run() -> None:
 
 def test_a_warm_start_explores_from_the_beginning() -> None:
   agent = dataclasses.replace(LINEAR, epsilon_start=0.9)
-  own, other = (agent.init(jax.random.key(i)) for i in (0, 1))
+  own, other = (jax.jit(agent.init)(jax.random.key(i)) for i in (0, 1))
   warm = agent.warm_start(own, other.params._replace(epsilon=jnp.float32(0.05)))
   assert float(warm.params.epsilon) == pytest.approx(0.9)
   for a, b in zip(*map(jax.tree.leaves, (warm.params.network, other.params.network)), strict=True):
@@ -277,7 +277,7 @@ def test_a_warm_start_explores_from_the_beginning() -> None:
 @pytest.mark.parametrize(('greedy', 'share'), [(True, 1.0), (False, 1 - 0.3 * 2 / 3)])
 def test_all_environments_share_an_epsilon(greedy: bool, share: float) -> None:
   agent = dataclasses.replace(LINEAR, greedy=greedy)
-  params = agent.init(jax.random.key(0)).params._replace(epsilon=jnp.float32(0.3))
+  params = jax.jit(agent.init)(jax.random.key(0)).params._replace(epsilon=jnp.float32(0.3))
   rng, n = np.random.default_rng(0), 4000
   x = rng.normal(size=(n, FEATURES)).astype(np.float32)
   steps = TimeStep(x, np.zeros(n), np.ones(n), np.ones(n, np.int8))
@@ -295,7 +295,7 @@ def test_layers_are_normalized_over_their_channels() -> None:
   """Not over the places of an image; against NumPy."""
   image = spaces.Box(0, 1, (5, 6, 2), np.float32)
   net = QNetwork(torso='grid', hidden=(7,), layer_norm=True).bind(image, SPACES[1])
-  params = jax.device_get(net.init(jax.random.key(0)))
+  params = jax.device_get(jax.jit(net.init)(jax.random.key(0)))
   x = np.random.default_rng(0).random((4, 5, 6, 2)).astype(np.float32)
   q, _ = net.step(params, (), TimeStep(x, np.zeros(4), np.ones(4), np.ones(4, np.int8)))
 

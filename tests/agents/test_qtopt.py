@@ -23,6 +23,7 @@ from test_value_losses import (
   assert_gradient,
   continuous,
   learn,
+  learning,
   many,
   random_window,
 )
@@ -164,11 +165,12 @@ def test_both_target_networks_follow() -> None:
   """theta1 averages theta, which takes the gradients; theta2 is theta1 of every third step."""
   agent = bound(target_rate=0.25, target_period=3)
   train = jax.jit(agent.init)(jax.random.key(0))
-  window = random_window(1, 5, continuous)
+  learned = learning(agent, sample_of(random_window(1, 5, continuous)))
   average, copy = (jax.device_get(x) for x in train.params)
   for step in range(1, 8):
-    train, _, _ = learn(agent, train, sample_of(window))
-    average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, train.rest.network)
+    train, _, _ = learned(train)
+    network = jax.device_get(train.rest.network)
+    average = jax.tree.map(lambda a, x: 0.75 * a + 0.25 * x, average, network)
     copy = average if step % 3 == 0 else copy
     for computed, expected in ((train.params.theta1, average), (train.params.theta2, copy)):
       jax.tree.map(

@@ -253,18 +253,22 @@ def test_learning_sees_what_acting_saw(core: Any, recurrence: Recurrence) -> Non
   state = program.run(program.init(keys(0)), jnp.int32(20))
   agent = program.agent
   replay = agent.memory(8, 4)
-  sample = replay.sample(state.memory, jax.random.key(2))
-  batch = agent.transitions(sample)
+
+  @jax.jit
+  def read(memory: Any, params: Any) -> tuple[Any, ...]:
+    sample = replay.sample(memory, jax.random.key(2))
+    batch = agent.transitions(sample)
+    q = agent.network.mean(batch.outputs(agent.network, params))
+    return sample, batch.step.mask, value_based.select_action(q, batch.step.action), q.max(-1)
+
+  sample, mask, taken, best = read(state.memory, state.train.params.network)
   extras = jax.tree.map(
     lambda x: x[recurrence.burn_in :].reshape(-1), sample.trajectory.outputs.extras
   )
-  params = state.train.params.network
-  q = agent.network.mean(batch.outputs(agent.network, params))
-  valid = np.asarray(batch.step.mask) > 0
+  valid = np.asarray(mask) > 0
   assert valid.sum() > 100 and (~valid).sum() > 10
-  taken = value_based.select_action(q, batch.step.action)
   np.testing.assert_allclose(taken[valid], extras.value[valid], rtol=1e-4, atol=1e-5)
-  np.testing.assert_allclose(q.max(-1)[valid], extras.best[valid], rtol=1e-4, atol=1e-5)
+  np.testing.assert_allclose(best[valid], extras.best[valid], rtol=1e-4, atol=1e-5)
   if recurrence.start == 'episode':
     assert (sample.trajectory.timesteps.step_type[0] == FIRST).all()
 
@@ -302,7 +306,7 @@ def test_inputs_of_the_core() -> None:
   ):
     flags: Any = dict(previous_action=False, previous_reward=False) | settings
     actor = Actor(hidden=(8,), core='gru', core_size=5, **flags).bind(VECTOR, BOX)
-    params = actor.init(jax.random.key(0))
+    params = jax.jit(actor.init)(jax.random.key(0))
     state = actor.initial_state(7)
 
     def outputs(t: Any, before: Any, actor: Any = actor, params: Any = params, state: Any = state) -> Any:  # fmt: skip

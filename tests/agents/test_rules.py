@@ -124,7 +124,7 @@ def test_no_network_sees_the_state() -> None:
   networks = [
     ActorCritic(hidden=(8,)).bind(e.observation_space, e.action_space) for e in (plain, shown)
   ]
-  params = [n.init(jax.random.key(0)) for n in networks]
+  params = [jax.jit(n.init)(jax.random.key(0)) for n in networks]
   jax.tree.map(np.testing.assert_array_equal, *params)
   with jax.debug_key_reuse(False):
     timesteps = [
@@ -151,7 +151,7 @@ def searcher(simulations: int, env: str = SELF, says: float = 0.0, **settings: A
   def moved(path: Any, x: Any) -> Any:  # the bias of the value, which is `says` then
     return x + says if 'value_head' in jax.tree_util.keystr(path) and x.shape == (1,) else x
 
-  network = jax.tree_util.tree_map_with_path(moved, agent.network.init(jax.random.key(0)))
+  network = jax.tree_util.tree_map_with_path(moved, jax.jit(agent.network.init)(jax.random.key(0)))
   params = MuZeroParams(network, jnp.int32(0))
 
   @jax.jit

@@ -137,6 +137,19 @@ def test_a_projection_adds_up_and_keeps_the_mean(name: str) -> None:
   np.testing.assert_allclose(many, p.astype(np.float64) @ expected, atol=1e-6)
 
 
+def test_the_share_of_targets_outside_of_the_support() -> None:
+  support = jnp.linspace(0.0, 10.0, 11)
+  p = jnp.tile(jax.nn.one_hot(10, 11), (5, 1)).at[4].set(1 / 11)
+  r_t, discount_t = jnp.array([1.0, 2, -1, 5, 5]), jnp.array([0.9, 0.9, 0, 1, 0.9])
+  mask = jnp.array([1.0, 1, 1, 0, 1])  # means 10, 11, -1, 15 (of no episode) and 9.5
+  nothing: Any = ()
+  step = value_based.NStepTransitions(r_t, discount_t, nothing, nothing, (), mask, nothing)
+  targets, metrics = value_based.project(step, p, support)
+  assert float(metrics['outside_support']) == pytest.approx(2 / 4)
+  np.testing.assert_allclose(targets @ support, [10, 10, 0, 10, 8.5], atol=1e-5)
+  np.testing.assert_allclose(targets.sum(-1), np.ones(5), atol=1e-6)
+
+
 @pytest.mark.parametrize('threshold', [1.0, 0.4])
 def test_quantile_loss(threshold: float) -> None:
   rng = np.random.default_rng(0)
@@ -275,13 +288,22 @@ def fixed(sample: Sample) -> Replay:
   )
 
 
+def learning(agent: Any, sample: Sample) -> Any:
+  """`learn` from one sample, compiled once: a function of the state."""
+  step = jax.jit(learner(agent, fixed(sample), topology.learner_mesh(1)))
+
+  def learned(train: Any) -> tuple[Any, Any, Any]:
+    train, priority, metrics, _ = step(
+      train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
+    )
+    return train, priority, metrics
+
+  return learned
+
+
 def learn(agent: Any, train: Any, sample: Sample) -> tuple[Any, Any, Any]:
   """(the new state, priorities, metrics) of one step on one device."""
-  step = learner(agent, fixed(sample), topology.learner_mesh(1))
-  train, priority, metrics, _ = jax.jit(step)(
-    train, jnp.zeros(B), sample.trajectory, jax.random.key(1), jnp.int32(0)
-  )
-  return train, priority, metrics
+  return learning(agent, sample)(train)
 
 
 def random_window(length: int, seed: int, action: Any, state: Any = (), extras: Any = ()) -> Any:

@@ -254,7 +254,7 @@ def test_every_episode_is_counted_once(length: int) -> None:
   env, num_envs = NextStepReset(Dice()), 5
   agent = bound(AGENTS['impala'], env)
   unroll = jax.jit(functools.partial(actor.unroll, agent, batch(env, num_envs), length=length))
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   state = actor.begin(agent, batch(env, num_envs), jnp.arange(num_envs), jax.random.key(1))
   stream = [jax.tree.map(lambda x: np.asarray(x)[None], state.timestep)]
   for i in range(75 // length):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from podrace import cli
 from podrace.commands import rm, train, watch
+from podrace.commands.configure import agent_settings
 from podrace.errors import UsageError
 
 # Arguments of `podrace train` -> texts that the message has.
@@ -256,6 +259,34 @@ def test_a_setting_without_a_type_is_named(
       cli.main(['train', '--agent', 'untyped_agent:Mine', words, '1'])
     message = capsys.readouterr().err
     assert exit_.value.code == 2 and text in message and message.count('\n') == 1
+
+
+def test_a_narrow_terminal_cuts_no_message(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  messages = []
+  for columns in ('20', '200'):
+    monkeypatch.setenv('COLUMNS', columns)
+    with pytest.raises(SystemExit) as end:
+      cli.main(['train', '--agent.network.hidden', '64', 'x'])
+    messages.append(capsys.readouterr().err)
+    assert end.value.code == 2 and os.environ['COLUMNS'] == columns
+  assert messages[0] == messages[1]
+
+
+def test_options_may_have_underscores(tmp_path: Path) -> None:
+  words = ['--total_steps', '512', '--eval_every', '0', '--save_config', str(tmp_path / 'a.toml')]
+  with pytest.raises(SystemExit) as end:
+    cli.main(['train', 'muzero-tictactoe', *words])
+  assert end.value.code == 0
+  saved = tomllib.loads((tmp_path / 'a.toml').read_text())
+  assert (saved['total_steps'], saved['eval_env']) == (512, '')  # which needs evaluations
+
+
+def test_settings_of_the_agent_may_come_before_the_run() -> None:
+  for words in (['--agent.normalize-observations'], ['--agent.no-anneal-learning-rate'],
+                ['--agent.discount', '0.9'], ['--agent.network.hidden', '8', '8']):  # fmt: skip
+    assert agent_settings([*words, 'runs/a', '--seed', '3']) == (words, ['runs/a', '--seed', '3'])
 
 
 def test_ctrl_d_at_the_question_deletes_nothing(tmp_path: Path, monkeypatch: Any) -> None:

@@ -16,8 +16,9 @@ from shorthand import slow_after
 
 HANGS_IN_C = """
 import ctypes
-from podrace.system.process import end_on_signals
+from podrace.system.process import end_at_once, end_on_signals, on_signals
 end_on_signals()
+on_signals(end_at_once).__enter__()  # as `podrace train` does
 mutex = ctypes.create_string_buffer(256)
 libc = ctypes.CDLL(None)
 libc.pthread_mutex_lock(mutex)

@@ -48,6 +48,16 @@ def test_the_commands_that_compute() -> None:
   assert {'train', 'discover', 'sweep', 'eval', 'watch', 'export', 'act', 'launch'} <= {*OF_JAX}
 
 
+def test_a_working_directory_that_was_removed(
+  tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+  (tmp_path / 'here').mkdir()
+  monkeypatch.chdir(tmp_path / 'here')
+  (tmp_path / 'here').rmdir()
+  code, out, err = called(capsys, 'eval', 'runs/a')
+  assert code == 2 and not out and len(err.splitlines()) == 1
+
+
 @pytest.mark.parametrize('name', OF_JAX)
 def test_no_command_computes_in_64_bits(name: str, tmp_path: Path, capsys: Capture) -> None:
   with jax.enable_x64(True):

@@ -484,7 +484,7 @@ def test_who_acts_is_of_the_learners_run(tmp_path: Path) -> None:
     agent = resolve(config).agent
     example = example_trajectory(agent, spec, 4, config.unroll_length)
     run_tables.unrolls_table(client, 4, example, spec.action_space, 'one-1')
-    shapes = agent.init(jax.random.key(0)).params
+    shapes = jax.jit(agent.init)(jax.random.key(0)).params
     acting = acting_process.Acting(resolve(config), acting_process.Options(addresses))
 
     def publish(version: int, name: str) -> None:
@@ -548,7 +548,7 @@ def test_a_process_moves_to_other_environments(
   options = acting_process.Options(addresses, 2)
   agent = resolve(config).agent
   told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
-  leaves = [*to_leaves(agent.init(jax.random.key(0)).params),
+  leaves = [*to_leaves(jax.jit(agent.init)(jax.random.key(0)).params),
             (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
   with (
     ReplayServer(addresses.replay[0]),
@@ -583,7 +583,7 @@ def test_a_run_that_is_complete_ends_a_process_that_waits_for_a_service(
   caplog.set_level(logging.INFO)
   config, addresses = tiny(), addresses_in(tmp_path)
   told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
-  leaves = [*to_leaves(resolve(config).agent.init(jax.random.key(0)).params),
+  leaves = [*to_leaves(jax.jit(resolve(config).agent.init)(jax.random.key(0)).params),
             (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
   with parameters.Publisher(addresses.parameters, environments=4) as publisher:
     publisher.publish(1, leaves)
@@ -774,7 +774,7 @@ def test_new_windows_have_the_highest_priority_of_the_learner(
   agent = DQN(buffer=settings(capacity=64, priority_exponent=1.0, min_size=16, batch_size=8))
   config, addresses = tiny(agent=agent), addresses_in(tmp_path)
   told = json.dumps({**run_identity.record(config), run_identity.RUN: 'one-1'}).encode()
-  leaves = [*to_leaves(resolve(config).agent.init(jax.random.key(0)).params),
+  leaves = [*to_leaves(jax.jit(resolve(config).agent.init)(jax.random.key(0)).params),
             (run_identity.RECORD, np.frombuffer(told, np.uint8))]  # fmt: skip
   with (
     ReplayServer(addresses.replay[0]),

@@ -80,7 +80,7 @@ def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   agent = recording(simulations=3, reanalyse_simulations=5)
   window, key = window_of(agent), jax.random.key(2)
   params, other = (
-    MuZeroParams(agent.network.init(jax.random.key(i)), jnp.int32(42)) for i in (0, 1)
+    MuZeroParams(jax.jit(agent.network.init)(jax.random.key(i)), jnp.int32(42)) for i in (0, 1)
   )
   refresh = jax.jit(agent.refresh, compiler_options=quick)
   fresh = jax.device_get(refresh(params, window, key))
@@ -115,7 +115,7 @@ def test_states_behind_a_burn_in_are_refreshed() -> None:
   window = window._replace(timesteps=window.timesteps._replace(step_type=within))
   network = jax.tree.map(  # a new one values all states alike
     lambda x: jnp.asarray(rng.normal(size=x.shape), x.dtype),
-    agent.init(jax.random.key(0)).params.network,
+    jax.jit(agent.init)(jax.random.key(0)).params.network,
   )
   params, key = MuZeroParams(network, jnp.int32(9)), jax.random.key(1)
   refresh = jax.jit(agent.refresh, compiler_options=quick)
@@ -189,7 +189,9 @@ class Learner:
 
   def publish(self, version: int, *more: Any, run: str = 'one-1') -> None:
     """Parameters that have had as many steps as their version."""
-    params = self.agent.init(jax.random.key(version)).params._replace(steps=jnp.int32(version))
+    params = jax.jit(self.agent.init)(jax.random.key(version)).params._replace(
+      steps=jnp.int32(version)
+    )
     told = json.dumps({**run_identity.record(self.config), run_identity.RUN: run}).encode()
     record = run_identity.RECORD, np.frombuffer(told, np.uint8)
     self.publisher.publish(version, [*to_leaves(params), record, *more])

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from shorthand import slow_after
 from typed_envs import ACTIONS
 
 from podrace import distributions
@@ -94,8 +95,12 @@ def test_spaces_in_the_types_of_jax(declared) -> None:
     declared(Discrete(2**40))
 
 
+def made(kind: str, seen: int = 5):
+  return host.make(f'gymnasium:typed_envs:Typed-v0,kind={kind},seen={seen}')
+
+
 def typed(kind: str, seen: int = 5):
-  spec = host.make(f'gymnasium:typed_envs:Typed-v0,kind={kind},seen={seen}')
+  spec = made(kind, seen)
   assert spec.try_out is not None
   spec.try_out(60.0)
   return spec
@@ -103,7 +108,7 @@ def typed(kind: str, seen: int = 5):
 
 @pytest.mark.parametrize('kind', ACTIONS)
 def test_an_environment_gets_actions_as_its_space_samples_them(kind: str) -> None:
-  space = typed(kind).action_space
+  space = made(kind).action_space
   policy = distributions.for_space(space)
   raw = policy.sample(jnp.zeros((64, policy.size)), jax.random.key(0))
   sent = np.zeros((64, *space.shape), space.dtype)  # as the memory that workers share
@@ -113,6 +118,14 @@ def test_an_environment_gets_actions_as_its_space_samples_them(kind: str) -> Non
     sample = own.sample()
     assert type(action) is type(sample) and action.dtype == sample.dtype
     assert action.shape == sample.shape and own.contains(action)
+
+
+@pytest.mark.parametrize(
+  'kind', slow_after(2, 'scalar', 'half', *sorted(ACTIONS.keys() - {'scalar', 'half'}))
+)
+def test_its_worker_process_gives_it_such_actions(kind: str) -> None:
+  """Or the environment refuses them."""
+  typed(kind)
 
 
 def test_integers_of_64_bits_are_observed_or_refused() -> None:

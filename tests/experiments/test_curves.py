@@ -14,7 +14,7 @@ from shorthand import Capture
 from test_runs import called
 
 from podrace.errors import UsageError
-from podrace.experiments import curves, plot, scores
+from podrace.experiments import curves, plot, scores, statistics
 from podrace.experiments.labels import make_labels
 from podrace.run import metrics
 from podrace.run.summary import final_return
@@ -355,3 +355,11 @@ def test_aggregates_need_the_same_tasks(tmp_path: Path) -> None:
 def test_many_lines_are_all_different() -> None:
   styles = [json.dumps(plot.line_style(i)) for i in range(28)]
   assert len(set(styles)) == 28
+
+
+def test_an_agent_without_a_curve_is_in_the_picture(tmp_path: Path, monkeypatch: Any) -> None:
+  monkeypatch.setitem(statistics.interval.__kwdefaults__, 'resamples', 50)
+  x = np.linspace(0, 1, 5)
+  tasks = {name: [np.array([0.0, 1.0])] for name in ('a', 'b')}
+  numbers = plot.draw_aggregate(tasks, '', tmp_path / 'x.png', {'a': curves.Band(x, x, x, x, x)})
+  assert [*numbers] == ['a', 'b'] and Image.open(tmp_path / 'x.png').size[0] > 0

@@ -52,31 +52,38 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
   return folder
 
 
-@contextlib.contextmanager
-def opened(out: Path) -> Iterator[Any]:
-  """A page in Chromium, with what it said, and what it asked of a network."""
+@pytest.fixture(scope='module')
+def browser(runs: Path) -> Iterator[Any]:
+  """Chromium, for all pages. The runs are made before it: they need a loop of asyncio for themselves."""
   from playwright.sync_api import sync_playwright
 
   path = shutil.which('chromium')
   assert path, 'this test needs a browser: apt-get install chromium'
   with sync_playwright() as p:
-    browser = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
-    found = browser.new_page(viewport={'width': 1200, 'height': 900})
-    found.said, found.asked = [], []
-    found.on('console', lambda m: found.said.append(m.text))
-    found.on('pageerror', lambda e: found.said.append(str(e)))
-    found.on('request', lambda r: found.asked.append(r.url))
-    found.goto(out.as_uri())
+    found = p.chromium.launch(executable_path=path, args=['--no-sandbox'])
     yield found
-    browser.close()
+    found.close()
+
+
+@contextlib.contextmanager
+def opened(browser: Any, out: Path) -> Iterator[Any]:
+  """A page in Chromium, with what it said, and what it asked of a network."""
+  found = browser.new_page(viewport={'width': 1200, 'height': 900})
+  found.said, found.asked = [], []
+  found.on('console', lambda m: found.said.append(m.text))
+  found.on('pageerror', lambda e: found.said.append(str(e)))
+  found.on('request', lambda r: found.asked.append(r.url))
+  found.goto(out.as_uri())
+  yield found
+  found.close()
 
 
 @pytest.fixture(scope='module')
-def page(runs: Path) -> Iterator[Any]:
+def page(runs: Path, browser: Any) -> Iterator[Any]:
   """The report in Chromium; nothing may be asked of a network."""
   out = runs.parent / 'report.html'
   report.write_report(sorted(p for p in runs.iterdir()), out)
-  with opened(out) as found:
+  with opened(browser, out) as found:
     yield found
 
 
@@ -84,7 +91,7 @@ def groups_of(run: Path) -> list[dict[str, Any]]:
   return collect_groups(read_runs([run]).runs, {run: metrics.read(run / 'eval.jsonl')})
 
 
-def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
+def test_each_environment_has_its_panels(runs: Path, browser: Any, tmp_path: Path) -> None:
   """Returns of two environments cannot be compared. A group has one colour in all panels."""
   envs = {'catch': 'podrace:catch', 'own': 'python:m.f,x=<b>'}
   for name, env in envs.items():
@@ -93,7 +100,7 @@ def test_each_environment_has_its_panels(runs: Path, tmp_path: Path) -> None:
     (tmp_path / name / 'config.json').write_text(json.dumps({**record, 'env': env}))
   paths = [tmp_path / 'catch', runs / 'b', tmp_path / 'own']
   report.write_report(paths, tmp_path / 'r.html')
-  with opened(tmp_path / 'r.html') as page:
+  with opened(browser, tmp_path / 'r.html') as page:
     assert page.said == []
     panels = page.locator('.panel')
     titles = page.locator('.panel h3').all_text_contents()
@@ -149,14 +156,14 @@ def write_run(path: Path, returns: list[float], seed: int, agent: str = 'ppo', *
 
 
 @pytest.mark.slow
-def test_the_seeds_of_a_setting_are_one_line_with_an_interval(tmp_path: Path) -> None:
+def test_the_seeds_of_a_setting_are_one_line_with_an_interval(browser: Any, tmp_path: Path) -> None:
   for seed in range(3):
     write_run(tmp_path / f'ppo{seed}', [0.0, 1.0 + seed, 4.0 + 2 * seed], seed)
   write_run(tmp_path / 'again', [0.0, 1.0, 4.0], 0)  # seed 0 to the bit
   write_run(tmp_path / 'dqn', [0.0, 0.5, 1.0], 0, agent='dqn', metric='value')
   result = report.write_report(find(tmp_path), tmp_path / 'r.html')
   assert result['runs'] == 4 and 'counted once' in ' '.join(result['left_out'])
-  with opened(tmp_path / 'r.html') as page:
+  with opened(browser, tmp_path / 'r.html') as page:
     first = page.locator('.panel').first
     legend = first.locator('.legend .entry').all_text_contents()
     assert sorted(legend) == ['dqn (n=1)', 'ppo (n=3)']
@@ -213,12 +220,12 @@ def titles(page: Any, start: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
+def test_a_panel_without_values_is_left_out(browser: Any, tmp_path: Path) -> None:
   """Of two environments only one has the metric that is chosen."""
   write_run(tmp_path / 'ppo', [0.0, 1.0], 0)
   write_run(tmp_path / 'dqn', [0.0, 1.0], 0, agent='dqn', metric='value', env='podrace:maze')
   report.write_report(find(tmp_path), tmp_path / 'r.html')
-  with opened(tmp_path / 'r.html') as page:
+  with opened(browser, tmp_path / 'r.html') as page:
     assert page.get_by_label('metric', exact=True).input_value() == 'loss'  # both have it
     assert titles(page, 'Any') == [
       'Any metric: podrace:maze', 'Any metric: podrace:catch'
@@ -232,22 +239,24 @@ def test_a_panel_without_values_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
   'agent, metric', slow_after(1, ('dqn', 'value'), ('ppo', 'entropy'), ('mine', 'loss'))
 )
-def test_the_metric_shown_first_is_the_agents(agent: str, metric: str, tmp_path: Path) -> None:
+def test_the_metric_shown_first_is_the_agents(
+  agent: str, metric: str, browser: Any, tmp_path: Path
+) -> None:
   write_run(tmp_path / 'run', [0.0, 1.0], 0, agent=agent, metric=metric)
   report.write_report([tmp_path / 'run'], tmp_path / 'r.html')
-  with opened(tmp_path / 'r.html') as page:
+  with opened(browser, tmp_path / 'r.html') as page:
     assert page.get_by_label('metric', exact=True).input_value() == metric
 
 
 @pytest.mark.slow
-def test_scores_of_atari(tmp_path: Path) -> None:
+def test_scores_of_atari(browser: Any, tmp_path: Path) -> None:
   run = write_run(tmp_path / 'pong', [14.6] * 20, 0, env='ale:pong')
   other = write_run(tmp_path / 'catch', [1.0], 0)
   (group,) = groups_of(run)
   assert group['anchors'] == 'random play -20.7, human 14.6'
   assert group['normalized'] == pytest.approx(1.0)
   report.write_report([other, run], tmp_path / 'r.html')
-  with opened(tmp_path / 'r.html') as page:
+  with opened(browser, tmp_path / 'r.html') as page:
     cells = [r.locator('td').all_text_contents() for r in page.locator('#scores tbody tr').all()]
     assert cells[0][-2:] == ['none known', '–']
     assert cells[1][-2:] == ['random play -20.7, human 14.6', '1']

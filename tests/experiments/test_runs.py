@@ -289,13 +289,17 @@ def test_rm_deletes_the_working_directory(
 ) -> None:
   a = make(tmp_path / 'a', line(1))
   monkeypatch.chdir(a)
+  for command in (['rm', '', '--yes'], ['runs', ''], ['plot', '']):  # as of an unset variable
+    assert called(capsys, *command)[0] == 2 and a.exists()
   assert called(capsys, 'rm', '.', '--yes')[0] == 0 and not a.exists()
 
 
 def test_rm_asks(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
   a = make(tmp_path / 'a', line(1))
-  code, _, err = called(capsys, 'rm', str(a))
-  assert code == 2 and '--yes' in err and a.exists()
+  for stdin in (sys.stdin, None):  # None: it is closed
+    monkeypatch.setattr(sys, 'stdin', stdin)
+    code, _, err = called(capsys, 'rm', str(a))
+    assert code == 2 and '--yes' in err and a.exists()
   monkeypatch.setattr(sys.stdin, 'isatty', lambda: True, raising=False)
   monkeypatch.setattr('builtins.input', lambda prompt: 'n')
   assert called(capsys, 'rm', str(a))[:2][0] == 1 and a.exists()

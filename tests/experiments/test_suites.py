@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -18,6 +19,7 @@ import pytest
 from children import Process, hide_library, until
 from disks import small_disk
 from processes import as_users_have_it, cache, command, summary
+from shared_programs import shared_programs
 from shorthand import Capture, Patch, TempPaths, slow_after
 from test_runs import called
 
@@ -92,11 +94,14 @@ def tiny(tmp_path_factory: TempPaths, cache: Path) -> Path:
     with pytest.raises(SystemExit) as end:
       cli.main(['reproduce', *arguments(folder, '--program', name)])
     assert end.value.code == 0
-  done = command('reproduce', *arguments(folder))
-  assert done.returncode == 0, done.stderr
-  result = json.loads(done.stdout.splitlines()[-1])
+  out, err = io.StringIO(), io.StringIO()
+  to_out, to_err = contextlib.redirect_stdout(out), contextlib.redirect_stderr(err)
+  with to_out, to_err, pytest.raises(SystemExit) as end:
+    cli.main(['reproduce', *arguments(folder)])
+  assert end.value.code == 0, err.getvalue()
+  result = json.loads(out.getvalue().splitlines()[-1])
   assert (result['programs'], result['recorded']) == (5, 5)
-  assert '1 of 1 programs done' in done.stderr
+  assert '1 of 1 programs done' in err.getvalue()
   return folder
 
 
@@ -720,13 +725,14 @@ def test_a_page_of_one_agent_whose_tasks_share_an_environment(
   (tmp_path / 'tiny.toml').write_text(text)
   (tmp_path / 'records').mkdir()
   for task in ('catch', 'again'):
-    record = records(tiny)['catch.impala.0'] | {'task': task}
+    record = records(tiny)['catch.impala.0'] | {'task': task, 'commit': 'version 0.1.0'}
     (tmp_path / f'records/{task}.impala.0.json').write_text(json.dumps(record))
   page = tmp_path / 'page' / 'x.md'
   assert called(capsys, 'reproduce', *arguments(tmp_path, '--page', str(page)))[0] == 0
   assert sorted(p.name for p in page.parent.iterdir()) == ['x-curves.png', 'x.md']
   rows = [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
   assert len(rows) == 2 and panels == ['catch', 'again']
+  assert '| version 0.1.0 |' in page.read_text()
 
 
 def test_a_page_of_records_without_scores_or_curves(
@@ -814,15 +820,34 @@ def test_runs_are_compared_with_a_suite(tiny: Path, tmp_path: Path, capsys: Capt
   assert called(capsys, 'plot', runs[0], *args, '--out', str(out))[0] == 2
 
 
-@pytest.mark.parametrize('place', slow_after(1, 'checkout', 'every suite'))
+@pytest.mark.parametrize(
+  ('suite', 'env', 'agents', 'place'),
+  slow_after(
+    1,
+    ('atari-pong', 'ale:pong,size=60', {'dqn'}, 'checkout'),  # of 3 programs, and 53 of classic
+    ('classic', 'gymnax:CartPole-v1', {'ppo', 'pqn'}, 'checkout'),
+    ('classic', 'gymnax:CartPole-v1', {'ppo', 'pqn'}, 'every suite'),
+  ),
+)
 def test_records_of_the_checkout_and_of_all_suites_are_used(
-  place: str, tiny: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch
+  suite: str,
+  env: str,
+  agents: set[str],
+  place: str,
+  tiny: Path,
+  tmp_path: Path,
+  capsys: Capture,
+  monkeypatch: Patch,
 ) -> None:
-  run, out = str(tiny / 'runs' / 'cartpole.ppo.0'), str(tmp_path / 'x.png')
+  """The settings of each program are compared with its record's."""
+  shutil.copytree(tiny / 'runs' / 'cartpole.ppo.0', tmp_path / 'run')
+  config = tmp_path / 'run' / 'config.json'
+  config.write_text(json.dumps(json.loads(config.read_text()) | {'env': env}))
+  run, out = str(tmp_path / 'run'), str(tmp_path / 'x.png')
   more = () if place == 'checkout' else ('--records', str(ROOT / suites.RECORDS))
   monkeypatch.chdir(tmp_path)
-  code, printed, err = called(capsys, 'plot', run, '--suite', 'classic', *more, '--out', out)
-  assert code == 0 and {'yours: ppo', 'ppo', 'pqn'} <= set(json.loads(printed)['groups']), err
+  code, printed, err = called(capsys, 'plot', run, '--suite', suite, *more, '--out', out)
+  assert code == 0 and {'yours: ppo', *agents} <= set(json.loads(printed)['groups']), err
 
 
 def test_reproduce_lists_the_records_that_plot_reads(

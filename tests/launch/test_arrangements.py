@@ -59,6 +59,21 @@ def test_each_process_gets_options_that_it_takes(tmp_path: Path) -> None:
   )
 
 
+def test_each_process_that_loads_code_may_do_so(tmp_path: Path) -> None:
+  code = ('--allow-code', 'a', '--allow-code', 'b')
+  found = commands(ARRANGEMENTS['reanalyse'](asked('muzero-catch', *code, actors=1)), tmp_path)
+  assert [name for name in found if ' '.join(code) in found[name]] == [
+    'learner',
+    'act',
+    'reanalyse',
+  ]
+
+
+def test_listeners_get_their_peer_timeout(tmp_path: Path) -> None:
+  found = commands(ARRANGEMENTS['apex'](asked('apex-pong', '--peer-timeout', '30')), tmp_path)
+  assert [x for x in found if ' --peer-timeout 30' in found[x]] == ['replay', 'learner']
+
+
 def test_every_process_has_keys_on_several_machines() -> None:
   presets = (('seed', 'pong'), ('apex', 'apex-pong'), ('reanalyse', 'muzero-catch'))
   for arrangement, preset in presets:
@@ -287,6 +302,7 @@ def test_what_would_be_started_is_shown(tmp_path: Path) -> None:
     (('catch', '--as', 'learners', '--actors', '2'), '--actors'),
     (('catch', '--as', 'learners', '--on', 'skypilot'), '--learners 2'),
     (('catch', '--as', 'impala', '--listen', 'unix:x'), '--listen'),
+    (('catch', '--as', 'learners', '--peer-timeout', '30'), '--peer-timeout'),
   ],
 )
 def test_bad_usage(

@@ -121,7 +121,7 @@ def test_unroll_is_step_by_step(torso: str, core: str, monkeypatch: pytest.Monke
 )
 def test_unroll_is_step_by_step_for_vectors(action: Any, core: str, shared: bool) -> None:
   net = network(vector(), action, core=core, shared=shared)
-  params, state, steps = net.init(key()), random_state(net), timesteps(vector())
+  params, state, steps = init(net), random_state(net), timesteps(vector())
   unrolled, _ = jit(net.unroll)(params, state, steps)
   stepped, _ = jit(functools.partial(networks.unroll_steps, net))(params, state, steps)
   assert unrolled.policy.shape == (T, B, net.distribution.size)
@@ -131,9 +131,9 @@ def test_unroll_is_step_by_step_for_vectors(action: Any, core: str, shared: bool
 
 def test_unroll_merged_is_step_by_step() -> None:
   net = network()
-  params, steps = net.init(key()), timesteps(vector())
-  merged, state = networks.unroll_merged(net, params, (), steps)
-  stepped, _ = networks.unroll_steps(net, params, (), steps)
+  params, steps = init(net), timesteps(vector())
+  merged, state = jit(functools.partial(networks.unroll_merged, net))(params, (), steps)
+  stepped, _ = jit(functools.partial(networks.unroll_steps, net))(params, (), steps)
   assert state == ()
   np.testing.assert_allclose(merged.policy, stepped.policy, **TOLERANCE)
   np.testing.assert_allclose(merged.value, stepped.value, **TOLERANCE)
@@ -176,7 +176,7 @@ def test_no_gradient_passes_first(core: str) -> None:
     return jnp.sum(output.value[3:])
 
   # Of a transformer, the second array says which timesteps belong to the episode.
-  for grad in jax.grad(after)(random_state(net, 2))[: 1 if core == 'transformer' else None]:
+  for grad in jit(jax.grad(after))(random_state(net, 2))[: 1 if core == 'transformer' else None]:
     assert not np.asarray(grad[0]).any() and np.asarray(grad[1]).any()
 
 
@@ -437,7 +437,7 @@ TREES = {
 @pytest.mark.parametrize('space', TREES.values(), ids=TREES)
 def test_every_part_of_an_observation_is_seen(space: Any) -> None:
   net = network(space)
-  params, steps = net.init(key()), timesteps(space)
+  params, steps = init(net), timesteps(space)
   unroll = jit(net.unroll)
   before, _ = unroll(params, net.initial_state(B), steps)
   assert before.policy.shape == (T, B, 3)
@@ -455,7 +455,7 @@ def test_every_part_of_an_observation_is_seen(space: Any) -> None:
 def test_action_mask(dtype: Any) -> None:
   space = spaces.Dict(x=vector(), action_mask=spaces.Box(0, 1, (3,), np.int8))
   net = network(space)
-  params, steps = net.init(key()), timesteps(space)
+  params, steps = init(net), timesteps(space)
   mask = np.broadcast_to(np.array([1, 0, 1], dtype), (T, B, 3))
   steps.observation['action_mask'] = mask
   masked, _ = net.unroll(params, (), steps)
@@ -472,7 +472,7 @@ def test_action_mask_of_several_choices() -> None:
   space = spaces.Dict(x=vector(), action_mask=spaces.MultiBinary(5))
   net = network(space, spaces.MultiDiscrete([2, 3]))
   steps = timesteps(space)
-  masked, _ = net.unroll(net.init(key()), (), steps)
+  masked, _ = net.unroll(init(net), (), steps)
   mask = np.asarray(steps.observation['action_mask']) != 0
   parts = np.split(mask, [2], axis=-1)
   assert not all(part.any(-1).all() for part in parts)  # some parts allow nothing: then all

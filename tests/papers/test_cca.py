@@ -32,7 +32,7 @@ def agent_of(**settings: Any) -> Any:
 
 def learned(agent: Any) -> tuple[Any, Any]:
   """Returns parameters of the policy and of the models, without zeros."""
-  train = agent.init(jax.random.key(0))
+  train = jax.jit(agent.init)(jax.random.key(0))
   rng = np.random.default_rng(0)
   return jax.tree.map(
     lambda x: x + rng.normal(0.0, 0.2, x.shape).astype('f'), (train.params, train.rest[0])
@@ -233,7 +233,7 @@ def test_two_devices_make_the_same_update(credit: str) -> None:
   agent, params = agent_of(credit=credit), []
   for devices in (1, 2):
     step = jax.jit(learner(agent, on_policy(), learner_mesh(devices)))
-    train = agent.init(jax.random.key(0))
+    train = jax.jit(agent.init)(jax.random.key(0))
     train, *_ = step(train, (), TRAJECTORY, jax.random.key(1), jnp.int32(0))
     params.append((train.params, train.rest[0]))
   assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-5), *params))

@@ -141,7 +141,7 @@ def test_the_loss_of_the_agent(hindsight: bool) -> None:
   assert_equal(
     lambda p: agent.loss(p, trajectory, jax.random.key(0))[0],
     lambda p, fixed: agent_loss(p, fixed, agent, exact),
-    NETWORK.init(jax.random.key(0)),
+    jax.jit(NETWORK.init)(jax.random.key(0)),
   )
 
 
@@ -197,7 +197,7 @@ def test_two_devices_make_the_same_update() -> None:
   params = []
   for devices in (1, 2):
     step = jax.jit(learner(AGENT, on_policy(), learner_mesh(devices)))
-    train = AGENT.init(jax.random.key(0))
+    train = jax.jit(AGENT.init)(jax.random.key(0))
     train, *_ = step(train, (), random_trajectory(), jax.random.key(1), jnp.int32(0))
     params.append(train.params)
   assert jax.tree.all(jax.tree.map(lambda a, b: np.allclose(a, b, atol=1e-6), *params))

@@ -359,7 +359,7 @@ def test_an_export_that_fails_leaves_no_draft(tmp_path: Path, monkeypatch: Patch
     raise MemoryError
 
   agent = bind(Impala(ActorCritic(hidden=(4,))), Catch())
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   monkeypatch.setattr(export_module, '_export_program', fail)
   with pytest.raises(MemoryError), export_module._without_draft(tmp_path / 'policy'):
     export_module.write_policy(tmp_path / 'policy', Config(agent), agent, Catch(), params, 0)

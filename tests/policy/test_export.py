@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +19,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 from processes import as_users_have_it
-from shorthand import Patch, TempPaths
+from shorthand import Patch
 from test_runs import called
 
 import podrace
@@ -118,12 +120,12 @@ IN_ALL = ('ppo, gru, normalized', 'ppo, empty part', 'ppo, odd spaces', 'sac')
 STEPS, BATCH = 6, 16
 
 
-def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
+def written(name: str, folder: Path) -> tuple[Any, Any, Any]:
   """A bound agent with random parameters, its environment's spaces; its policy is in the folder."""
   agent, observation, action = CASES[name]
   env = SimpleNamespace(observation_space=observation, action_space=action)
   agent = dataclasses.replace(bind(agent, env), greedy=True)
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   keys = iter(jax.random.split(jax.random.key(1), 1000))
   # Fresh heads are close to 0, and biases 0: all would look alike.
 
@@ -135,6 +137,23 @@ def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
   params = jax.tree_util.tree_map_with_path(varied, params)
   write_policy(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
   return agent, env, params
+
+
+@functools.cache
+def files_of(name: str) -> tuple[tuple[Any, Any, Any], dict[str, bytes]]:
+  """An export takes a third of a second: each is made once for all tests."""
+  with tempfile.TemporaryDirectory() as folder:
+    made = written(name, Path(folder) / 'policy')
+    return made, {p.name: p.read_bytes() for p in (Path(folder) / 'policy').iterdir()}
+
+
+def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
+  """As `written`, copied."""
+  made, files = files_of(name)
+  folder.mkdir()
+  for file, content in files.items():
+    (folder / file).write_bytes(content)
+  return made
 
 
 def observations(space: Any, steps: int, batch: int) -> list[Any]:
@@ -254,18 +273,16 @@ def test_batches_that_do_not_fit_are_refused(name: str, wrong: Any, tmp_path: Pa
     (VECTOR, np.full(5, np.nan)), (VECTOR, np.full(5, 1e300)), (VECTOR, np.full(5, 1j)), (VECTOR, np.full(5, '1')),
     (spaces.Discrete(4), 4), (spaces.Discrete(4), -1), (spaces.Discrete(4), 1.7), (spaces.Discrete(4), '1'),
     (spaces.MultiDiscrete([2, 3]), [1, 3]), (spaces.MultiBinary(2), [0.5, 1]),
+    (spaces.MultiBinary(2), [2, 1]),
   ],
 )  # fmt: skip
 def test_an_observation_outside_of_its_space_is_refused(
-  space: Any, observation: Any, tmp_path_factory: TempPaths
+  space: Any, observation: Any, tmp_path: Path
 ) -> None:
-  folder = tmp_path_factory.getbasetemp() / f'policy of {str(space).partition(chr(10))[0]}'
-  if not folder.exists():
-    env = SimpleNamespace(observation_space=space, action_space=THREE)
-    agent = bind(PPO(), env)
-    params = agent.init(jax.random.key(0)).params
-    write_policy(folder, Config(agent=agent, env='podrace:catch'), agent, env, params, 7)
-  policy = load_policy(folder)
+  name = f'ppo, {space}'
+  CASES[name] = PPO(), space, THREE
+  made(name, tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy')
   policy.act(space.sample())
   with pytest.raises(ValueError, match=r'expected|has not'):
     policy.act(observation)
@@ -345,7 +362,7 @@ def test_without_the_packages_of_onnx(tmp_path: Path, monkeypatch: Patch) -> Non
     with pytest.raises(PolicyError, match="runtime='onnx'"):
       load_policy(tmp_path / 'with', 'onnx')
   monkeypatch.setitem(sys.modules, 'onnx', None)
-  made('impala', tmp_path / 'without')
+  written('impala', tmp_path / 'without')
   assert not (tmp_path / 'without' / 'policy.onnx').exists()
   with pytest.raises(PolicyError, match=r"policy.onnx.*'podrace\[onnx\]'"):
     load_policy(tmp_path / 'without', 'onnx')
@@ -375,11 +392,9 @@ class Contrary(PPO):
   [pytest.param(Plain, 'none', marks=pytest.mark.slow), (Plain, 'gru'), (Contrary, 'none')],
 )
 def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_path: Path) -> None:
-  CASES['own'] = (kind(network=ActorCritic(hidden=(8,), core=core, core_size=4)), VECTOR, THREE)
-  try:
-    made('own', tmp_path / 'policy')
-  finally:
-    del CASES['own']
+  name = f'own, {kind.__name__}, {core}'
+  CASES[name] = (kind(network=ActorCritic(hidden=(8,), core=core, core_size=4)), VECTOR, THREE)
+  made(name, tmp_path / 'policy')
   if kind is Contrary:
     with pytest.raises(PolicyError, match='action'):
       load_policy(tmp_path / 'policy')
@@ -402,11 +417,8 @@ def test_an_agent_of_ones_own_with_podraces_network(kind: Any, core: Any, tmp_pa
 )
 def test_a_policy_with_memory_acts_as_its_agent(case: Any, tmp_path: Path) -> None:
   """The program of JAX keeps the core's state and the previous action in the policy's state."""
-  CASES['own'] = case
-  try:
-    test_it_acts_as_its_agent('own', 'jax', tmp_path)
-  finally:
-    del CASES['own']
+  CASES[str(case)] = case
+  test_it_acts_as_its_agent(str(case), 'jax', tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -424,11 +436,8 @@ def test_a_policy_with_memory_acts_as_its_agent(case: Any, tmp_path: Path) -> No
 def test_a_network_that_numpy_lacks_has_the_program_of_jax_alone(
   agent: Any, action: Any, tmp_path: Path
 ) -> None:
-  CASES['own'] = (agent, VECTOR, action)
-  try:
-    made('own', tmp_path / 'policy')
-  finally:
-    del CASES['own']
+  CASES[str(agent)] = (agent, VECTOR, action)
+  made(str(agent), tmp_path / 'policy')
   assert not (tmp_path / 'policy' / 'policy.onnx').exists()
   for runtime in ('numpy', 'onnx'):
     with pytest.raises(PolicyError, match='JAX'):
@@ -499,7 +508,7 @@ def test_a_run_is_exported(
   as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
   agent = PPO(network=ActorCritic(hidden=(8,)))
-  config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2)
+  config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2, devices=1)
   train(config, tmp_path / 'run', quiet=True)
   code, out, _ = called(
     capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'policy'), '--member', '1'

@@ -149,7 +149,8 @@ def test_environments_in_any_order() -> None:
   np.testing.assert_array_equal(steps[:, 1:, 2][free], found['action'][free])
 
 
-def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize('kills', [2, pytest.param(5, marks=SLOW)])
+def test_no_window_is_of_two_lives(kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
   """Workers are killed while they act, in lockstep; their environments number their steps."""
   monkeypatch.setattr('podrace.envs.host.worker_pool.RESTARTS', 1000)
   spec = host.make('gymnasium:host_envs:Sequence-v0')
@@ -161,14 +162,14 @@ def test_no_window_is_of_two_lives(monkeypatch: pytest.MonkeyPatch) -> None:
   moments = random.Random(0)
   with Running(program) as run:
     (workers,) = run.actors.pools
-    for _ in range(5):
+    for _ in range(kills):
       run.advance(moments.randint(2, 4))
       os.kill(moments.choice(workers.pids), signal.SIGKILL)
     run.advance(4)
     restarts = run.driver.read_log(run.state)[0]['host']['env_restarts']
     table = run.driver.source.replay.table
     steps = table.sample(600).data['observation']
-  assert restarts == 5
+  assert restarts == kills
   assert len({tuple(x) for x in steps[:, 0, :2].tolist()}) > 4  # of several lives
   for life in (0, 1):
     np.testing.assert_array_equal(steps[:, :, life], np.repeat(steps[:, :1, life], 4, 1))

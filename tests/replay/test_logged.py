@@ -134,7 +134,7 @@ def test_extras_belong_to_the_recorded_actions(agent: Any) -> None:
   plain = bound(agent)
   agent = Logged(plain, (1, 2))
   timestep = seen(jnp.array([2, 0, 1, 0], jnp.int32), [1, 0, 1, 0])
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   state = agent.initial_state(jnp.arange(4))
   output, _ = agent.act(params, state, timestep, jax.random.key(1))
   own, _ = plain.act(
@@ -161,7 +161,7 @@ def test_extras_of_other_actions_are_refused() -> None:
   agent = Logged(bound(Extras()), (1, 1))
   with pytest.raises(UsageError, match='replace'):
     agent.act(
-      agent.init(jax.random.key(0)).params,
+      jax.jit(agent.init)(jax.random.key(0)).params,
       (),
       seen(jnp.zeros(2, jnp.int32), [1, 1]),
       jax.random.key(1),
@@ -176,18 +176,18 @@ def test_recorded_actions_are_taken(action: Any, share: tuple[int, int]) -> None
   recorded = jnp.asarray(np.stack([action.sample() for _ in range(4)]))
   flag = [1, 1, 1, 1] if share == (1, 1) else [1, 0, 1, 0]
   output, _ = agent.act(
-    agent.init(jax.random.key(0)).params, (), seen(recorded, flag), jax.random.key(1)
+    jax.jit(agent.init)(jax.random.key(0)).params, (), seen(recorded, flag), jax.random.key(1)
   )
   taken = np.asarray(flag) == 1
   np.testing.assert_array_equal(output.action[taken], recorded[taken])
   assert output.action.dtype == agent.act(
-    agent.init(jax.random.key(0)).params, (), seen(recorded, [0] * 4), jax.random.key(1)
+    jax.jit(agent.init)(jax.random.key(0)).params, (), seen(recorded, [0] * 4), jax.random.key(1)
   )[0].action.dtype  # fmt: skip
 
 
 def learned(agent: Any, sample: Sample) -> Any:
   """The result of one update on one device."""
-  train, key = agent.init(jax.random.key(0)), jax.random.key(1)
+  train, key = jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1)
   step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
   return step(jax.tree.map(lambda x: x[None], train))
 
@@ -219,7 +219,7 @@ def test_cloning_maximises_the_likelihood_of_actions_within_episodes() -> None:
     return Sample(Trajectory(window, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
 
   train, priority, metrics = learned(agent, sample_of([2, 0, 1, 0]))
-  params = agent.init(jax.random.key(0)).params
+  params = jax.jit(agent.init)(jax.random.key(0)).params
   t = TimeStep(observation, jnp.zeros(4), jnp.ones(4), kinds)
   log_p = jax.nn.log_softmax(agent.network.step(params, (), t)[0].policy)
   surprise = -log_p[jnp.arange(4), jnp.array([2, 0, 1, 0])]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -37,9 +38,10 @@ class Memory:
 
   def state(self) -> Any:
     self.saved += 1
-    return object() if self.saved == self.fails_at else 1
+    return object() if self.saved == self.fails_at else [-math.inf, {'a': 1}]
 
   def restore(self, state: Any) -> None:
+    assert state == [-math.inf, {'a': 1}]
     if self.restored is not None:
       raise self.restored
 
@@ -52,6 +54,16 @@ def test_a_memory_that_cannot_be_saved_is_refused_first(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match=r'Memory\.state'):
     train(tmp_path / 'run', Memory(fails_at=1))
   assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize('memory', [math.nan, {10: 1, 9: 2}, [({'a': {2: 3}},)]], ids=str)
+def test_a_memory_that_json_would_change_is_refused_first(memory: Any, tmp_path: Path) -> None:
+  class Fixed(Memory):
+    def state(self) -> Any:
+      return memory
+
+  with pytest.raises(UsageError, match=r'Fixed\.state'):
+    train(tmp_path / 'run', Fixed())
 
 
 def test_a_memory_that_fails_later_is_recorded(tmp_path: Path) -> None:

@@ -251,7 +251,7 @@ def test_what_is_beside_a_checkpoint_stays_until_the_next_one_is_whole(tmp_path:
   """A run that is killed meanwhile has nothing else to go on from."""
   folder = tmp_path / 'checkpoints'
   checkpoints = Checkpoints(folder, keep=1)
-  rest = jnp.arange(1 << 22)  # which takes a while to write
+  rest = jnp.arange(1 << 21)  # which takes a while to write
   for step in (1, 2, 3):
 
     def write(step: int = step) -> dict[str, Any]:

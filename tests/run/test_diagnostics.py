@@ -62,7 +62,7 @@ PLANTED: dict[str, tuple[dict[str, Curve], Any]] = {
   'updates-too-large': (dict(approx_kl=467.0), PPO()),
   'ratios-clipped': (dict(clip_fraction=0.95), PPO()),
   'values-diverge': (dict(value=lambda x: 10 ** (8 * x)), PPO()),
-  'values-outside-support': (dict(value=149.9), D4PG()),
+  'values-outside-support': (dict(outside_support=0.02), D4PG()),
   'temperature-vanished': (FLAT | dict(temperature=1e-6), PPO()),
   'values-explain-nothing': (FLAT | dict(explained_variance=-0.5), PPO()),
   'outputs-saturated': (FLAT | dict(saturation=0.99), PPO()),
@@ -219,11 +219,17 @@ def test_settings_that_fit_raise_no_alarm(agent: Any) -> None:
 
 
 @pytest.mark.parametrize(
-  'value, outside', [(0.4, False), (-0.9, True), (107.0, False), (109, True)]
+  ('share', 'sign'),
+  [
+    (lambda x: 0.1 * (x < 0.25), False),  # by a bad policy, at the start
+    (lambda x: 0.25 * (x < 0.2), True),
+    (0.009, False),
+    (lambda x: 0.0 if x < 0.5 else 0.011, True),
+  ],
 )
-def test_a_support_that_ends_near_0_has_values_near_its_end(value: float, outside: bool) -> None:
-  assert diagnose(dict(value=value), D4PG(v_min=-1, v_max=110)) == (
-    ['values-outside-support'] if outside else []
+def test_targets_outside_of_the_support_are_a_sign_if_they_stay(share: Any, sign: bool) -> None:
+  assert diagnose(HEALTHY | dict(outside_support=share), MuZero()) == (
+    ['values-outside-support'] if sign else []
   )
 
 

@@ -400,7 +400,7 @@ def test_choices_of_64_bits_are_those_of_32(trained: Path) -> None:
 
 def test_a_run_in_jax_plays_on_the_host(tmp_path: Path) -> None:
   config = Config(agent=Impala(ActorCritic(hidden=(8,))), env='gymnax:CartPole-v1', num_envs=8, unroll_length=4,
-                  total_steps=64)  # fmt: skip
+                  total_steps=64, devices=1)  # fmt: skip
   loop.train(config, tmp_path / 'run', quiet=True)
   result = evaluate(tmp_path / 'run', 3, env='gymnasium:CartPole-v1')
   assert result['episodes'] == 3 and result['episode_return_mean'] > 1

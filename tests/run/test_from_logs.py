@@ -279,6 +279,8 @@ def test_a_run_is_recorded_and_learned_from(
   assert again['steps'] == result['steps']
   code, _, err = called(capsys, 'record', str(run), '--to', str(folder))
   assert code == 2 and 'exists already' in err
+  code, _, err = called(capsys, 'record', str(run), '--member', '1', '--to', str(tmp_path / 'new'))
+  assert code == 2 and 'no seed 1' in err
   trained(capsys, tmp_path / 'other', 320, *BC, '--log', str(folder), '--env', 'gymnax:CartPole-v1')
   trained(capsys, tmp_path / 'alone', 320, *BC, '--log', str(folder))
 

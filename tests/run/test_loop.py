@@ -293,7 +293,7 @@ def test_finished_says_so(finished: Path, capsys: Capture) -> None:
 
 def test_metrics_that_are_not_finite_are_null(tmp_path: Path) -> None:
   """Not the loss or the parameters, which end a run: an infinite ratio is clipped in the loss."""
-  loop.train(change(agent=OddMetric(network=SMALL)), tmp_path / 'run', quiet=True)
+  loop.train(change(agent=OddMetric(network=SMALL), total_steps=640), tmp_path / 'run', quiet=True)
   assert all(line['odd'] is None for line in lines(tmp_path / 'run'))
   assert all(isinstance(line['loss'], float) for line in lines(tmp_path / 'run'))
 
@@ -575,7 +575,8 @@ def test_when_checkpoints_are_due(
   """After the seconds to the first, and after the seconds between two unless steps are between them."""
   monkeypatch.setattr(updates, 'FIRST_CHECKPOINT_SECONDS', seconds[0])
   monkeypatch.setattr(updates, 'CHECKPOINT_SECONDS', seconds[1])
-  loop.train(change(checkpoint_every=every, keep=100), tmp_path / 'run', quiet=True)
+  config = change(checkpoint_every=every, keep=100, total_steps=1600)
+  loop.train(config, tmp_path / 'run', quiet=True)
   assert least <= len(checkpoints(tmp_path / 'run')) <= most
 
 

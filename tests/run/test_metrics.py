@@ -180,8 +180,11 @@ def test_the_time_left_begins_after_the_first_call(monkeypatch: Patch) -> None:
   assert progress.Remaining(100).seconds(100) == 0.0  # a run of one line
 
 
-def test_plain_lines_where_there_is_no_terminal(monkeypatch: Patch) -> None:
+@pytest.mark.parametrize('is_terminal', [False, True])
+def test_plain_lines_where_no_line_can_change(monkeypatch: Patch, is_terminal: bool) -> None:
   file = io.StringIO()
+  monkeypatch.setattr(file, 'isatty', lambda: is_terminal, raising=False)
+  monkeypatch.setenv('TERM', 'dumb')
   terminal = progress.Terminal(100, file=file)
   terminal.say('compiling')
   terminal.progress(5, 10.0)  # only where it can be overwritten

@@ -43,7 +43,7 @@ from podrace.architectures import hashes
 from podrace.errors import CheckpointError
 from podrace.run import build, directory, loop, metrics, save_and_resume, sinks, updates
 from podrace.run.checkpoint import Checkpoints
-from podrace.system import signals
+from podrace.system import process
 from podrace.system.signals import Stop
 
 # 1,000 updates of 32 steps: 100 lines of metrics, 20 checkpoints.
@@ -79,6 +79,7 @@ GRASP = ['--env', 'podrace:grasp', '--log', GRASPS, '--num-envs', '4', '--unroll
          '--log-every', '160', '--checkpoint-every', '800', '--agent.buffer.capacity', '2048', '--agent.buffer.min-size',
          '500', '--agent.buffer.batch-size', '16', '--agent.network.hidden', '16']  # fmt: skip
 CASES = {
+  'ppo-short': (1, [*PPO, *SHORT]),
   'ppo-normalized': (1, [*PPO, *TINY]),
   'impala-gru': (1, ['--agent.network.core', 'gru', '--agent.network.core-size', '8', *TINY]),
   'self-tuning': (1, ['--agent.self-tuning', '--seeds', '2', *SHORT]),
@@ -292,6 +293,7 @@ def test_killed_while_compiling(tmp_path: Path, cache: Path) -> None:
 
 
 SLOW = {
+  'ppo-normalized',
   'popart-sebulba',
   'pqn',
   'pqn-gru-sebulba',
@@ -427,21 +429,24 @@ MOMENTS = ('compiling', 'compiled in', '\nstep ', 'checkpoint')
 
 
 @pytest.mark.parametrize(
-  ('signum', 'code', 'moment'),
-  [(*TERM, 'checkpoint')]
-  + [
-    pytest.param(*kind, moment, marks=pytest.mark.slow)
-    for kind, moment in [
-      *((kind, moment) for kind in (TERM, INT) for moment in MOMENTS),
-      (HUP, '\nstep '),
-    ]
-    if (kind, moment) != (TERM, 'checkpoint')
-  ],
+  ('signum', 'code', 'moment', 'case'),
+  slow_after(
+    1,
+    (*TERM, 'checkpoint', 'ppo-short'),
+    *((*kind, moment, 'ppo-normalized') for kind in (TERM, INT) for moment in MOMENTS),
+    (*HUP, '\nstep ', 'ppo-normalized'),
+  ),
 )
 def test_signals_save_first(
-  signum: int, code: int, moment: str, tmp_path: Path, cache: Path, undisturbed: Undisturbed
+  signum: int,
+  code: int,
+  moment: str,
+  case: str,
+  tmp_path: Path,
+  cache: Path,
+  undisturbed: Undisturbed,
 ) -> None:
-  lives = Lives(tmp_path, 'ppo-normalized', cache)
+  lives = Lives(tmp_path, case, cache)
   if moment == 'compiling':
     lives.cache = None  # it takes seconds then
   one = lives.start()
@@ -458,7 +463,7 @@ def test_signals_save_first(
   lives.cache = cache
   output = lives.finish()
   assert not saved or f'resuming at step {saved[-1]:,}' in output
-  assert_same_run(lives.run_dir, undisturbed['ppo-normalized'])
+  assert_same_run(lives.run_dir, undisturbed[case])
 
 
 def test_a_second_ctrl_c_ends_at_once_and_says_so(capfd: Capture) -> None:
@@ -481,7 +486,7 @@ def test_two_sigints_at_once_are_one(capfd: Capture, monkeypatch: Patch) -> None
     signal.raise_signal(signal.SIGINT)
     assert stop.signum == signal.SIGINT
     assert 'without saving; the last' not in capfd.readouterr().err
-    monkeypatch.setattr(signals, 'ONCE_SECONDS', 0.0)
+    monkeypatch.setattr(process, 'ONCE_SECONDS', 0.0)
     with pytest.raises(KeyboardInterrupt):
       signal.raise_signal(signal.SIGINT)
 
@@ -492,7 +497,7 @@ def test_two_sigints_at_once_are_one(capfd: Capture, monkeypatch: Patch) -> None
 class Here:
   """Runs of one small case in this process: the exit code, and what was said."""
 
-  args = ('--devices', '1', '--agent', 'ppo', *HALF)
+  args = ('--devices', '1', '--agent', 'ppo', *TINY[:6], '--total-steps', '8000', '--log-every', '320', '--checkpoint-every', '1600')  # fmt: skip
 
   def __init__(self, folder: Path, capfd: Capture) -> None:
     self.folder, self.capfd = folder, capfd
@@ -519,10 +524,10 @@ def here(tmp_path: Path, capfd: Capture) -> Here:
 
 @pytest.fixture(scope='module')
 def half(tmp_path_factory: TempPaths) -> Path:
-  """A run that was stopped at step 8,000 with three checkpoints; beside it `whole`, finished."""
+  """A run that was stopped at step 4,800 with three checkpoints; beside it `whole`, finished."""
   folder = tmp_path_factory.mktemp('half')
   with pytest.MonkeyPatch.context() as patch, no_exit():
-    patch.setitem(sinks.SINKS, 'stop', StopAt(7_680))
+    patch.setitem(sinks.SINKS, 'stop', StopAt(4_480))
     for name, code, more in (('whole', 0, []), ('half', 143, ['--sinks', 'stop'])):
       with pytest.raises(SystemExit) as end:
         cli.main([*train(folder / name, Here.args), *more])
@@ -532,12 +537,12 @@ def half(tmp_path_factory: TempPaths) -> Path:
 
 
 def test_ctrl_c_saves_first(here: Here, half: Path, monkeypatch: Patch) -> None:
-  monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(10_240, signal.SIGINT))
+  monkeypatch.setitem(sinks.SINKS, 'stop', StopAt(5_120, signal.SIGINT))
   monkeypatch.setattr(updates, 'CALL_SECONDS', 1e-9)  # so that it is not over before it is told
   run_dir = shutil.copytree(half / 'half', here.folder / 'half')
   code, output = here('half', '--sinks', 'stop')
   assert code == 130 and '--run-dir' in output and 'Traceback' not in output
-  assert 10_240 <= checkpoints(run_dir)[-1] < 16_000
+  assert 5_120 <= checkpoints(run_dir)[-1] < 8_000
   assert here('half')[0] == 0
   assert_same_run(run_dir, half / 'whole')
 

@@ -163,7 +163,7 @@ def trained(many_seeds: None, tmp_path_factory: pytest.TempPathFactory) -> podra
   agent = Impala(ActorCritic(hidden=(16,)), learning_rate=3e-3)
   config = Config(
     agent=agent, num_envs=16, unroll_length=8, seeds=2, total_steps=15_360, eval_every=2_560,
-    eval_episodes=64, checkpoint_every=5_120,
+    eval_episodes=64, checkpoint_every=5_120, devices=1,
   )  # fmt: skip
   return podrace.train(config, tmp_path_factory.mktemp('best') / 'run', quiet=True)
 

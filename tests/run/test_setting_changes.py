@@ -23,7 +23,7 @@ from podrace.system.files import write_json
 
 CONFIG = Config(
   agent=Impala(ActorCritic(hidden=(8,)), anneal_learning_rate=False),
-  num_envs=8, unroll_length=8, total_steps=640, checkpoint_every=320,
+  num_envs=8, unroll_length=8, total_steps=640, checkpoint_every=320, devices=1,
 )  # fmt: skip
 
 

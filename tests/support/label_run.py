@@ -55,7 +55,7 @@ class Run:
 
   def params(self, version: int) -> Any:
     if version not in self._params:
-      self._params[version] = self.agent.init(jax.random.key(version)).params
+      self._params[version] = jax.jit(self.agent.init)(jax.random.key(version)).params
     return self._params[version]
 
   def publish(self, version: int, *more: Any) -> None:

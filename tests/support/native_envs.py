@@ -42,7 +42,7 @@ FAULTS = {
   'load_crash': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { *(volatile int *)8 = 1; }'),
   'load_hang': ('#include "podrace_env.h"', '#include "podrace_env.h"\n__attribute__((constructor)) static void run(void) { for (volatile int i = 0;;) i++; }'),
   'spec_exit_0': ('  double max_steps;\n  return read_options', '  exit(0);\n  double max_steps;\n  return read_options'),
-  'hang': ('c->steps++;', 'if (++c->steps > 3) for (volatile int i = 0;;) i++;'),
+  'hang': ('c->steps++;', 'if (++c->steps > 3) { extern int pause(void); for (;;) pause(); }'),
   # A destructor waits in the child, as those of libraries do for threads that are not there.
   'destructor': ('#include "podrace_env.h"', '#include "podrace_env.h"\nstatic int is_child; extern int pause(void);\n__attribute__((destructor)) static void wait(void) { while (is_child) pause(); }'),
   'fork_exit': ('c->steps++;', 'c->steps++; extern int fork(void), waitpid(int, int *, int); extern unsigned alarm(unsigned); int status, child = fork(); if (!child) { is_child = 1; alarm(20); exit(0); } waitpid(child, &status, 0); if (status) c->x = 1000;'),

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import podrace
-from podrace.system import signals
+from podrace.system import process, signals
 from podrace.system.locks import is_locked, lock
 from podrace.system.logs import log_to_stderr
 from podrace.system.process import on_signals
@@ -91,6 +91,19 @@ def test_a_hang_up_is_handled_and_under_nohup_stays_ignored() -> None:
     assert handled == [signal.SIGHUP] and signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
   finally:
     signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.parametrize(('seconds', 'handled'), [(60.0, [2, 15]), (0.0, [2, 2, 15])])
+def test_equal_signals_at_once_are_one(
+  seconds: float, handled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+  """As `timeout -s INT` sends them, to a process and its group."""
+  monkeypatch.setattr(process, 'ONCE_SECONDS', seconds)
+  seen: list[int] = []
+  with on_signals(lambda signum, frame: seen.append(signum)):
+    for signum in (signal.SIGINT, signal.SIGINT, signal.SIGTERM):
+      signal.raise_signal(signum)
+  assert seen == handled
 
 
 def test_a_lock_is_of_one_directory(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ CONNECT_SECONDS = 5.0  # to make a connection, and to get its first answer
 BYE_SECONDS = 1.0  # to send the last message
 BACKLOG = 1024  # frames that wait to be sent
 HAS_NO_KEYS = 'somebody listens there without keys, or who is no podrace'
+FOREIGN_KEYS = 'keys of another authority: give both ends keys of one `podrace keys new`'
 LARGEST = 2**32 - 1  # bytes of a frame: a client trusts the service that it has chosen
 # Seconds between attempts, first and longest. Half of it to all of it, at random.
 BACKOFF = 0.05, 2.0
@@ -31,6 +32,10 @@ NOBODY = 'nobody listens there'
 SAYS_NOTHING = 'the connection stands, and it does not answer'
 
 log = logging.getLogger('podrace.distributed.net')
+
+
+class ForeignKeys(ConnectionClosed):
+  """The listener's certificate is not of the authority of this client's keys."""
 
 
 class Outgoing:
@@ -75,6 +80,7 @@ class Outgoing:
       Whether this has completed the handshake of TLS.
 
     Raises:
+      ForeignKeys: if the listener has keys of another authority.
       ConnectionClosed: if the connection is over.
       WireError: if a frame is invalid. Exceptions of `message` pass through.
     """
@@ -83,6 +89,8 @@ class Outgoing:
       try:
         wants = self.stream.shake()
       except ConnectionClosed as e:
+        if isinstance(e.__cause__, ssl.SSLCertVerificationError):
+          raise ForeignKeys(f'{FOREIGN_KEYS} ({e})') from e
         raise ConnectionClosed(f'{HAS_NO_KEYS}, or with other keys ({e})') from e
       self._wait_for(WRITE if wants == 'write' else READ)
       if wants:

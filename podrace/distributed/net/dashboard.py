@@ -6,20 +6,20 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from podrace.distributed.net import address as addresses
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.channel import ConnectionClosed
-from podrace.distributed.net.connecting import Outage, Outgoing, describe_failure
+from podrace.distributed.net.connecting import ForeignKeys, Outage, Outgoing, describe_failure
 from podrace.distributed.net.frame import Kind, WireError
 from podrace.distributed.net.frame_reader import new_scratch, no_memory
-from podrace.distributed.net.link import refusal
+from podrace.distributed.net.link import Refused, refusal
 from podrace.distributed.net.loop import Loop
 from podrace.distributed.net.safe_text import TEXT, plain
 from podrace.distributed.net.stream import SendQueueFull
-from podrace.system.output import print_json, print_text
+from podrace.system.output import Lasting, print_json, print_text
 
 ANSWER_SECONDS = 5.0  # to get a report
 KINDS = session_messages.of_listeners()
@@ -52,7 +52,7 @@ class Asker:
     """Return the report of the service.
 
     Raises:
-      Refused: if the service wants keys, and there are none.
+      Refused: if the service wants keys, and there are none, or has keys of another authority.
       TimeoutError: if no valid report comes within ANSWER_SECONDS.
     """
     self._report = None
@@ -60,6 +60,8 @@ class Asker:
     while time.monotonic() < end:
       try:
         self._ask(end)
+      except ForeignKeys as e:
+        raise Refused(f'{self._address}: {e}') from None
       except (ConnectionClosed, SendQueueFull, OSError, WireError) as e:
         self._outage.failed(describe_failure(e))
         self._hang_up()
@@ -228,11 +230,13 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
     raise ValueError(f'--every must be more than 0 seconds, not {every}')
   asker = Asker(address, keys, insecure)
   try:
-    report = asker.ask()
-    if once:
-      print_json(report)
-      return 0
-    _live(asker, report, every)
+    if Lasting(sys.stdout).is_live and not once:
+      _live(asker, every)
+    print_json(asker.ask())
+    while not once:
+      sys.stdout.flush()
+      time.sleep(max(every, 0.1))
+      print_json(asker.ask())
   except TimeoutError as e:
     print_text(f'podrace top: {plain(e, 4 * TEXT)}', file=sys.stderr)
     return 1
@@ -241,9 +245,10 @@ def run(address: str, keys: Path | None, insecure: bool, once: bool, every: floa
   return 0
 
 
-def _live(asker: Asker, report: dict[str, Any], every: float) -> None:
+def _live(asker: Asker, every: float) -> NoReturn:
   from rich.live import Live
 
+  report = asker.ask()
   before, at = counters(report), time.monotonic()
   with Live(table(report, before, 0.0), auto_refresh=False) as live:
     while True:

@@ -21,6 +21,7 @@ from podrace.distributed.net.channel import ConnectionClosed
 from podrace.distributed.net.connecting import (
   CONNECT_SECONDS,
   UNIX_RETRY_SECONDS,
+  ForeignKeys,
   Outage,
   Outgoing,
   describe_failure,
@@ -243,7 +244,7 @@ class Link:
       if connection.serve(events):
         self._hello()
     except ConnectionClosed as e:
-      self._lose(str(e))
+      self._lose(_reason(self, e))
     except WireError as e:
       self._lose(f'it sent {e}' if self.session is not None else f'{NO_PODRACE}: it sent {e}')
 
@@ -300,7 +301,7 @@ class Link:
     silence = details.get('silence')
     if self.session is not None or type(silence) is not float or not 0 < silence < math.inf:
       raise WireError('a second WELCOME, or one without the seconds of silence')
-    self.silence = silence
+    self.silence, self.patience = silence, min(self.patience, silence / 4)
     self.number += 1
     self._open, self._measured = self._connection, time.monotonic()
     self.handler.joined(details)
@@ -357,6 +358,20 @@ def _check_hello(details: dict[str, Any], address: str) -> None:
       f'{session_messages.GUEST_BYTES:,}: the description of this client, as its spaces, is too '
       'large'
     )
+
+
+def _reason(link: Link, error: ConnectionClosed) -> str:
+  """Return the reason why a connection is over.
+
+  Raises:
+    Refused: for keys of another authority, which the listener has for good. After a session, or
+      where the address may change, another process listens there for now.
+  """
+  lasts = not (link.number or addresses.announced_at(link.address))
+  if lasts and isinstance(error, ForeignKeys):
+    link._outage.failed(str(error))
+    raise Refused(f'{link.address}: {error}')
+  return str(error)
 
 
 def refusal(address: str, reasons: list[Any]) -> Refused:

@@ -27,6 +27,7 @@ from podrace.distributed.net.sessions import ServiceHandler, Sessions
 from podrace.system.threads import Worker
 
 TICK = 0.2  # seconds between checks of deadlines
+LEAST_SILENCE = 0.5  # seconds, as deadlines are checked every TICK
 PAUSE = 1.0  # seconds between checks after which the process was stopped, or busy
 REPORTED = 1000  # clients in a report, at most
 FEW_FILES = 4096  # limit of open files below which there is a warning
@@ -49,8 +50,10 @@ class Listen:
 
   def __post_init__(self) -> None:
     addresses.check_address(self.address, self.keys, self.insecure, '--listen', listens=True)
-    if not 0 < self.peer_timeout < math.inf:
-      raise ValueError(f'--peer-timeout must be more than 0, not {self.peer_timeout}')
+    if not LEAST_SILENCE <= self.peer_timeout < math.inf:
+      raise ValueError(
+        f'--peer-timeout must be at least {LEAST_SILENCE} seconds, not {self.peer_timeout}'
+      )
 
 
 class Listener:

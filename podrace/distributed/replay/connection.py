@@ -83,6 +83,16 @@ def _check_arguments(kind: Kind, args: tuple[Any, ...]) -> None:
     )
 
 
+def _check_requests(connection: ReplayConnection) -> None:
+  """Raise ValueError if a service would refuse one more SAMPLE."""
+  count = 1 + sum([call.kind is replay_messages.SAMPLE for call in connection.calls.values()])
+  if count > replay_messages.MOST_REQUESTS:
+    raise ValueError(
+      f'{count:,} samples would wait at {connection.address}, of at most '
+      f'{replay_messages.MOST_REQUESTS:,}: lower prefetch'
+    )
+
+
 def _read_sizes(details: Any) -> dict[str, int]:
   """Check and return the sizes of tables in WELCOME and PONG."""
   if type(details) is not dict or any(type(n) is not int or n < 0 for n in details.values()):
@@ -187,11 +197,13 @@ class ReplayConnection(LinkHandler):
 
     Raises:
       TypeError: for an argument that a message cannot have. Here, as the link's thread would end.
-      ValueError: the arguments are too large for a message.
+      ValueError: the arguments are too large for a message, or too many samples wait.
     """
     _check_arguments(kind, args)
     with self.changed:
       self.check_open()
+      if kind is replay_messages.SAMPLE:
+        _check_requests(self)
       call = ServiceCall(self, next(self._numbers), kind, args, arrays, end)
       self.calls[call.number] = call
       self.unsent.append(call)

@@ -14,12 +14,19 @@ import numpy as np
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.net.link import Link
 from podrace.distributed.replay import replay_messages
-from podrace.distributed.replay.writer_store import Sending, SentChunk, WriterStore, pieces_of
-from podrace.tables.items import Signature
+from podrace.distributed.replay.replay_messages import CHUNK, ITEM, PART
+from podrace.distributed.replay.writer_store import (
+  ChunkPiece,
+  Sending,
+  SentChunk,
+  WriterStore,
+  pieces_of,
+)
+from podrace.tables.items import Item, Signature
 
 TURN = 0.05  # seconds between looks at the clock
 OUTSTANDING = 4  # INSERTs that are not yet acknowledged
-FRAME_SLACK = 2**16  # bytes of an INSERT besides the chunks of one item
+HEAD_BYTES = 2**10  # bytes of an INSERT besides its arrays, at most
 # Fewer items than FEW wait for more while an INSERT is not acknowledged, or for SPACING seconds.
 FEW = 64
 SPACING = 0.02
@@ -69,6 +76,85 @@ class Declarations:
     """Return, and forget, the details of the DECLARE that the next INSERT needs."""
     new, self._new = self._new, {'tables': [], 'specs': [], 'signatures': []}
     return new
+
+
+class InsertMessage:
+  """The arrays of one INSERT.
+
+  Args:
+    declared: the numbers of the session.
+    session: its number.
+    first: the number of the next piece.
+    released: numbers of chunks that no later item needs.
+    largest: bytes of a frame of the service.
+
+  Attributes:
+    items: records of ITEM.
+    pieces: that have not been sent before.
+  """
+
+  def __init__(
+    self, declared: Declarations, session: int, first: int, released: list[int], largest: int
+  ) -> None:
+    self.items: list[Any] = []
+    self.pieces: list[ChunkPiece] = []
+    self._chunks: list[Any] = []
+    self._parts: list[Any] = []
+    self._references: list[int] = []
+    self._size = HEAD_BYTES + 8 * len(released)
+    self._declared, self._session, self._first = declared, session, first
+    self._released, self._largest = released, largest
+
+  def add_parts(self, item: Item) -> str:
+    """Add the parts of an item; returns the reason if the message has no room, else ''."""
+    parts, references, chunks = self._parts, self._references, self._chunks
+    before, data = (len(parts), len(references), len(chunks)), 0
+    for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
+      pieces, offset = pieces_of(part)
+      parts.append((len(pieces), offset, part[2]))
+      for piece in pieces:
+        if piece.session != self._session:
+          piece.session, piece.number = self._session, self._first + len(chunks)
+          spec = self._declared.number('specs', (leaf.dtype, leaf.shape))
+          chunks.append((spec, piece.rows, piece.how, len(piece.data)))
+          self.pieces.append(piece)
+          data += len(piece.data)
+        references.append(piece.number)
+    count, new = len(references) - before[1], len(chunks) - before[2]
+    size = ITEM.itemsize + PART.itemsize * len(item.parts) + 8 * count + CHUNK.itemsize * new + data
+    if len(references) > replay_messages.MESSAGE_CHUNKS or self._size + size > self._largest:
+      self._undo(*before)
+      return self._why_not(count, size)
+    self._size += size
+    return ''
+
+  def _undo(self, parts: int, references: int, chunks: int) -> None:
+    for piece in self.pieces[chunks:]:
+      piece.session = -1
+    del self._parts[parts:], self._references[references:]
+    del self._chunks[chunks:], self.pieces[chunks:]
+
+  def _why_not(self, count: int, size: int) -> str:
+    if count > replay_messages.MESSAGE_CHUNKS:
+      return (
+        f'it has {count:,} references to chunks, and a message at most '
+        f'{replay_messages.MESSAGE_CHUNKS:,}: make it shorter, or flush less often'
+      )
+    return (
+      f'it has {size:,} bytes, and the service takes frames of {self._largest:,}: make it '
+      'shorter, or start the service with more --client-bytes'
+    )
+
+  def arrays(self) -> list[Any]:
+    """Return the arrays as they are sent."""
+    return [
+      np.array(self._chunks, '<u4').reshape(-1, 4),
+      np.array(self.items, ITEM),
+      np.array(self._parts, '<u4').reshape(-1, 3),
+      np.array(self._references, '<u8'),
+      np.array(self._released, '<u8'),
+      b''.join([piece.data for piece in self.pieces]),
+    ]
 
 
 class Outbox:
@@ -174,7 +260,7 @@ class Outbox:
     if not batch and not (self.released and now - self._inserted_at > RELEASE_SECONDS):
       return False
     self._inserted_at = now
-    self._insert(self._refuse_large(batch))
+    self._insert(batch)
     return True
 
   def _batch(self, stores: list[WriterStore], now: float) -> list[Sending]:
@@ -198,68 +284,52 @@ class Outbox:
         size += sum(sending.bytes for sending in taken)
     return batch
 
-  def _refuse_large(self, batch: list[Sending]) -> list[Sending]:
-    """Refuse items that are larger than a frame of the service, and return the rest."""
-    if sum(sending.bytes for sending in batch) < self._largest // 2:
-      return batch
-    fitting = []
-    for sending in batch:
-      if (size := sending.bytes) > self._largest - FRAME_SLACK:
-        why = (
-          f'an item of {size:,} bytes for table {sending.table.name!r} at {self._link.address}, '
-          f'which takes frames of {self._largest:,}: make it shorter, or start the service with '
-          'more --client-bytes'
-        )
-        self.sent.pop(sending.number, None)
-        sending.store.finish([sending], why)
-      else:
-        fitting.append(sending)
-    return fitting
-
   def _insert(self, batch: list[Sending]) -> None:
-    declared, items, parts, refs, pieces = self._declared, [], [], list[int](), list[Any]()
-    data: list[bytes] = []
-    for sending in batch:
+    declared, released = self._declared, self._released_numbers()
+    message = InsertMessage(declared, self._link.number, self._next_piece, released, self._largest)
+    for at, sending in enumerate(batch):
       item = sending.item
       try:
         signature = declared.signature(item.signature)
       except WireError as e:
-        why = f'an item for table {sending.table.name!r} at {self._link.address}: {e}'
-        sending.store.finish([sending], why)
+        self._refuse(sending, str(e))
         continue
-      if not sending.number:
-        self._number += 1
-        sending.number = self._number
-        self.sent[sending.number] = sending
+      sending.store.complete(item)
+      if why := message.add_parts(item):
+        if message.items:
+          self._put_back(batch[at:])
+          break
+        self._refuse(sending, why)
+        continue
+      self._give_number(sending)
       table = declared.number('tables', sending.table.name, sending.table.name)
       key = -item.key if item.amends else item.key
-      items.append((sending.number, key, item.priority, table, signature))
-      sending.store.complete(item)
-      for leaf, part in zip(item.signature.leaves, item.parts, strict=True):
-        needed, offset = pieces_of(part)
-        parts.append((len(needed), offset, part[2]))
-        for piece in needed:
-          if piece.session != self._link.number:
-            piece.session, piece.number = self._link.number, self._next_piece
-            self._next_piece += 1
-            number = declared.number('specs', (leaf.dtype, leaf.shape))
-            pieces.append((number, piece.rows, piece.how, len(piece.data)))
-            data.append(piece.data)
-          refs.append(piece.number)
+      message.items.append((sending.number, key, item.priority, table, signature))
+    self._next_piece += len(message.pieces)
     new = declared.take_new()
     if any(new.values()) and not self._link.send(replay_messages.DECLARE, new):
       return
-    arrays = [
-      np.array(pieces, '<u4').reshape(-1, 4),
-      np.array(items, replay_messages.ITEM),
-      np.array(parts, '<u4').reshape(-1, 3),
-      np.array(refs, '<u8'),
-      np.array(self._released_numbers(), '<u8'),
-      b''.join(data),
-    ]
     self.messages += 1
     self._outstanding += 1
-    self._link.send(replay_messages.INSERT, self.messages, arrays=arrays)
+    self._link.send(replay_messages.INSERT, self.messages, arrays=message.arrays())
+
+  def _give_number(self, sending: Sending) -> None:
+    if not sending.number:
+      self._number += 1
+      sending.number = self._number
+      self.sent[sending.number] = sending
+
+  def _put_back(self, batch: list[Sending]) -> None:
+    """Make items the first ones of the next message."""
+    for sending in batch:
+      self._give_number(sending)
+    self._unsent.extendleft(reversed(batch))
+
+  def _refuse(self, sending: Sending, why: str) -> None:
+    """Refuse an item that no message can have."""
+    self.sent.pop(sending.number, None)
+    where = f'table {sending.table.name!r} at {self._link.address}'
+    sending.store.finish([sending], f'an item for {where}: {why}')
 
   def _released_numbers(self) -> list[int]:
     numbers = []

@@ -55,6 +55,7 @@ OF_SERVICES = session_messages.of_listeners(ACK, SAMPLES, SIGNATURE, ANSWER)
 
 KEY_BITS = 20  # of a key that are counted; the writer draws the rest
 MOST_ITEMS = 65536  # of a client, sent and not yet inserted; and of one sample
+MOST_REQUESTS = 4096  # samples for which a client waits
 MOST_BYTES = 2**28  # of samples that were sent to a client and not acknowledged
 MOST_UNREAD = 128  # messages of such samples
 MESSAGE_ITEMS, MESSAGE_BYTES = 512, 2**20  # at which an INSERT is full

@@ -16,7 +16,6 @@ from podrace.distributed.replay.sample_requests import RequestQueue, SampleReque
 from podrace.distributed.replay.served_tables import ServedTable, ServedTables
 from podrace.tables.items import Draws, Signature
 
-REQUESTS = 4096  # waiting, of one client
 SIGNATURES = 1024  # that one client knows; after that their numbering begins anew
 SERVE_SECONDS = 0.02  # of drawing samples, before the thread looks at other messages
 UNREAD_BYTES = 2**32  # of samples that all clients together have not acknowledged
@@ -46,7 +45,7 @@ class Sampling:
     served = self._served.by_name.get(name)
     if not 1 <= least <= n <= replay_messages.MOST_ITEMS or served is None or math.isnan(seconds):
       raise WireError(f'a wish for {least} to {n} samples of {name[:60]!r} within {seconds} s')
-    if number in window.waiting or len(window.waiting) >= REQUESTS:
+    if number in window.waiting or len(window.waiting) >= replay_messages.MOST_REQUESTS:
       raise WireError(f'sample {number}, which waits, or is one too many')
     self.acknowledge(window, received)
     end = math.inf if seconds < 0 else time.monotonic() + seconds

@@ -21,6 +21,7 @@ from podrace.tables.chunks import ChunkStore
 from podrace.tables.table import Table
 
 TABLES = 1024
+NAME_CHARACTERS = 200  # of a table's name
 SETTINGS_BYTES = 2**26  # of all tables' settings, as JSON
 SIZES = 256  # tables of which the size is sent to clients
 
@@ -77,7 +78,12 @@ class ServedTables:
     self._settings_bytes = 0  # that clients have sent
 
   def make(self, name: str, settings: dict[str, Any]) -> None:
-    """Make a new table. Raise ValueError for settings that are not valid."""
+    """Make a new table. Raise ValueError for a name or settings that are not valid."""
+    if not 0 < len(name) <= NAME_CHARACTERS:
+      raise ValueError(
+        f"a table's name has 1 to {NAME_CHARACTERS} characters, not the {len(name)} of "
+        f'{name[:60]!r}'
+      )
     if CONTENTS in settings:
       ItemSchema(settings[CONTENTS])  # raises before anything is made
     self.by_name[name] = ServedTable(
@@ -118,8 +124,8 @@ class ServedTables:
   def open(self, name: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a table's settings and largest priority. Make the table if it does not exist."""
     if name not in self.by_name and settings:
-      if len(self.by_name) >= TABLES or not 0 < len(name) <= 200:
-        raise ValueError(f'{name!r} is no name for a table, or there are {TABLES} already')
+      if len(self.by_name) >= TABLES:
+        raise ValueError(f'table {name[:60]!r}: there are {TABLES} tables already')
       text = self._encode_settings(name, settings)
       self.make(name, settings)
       self._settings_bytes += len(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -307,8 +308,7 @@ def _origin(records: Mapping[str, Record]) -> str:
     machine = record.content['machine']
     names = ('device', 'processor', 'cores', 'jax', 'python')
     where = ', '.join(f'{n} {machine[n]}' for n in names if n in machine)
-    commit, dash, dirty = record.content['commit'].partition('-')
-    key = f'{commit[:12]}{dash}{dirty}', where
+    key = re.sub('[0-9a-f]{28}(?=$|-)', '', record.content['commit']), where  # leaves 12 digits
     origins[key] = origins.get(key, 0) + 1
   rows = [[commit, where, count] for (commit, where), count in origins.items()]
   return f'## Origin\n\n{_rows(["commit", "machine", "programs"], rows)}'

@@ -61,7 +61,7 @@ keep() {{ # starts a command again until it fails {failures} times in a row, or 
     if ((code == 0 || code == 2)); then return $code; fi
     if ((SECONDS - began >= {healthy})); then failures=0 pause=1; fi
     ((failures += 1))
-    if ((failures >= {failures})); then return $code; fi
+    if ((failures >= {failures})); then return 1; fi
     sleep $pause & wait $!
     ((pause = pause < 32 ? 2 * pause : 60))
   done

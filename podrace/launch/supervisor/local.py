@@ -82,8 +82,7 @@ class Supervisor:
     """Run the program to its end.
 
     Returns:
-      The exit code: that of the main node, 1 if another node failed for good, 128 + n after signal
-        n.
+      The exit code: 0, 1 if a node failed for good, 2 if the main one refused, 128 + n at signal n.
 
     Raises:
       UsageError: if the program runs already, or the directory cannot be written to.
@@ -242,8 +241,8 @@ class Supervisor:
     log = self._logs / f'{replica.name}.log'
     self._tell(replica, f'ended with {code}{times}, so the program ends; its output is in {log}')
     replica.code = code
-    refuses = code == BAD_USAGE and is_one_of_several(replica.node)  # as all learners do
-    self._end(code if replica.node.main or refuses else 1)
+    learns = replica.node.main or is_one_of_several(replica.node)
+    self._end(BAD_USAGE if code == BAD_USAGE and learns else 1)
 
   def _end(self, code: int) -> None:
     """Begin to end all processes: first the main one, which may need the rest in order to save."""
@@ -262,7 +261,8 @@ class Supervisor:
       self._terminate_others()
     if now >= self._kill_at:
       self._kill_at = math.inf
-      for replica in self._replicas:
+      for replica in (r for r in self._replicas if r.process is not None):
+        self._tell(replica, 'has not ended, and is killed')
         replica.signal(signal.SIGKILL)
 
   def _terminate_others(self) -> None:

@@ -144,7 +144,8 @@ class Replica:
     before, backoff = self.newest, self.node.restart
     if self.node.main or is_one_of_several(self.node):
       self.newest = max(saved_steps(directory), default=None)
-    has_progress = self.newest is None or self.newest != before
+    trains = self.node.command[:2] == ('podrace', 'train')  # else it need not have checkpoints
+    has_progress = self.newest != before or (self.newest is None and not trains)
     lived = time.monotonic() - self.began
     is_healthy = backoff is not None and lived >= backoff.healthy and has_progress
     self.failures = 1 if is_healthy else self.failures + 1

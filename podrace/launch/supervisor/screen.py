@@ -61,7 +61,7 @@ class Screen:
     ]  # fmt: skip
 
   def __enter__(self) -> Screen:
-    self._thread = Worker('screen', self._table if self._out.isatty() else self._plain)
+    self._thread = Worker('screen', self._table if self._out.is_live else self._plain)
     return self
 
   def __exit__(self, *exc: object) -> None:

@@ -94,10 +94,10 @@ def test_actors_go_on_to_the_bit(
 def test_without_their_states_they_begin_anew_and_say_so(
   tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-  state, record, expected = saved_at(made('gymnasium'), tmp_path / '9')
+  state, record, expected = saved_at(made('envpool', threads=2), tmp_path / '9')
   other_groups = {**record, 'actors': {**record['actors'], 'groups': 3}}
   none_kept = {**record, 'actors': {'groups': 0, 'life': 0}}
-  driver = compiled(made('gymnasium'))
+  driver = compiled(made('envpool', threads=2))
   for less in (None, {}, other_groups, none_kept, {**record, 'processes': 2}):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -160,10 +160,10 @@ def test_states_beyond_the_largest_file_are_left_out(
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-  _, record, _ = saved_at(made('gymnasium'), tmp_path / '9', after=0)
+  _, record, _ = saved_at(made('envpool', threads=2), tmp_path / '9', after=0)
   file = tmp_path / '9' / FILE
   whole = file.read_bytes()
-  driver = compiled(made('gymnasium'))
+  driver = compiled(made('envpool', threads=2))
 
   def refused(record: Any = record) -> None:
     with pytest.raises(CheckpointError, match='damaged'):
@@ -201,7 +201,7 @@ def test_an_environment_that_does_not_return_to_its_state_begins_anew(
 ) -> None:
   """It observes its process's id: the check before a run would have found it."""
   spec = host.make('gymnasium:host_envs:Sequence-v0')
-  settings = dict(spec=spec, lag='1', env_threads=2)
+  settings = dict(spec=spec, lag='1', env_threads=1)
   state, record, _ = saved_at(sebulba(Impala(network=SMALL), **settings), tmp_path / '9')
   with caplog.at_level(logging.WARNING):
     resumed(sebulba(Impala(network=SMALL), **settings), tmp_path / '9', state, record)
@@ -211,7 +211,7 @@ def test_an_environment_that_does_not_return_to_its_state_begins_anew(
 def test_after_a_restart_keys_and_serials_go_on(tmp_path: Path) -> None:
   """An unroll with a restart uses keys of the next one, which is then not acted with them again."""
   spec = host.make('gymnasium:CartPole-v1')
-  settings = dict(spec=spec, lag='0', env_threads=4, num_envs=4)
+  settings = dict(spec=spec, lag='0', env_threads=2, num_envs=4)
   with Running(sebulba(Impala(network=SMALL), **settings)) as run:
     run.advance(2)
     (pool,) = run.actors.pools

@@ -262,12 +262,12 @@ def napping(monkeypatch: Patch, driver: SebulbaDriver, seed: int) -> None:
   monkeypatch.setattr(driver.source, 'take', late)
 
 
-@pytest.mark.parametrize('lag', [pytest.param('0', marks=pytest.mark.slow), '1'])
-def test_timing_changes_nothing(lag: str, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize(('lag', 'seeds'), slow_after(1, ('1', 2), ('1', 5), ('0', 5)))
+def test_timing_changes_nothing(lag: str, seeds: int, monkeypatch: Patch) -> None:
   program = sebulba(AGENTS['impala'], lag=lag, threads=2, actors='0,1', learners='2')
   driver = compiled(program)
   found = []
-  for seed in range(5):
+  for seed in range(seeds):
     with monkeypatch.context() as patch:
       jittery(patch, seed)
       napping(patch, driver, seed)
@@ -363,9 +363,6 @@ LEARNERS = {
 }  # fmt: skip
 
 
-SLOW = pytest.mark.slow
-
-
 @pytest.mark.parametrize(
   ('name', 'devices', 'lag'),
   slow_after(0,
@@ -389,10 +386,9 @@ def test_learns_catch(name: str, devices: int, lag: str) -> None:
   assert told['return_sum'] / told['episodes'] > 0.9
 
 
-@pytest.mark.parametrize(
-  ('ends', 'value'), [('Truncated', 10.0), pytest.param('Terminated', 2.26, marks=SLOW)]
-)
-@pytest.mark.parametrize('name', ['impala', pytest.param('ppo', marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(('ends', 'value'), [('Truncated', 10.0), ('Terminated', 2.26)])
+@pytest.mark.parametrize('name', ['impala', 'ppo'])
 def test_time_limits_are_bootstrapped(name: str, ends: str, value: float) -> None:
   """A reward of 1 for ever is worth 1 / (1 - 0.9); for 4 steps at most 2.26, the mean of the
   3.44, 2.71, 1.9 and 1 of four states that look the same."""

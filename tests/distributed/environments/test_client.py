@@ -30,6 +30,7 @@ from podrace.distributed.environments.group_thread import GroupFailed, GroupThre
 from podrace.distributed.net import connecting, dashboard, session_messages
 from podrace.distributed.net import keys as net_keys
 from podrace.distributed.net.dashboard import Asker
+from podrace.distributed.net.link import Refused
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.system.threads import Worker
@@ -276,8 +277,8 @@ def test_a_learner_that_is_getting_ready_is_there() -> None:
   assert learner.address in str(raised[0])
 
 
-def ended(client: EnvironmentClient) -> BaseException:
-  with pytest.raises(TimeoutError) as error:
+def ended(client: EnvironmentClient, kind: type[BaseException] = TimeoutError) -> BaseException:
+  with pytest.raises(kind) as error:
     run_all([client])
   return error.value
 
@@ -419,7 +420,8 @@ def test_a_welcome_that_is_none(wrong: dict[str, Any]) -> None:
 )
 def test_what_is_wrong_is_said(case: str, tmp_path: Path, monkeypatch: Patch) -> None:
   """By `podrace envs`, and by `podrace top` likewise."""
-  monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', 1.0)
+  seconds = 5.0 if case == 'not listed' else 1.0  # it has to connect before it is refused
+  monkeypatch.setattr(dashboard, 'ANSWER_SECONDS', seconds)
   keys, other = tmp_path / 'keys', tmp_path / 'other'
   net_keys.new_keys(keys)
   if case == 'not listed':
@@ -440,10 +442,11 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path, monkeypatch: Patch) ->
       address = silent.address
     elif case != 'nobody':
       address = stack.enter_context(Learner(keys=keys)).address
-    client = EnvironmentClient(ClientOptions(address, 'test:spec', keys=own, give_up=1.0), spec())
-    assert reason in str(ended(client))
+    client = EnvironmentClient(ClientOptions(address, 'test:spec', keys=own, give_up=seconds), spec())
+    kind = Refused if case in ('other keys', 'no keys') else TimeoutError
+    assert reason in str(ended(client, kind))
     asker = Asker(address, own, False)
-    with pytest.raises(TimeoutError) as error:
+    with pytest.raises(kind) as error:
       asker.ask()
     asker.close()
     assert reason in str(error.value)

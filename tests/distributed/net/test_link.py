@@ -122,15 +122,28 @@ def test_silence_is_no_session_and_does_not_hang() -> None:
   with Service().listen(peer_timeout=0.5) as service:
     proxy = Proxy(service.address)
     link = to(proxy.address)
+    heard_after = time.monotonic()
     assert joined(link)
-    time_of = time.monotonic()
     proxy.up = proxy.down = False  # a cut that no kernel sees
     until(lambda: link.session is None)
-    assert time.monotonic() - time_of > 0.5
+    assert time.monotonic() - heard_after > 0.5
     proxy.up = proxy.down = True
     assert joined(link)
     link.close()
     proxy.close()
+
+
+def test_an_idle_link_pings_however_rarely_it_looks() -> None:
+  listening = bare.Accepting(session_messages.of_clients())
+  link = Link(listening.address, None, False, Client())
+  link.patience = 600.0
+  link.start()
+  end = listening.welcome(silence=4.0)
+  for _ in range(2):
+    end.expect(session_messages.PING)
+    end.say(session_messages.PONG, None)
+  link.close()
+  listening.close()
 
 
 def test_a_refusal_ends_it_for_good() -> None:

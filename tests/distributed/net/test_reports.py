@@ -133,3 +133,26 @@ def test_top_ends_at_a_malformed_report(
       assert end.value.code == 1
       told = capfd.readouterr()
       assert not told.out and len(told.err.splitlines()) == 1 and '\x1b' not in told.err
+
+
+def test_without_a_terminal_each_report_is_a_line(
+  monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+  class Stub:
+    def __init__(self, *args: Any) -> None:
+      self.asked = 0
+
+    def ask(self) -> dict[str, Any]:
+      self.asked += 1
+      if self.asked > 2:
+        raise TimeoutError('gone')
+      return {'asked': self.asked}
+
+    def close(self) -> None: ...
+
+  monkeypatch.setattr(dashboard, 'Asker', Stub)
+  assert dashboard.run('', None, False, once=False, every=0.1) == 1
+  assert [json.loads(x) for x in capsys.readouterr().out.splitlines()] == [
+    {'asked': 1},
+    {'asked': 2},
+  ]

@@ -61,3 +61,27 @@ def test_a_larger_item_is_refused_with_both_sizes() -> None:
     assert server.counts['sessions'] == 1  # it did not come back, for ever
     until(lambda: client.connections[0].link.session == 1)
     fill(client, client.table('other', **SIMPLE), 3).close(timeout=30)
+
+
+def test_references_of_a_message_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+  monkeypatch.setattr(replay_messages, 'MESSAGE_CHUNKS', 8)
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
+    table = client.table('it', **SIMPLE)
+    writer = client.writer(history=9, rows_per_chunk=1)
+    writer.extend({'x': np.arange(9)})
+    for _ in range(3):  # 15 references, which is more than one message has
+      writer.create_item(table, 1.0, num_steps=5)
+    writer.flush(timeout=30)
+    with pytest.raises(ValueError, match=r'\b9\b.*\b8\b'):
+      writer.create_item(table, 1.0, num_steps=9)
+      writer.flush(timeout=30)
+    assert table.info().inserts == 3 and server.counts['sessions'] == 1
+
+
+def test_samples_that_wait_are_bounded() -> None:
+  with ReplayServer(ANY) as server, replay.connect(server.address) as client:
+    most = replay_messages.MOST_REQUESTS
+    batches = client.table('it', **SIMPLE).sampler(1, prefetch=most + 1)
+    with batches, pytest.raises(ValueError, match=f'{most + 1:,}.*{most:,}'):
+      next(batches)
+    assert server.counts['sessions'] == 1

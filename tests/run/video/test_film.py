@@ -273,7 +273,7 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
 @pytest.fixture(scope='module')
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
   path = tmp_path_factory.mktemp('watch') / 'run'
-  train(Config(agent=Impala(learning_rate=3e-3), total_steps=250_000), path, quiet=True)
+  train(Config(agent=Impala(learning_rate=3e-3), total_steps=250_000, devices=1), path, quiet=True)
   return path
 
 
