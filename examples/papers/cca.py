@@ -129,12 +129,13 @@ def key_to_door(length: int = 23) -> NextStepReset:
   return NextStepReset(KeyToDoor(length))
 
 
-TASKS: dict[str, Any] = {  # environment, sizes of a run, updates
-  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500),
+TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of all estimators
+  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500, {}),
   'key-to-door': (
     key_to_door(),
     dict(env='python:cca.key_to_door', num_envs=64, unroll_length=23),
     8100,
+    dict(independence=100.0, early_entropy_cost=0.05),
   ),
 }
 OFF, KL = 'CCA, independence off', "CCA, the paper's KL"
@@ -165,8 +166,8 @@ class Probe:
 
 def run(task: str, seeds: Sequence[int], score: Any, lines: int = 15, **settings: Any) -> Any:
   """Train and return the scores by line and seed, the seeds in one program."""
-  env, sizes, updates = TASKS[task]
-  agent = CCA(**settings)
+  env, sizes, updates, own = TASKS[task]
+  agent = CCA(**own | settings)
   network = agent.network.bind(env.observation_space, env.action_space)
   probe = Probe(partial(score, dataclasses.replace(agent, network=network), env))
   steps = updates * sizes['num_envs'] * sizes['unroll_length']
@@ -210,7 +211,7 @@ def draw(results: dict[str, Any], figure: Any) -> None:
   gradient.set_xlabel("variance of the gradient / the advantage's")
   labels = 'expected reward', 'probability of the treasure'
   for axis, (task, label) in zip(axes, zip(TASKS, labels, strict=True), strict=True):
-    _, sizes, updates = TASKS[task]
+    _, sizes, updates, _ = TASKS[task]
     for name, lines in results[task].items():
       mean, half = interval(lines)
       x = np.arange(1, len(mean) + 1) / len(mean) * updates * sizes['num_envs'] / 1000

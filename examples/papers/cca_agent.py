@@ -86,6 +86,8 @@ class CCA:
   divergence: Literal['information', 'kl'] = 'information'
   policy_cost: float = 1.0  # 0: the policy stays as it is
   entropy_cost: float = 0.02
+  early_entropy_cost: float = 0.0  # more of it at the start; falls to 0 at half of the run
+  total_updates: int = 0  # of the run, which sets it
   learning_rate: float = 3e-4
   model_rate: float = 3e-3  # of V and h, which follow the policy and Phi
   discount: float = 1.0
@@ -133,9 +135,12 @@ class CCA:
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Any]:
     models, opt_state = train.rest
+    early = jnp.maximum(0.0, 1.0 - 2.0 * opt_state[0].count / max(self.total_updates, 1))
+    cost = self.entropy_cost + early * self.early_entropy_cost
+    agent = dataclasses.replace(self, entropy_cost=cost)
 
     def loss(learned: Any) -> tuple[Array, Any]:
-      losses = self.losses(*learned, sample.trajectory)
+      losses = agent.losses(*learned, sample.trajectory)
       return (total := sum(losses.values())), dict(losses, loss=total)
 
     learned = train.params, models
