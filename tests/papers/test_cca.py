@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,17 @@ def test_each_loss_trains_its_own_part() -> None:
     assert moved == trains[name], name
 
 
+def test_the_entropy_cost_falls_until_half_of_a_run() -> None:
+  agent = agent_of(credit='advantage', early_entropy_cost=0.4, total_updates=8)
+  step = jax.jit(learner(agent, on_policy(), learner_mesh(1)))
+  train = jax.jit(agent.init)(jax.random.key(0))
+  policy_loss = jax.jit(lambda train, cost: dataclasses.replace(agent, entropy_cost=cost).losses(train.params, train.rest[0], TRAJECTORY)['policy'])  # fmt: skip
+  for cost in (0.7, 0.6, 0.5, 0.4, 0.3, 0.3):
+    expected = policy_loss(train, cost)
+    train, _, metrics, _ = step(train, (), TRAJECTORY, jax.random.key(1), jnp.int32(0))
+    assert float(metrics['policy']) == pytest.approx(float(expected), rel=1e-5)
+
+
 @pytest.mark.parametrize('credit', ['advantage', 'hca'])
 def test_advantages_do_not_train_values(credit: str) -> None:
   agent = agent_of(credit=credit)
@@ -189,8 +201,8 @@ def test_advantages_do_not_train_values(credit: str) -> None:
 @pytest.mark.slow
 def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatch: Any) -> None:
   """Without the independence loss, or with its sign swapped, the share is about 0."""
-  env, sizes, _ = cca.TASKS['bandit']
-  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300))
+  env, sizes, _, settings = cca.TASKS['bandit']
+  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300, settings))
   jax.config.update('jax_debug_key_reuse', False)  # of vmap's transpositions
   try:
     few = cca.partial(cca.gradient_moments, episodes=512)

@@ -442,7 +442,9 @@ def test_what_is_wrong_is_said(case: str, tmp_path: Path, monkeypatch: Patch) ->
       address = silent.address
     elif case != 'nobody':
       address = stack.enter_context(Learner(keys=keys)).address
-    client = EnvironmentClient(ClientOptions(address, 'test:spec', keys=own, give_up=seconds), spec())
+    client = EnvironmentClient(
+      ClientOptions(address, 'test:spec', keys=own, give_up=seconds), spec()
+    )
     kind = Refused if case in ('other keys', 'no keys') else TimeoutError
     assert reason in str(ended(client, kind))
     asker = Asker(address, own, False)
