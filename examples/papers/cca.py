@@ -135,7 +135,7 @@ TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of a
     key_to_door(),
     dict(env='python:cca.key_to_door', num_envs=64, unroll_length=23),
     8100,
-    dict(independence=100.0, early_entropy_cost=0.05),
+    dict(independence=100.0, early_entropy_cost=0.05, anneal=True),
   ),
 }
 OFF, KL = 'CCA, independence off', "CCA, the paper's KL"

@@ -90,6 +90,7 @@ class CCA:
   total_updates: int = 0  # of the run, which sets it
   learning_rate: float = 3e-4
   model_rate: float = 3e-3  # of V and h, which follow the policy and Phi
+  anneal: bool = False  # both rates fall to 0 over the run
   discount: float = 1.0
   size: int = 32  # units of the models of hindsight
   features: int = 2  # numbers in Phi
@@ -108,7 +109,10 @@ class CCA:
     def scale_all(updates: Any, params: Any) -> Any:
       return jax.tree_util.tree_map_with_path(scale, updates)
 
-    return optax.chain(optax.flatten(optax.scale_by_adam()), optax.stateless(scale_all))
+    steps = [optax.flatten(optax.scale_by_adam()), optax.stateless(scale_all)]
+    if self.anneal:
+      steps.append(optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, self.total_updates)))
+    return optax.chain(*steps)
 
   def init(self, key: Array) -> TrainState:
     policy_key, models_key = jax.random.split(key)
