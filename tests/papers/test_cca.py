@@ -189,6 +189,18 @@ def test_the_entropy_cost_falls_until_half_of_a_run() -> None:
     assert float(metrics['policy']) == pytest.approx(float(expected), rel=1e-5)
 
 
+def test_learning_rates_fall_to_0_over_a_run() -> None:
+  agent = agent_of(credit='advantage', anneal=True, total_updates=2)
+  step = jax.jit(learner(agent, on_policy(), learner_mesh(1)))
+  train, moved = jax.jit(agent.init)(jax.random.key(0)), []
+  for _ in range(3):
+    before, (train, *_) = train, step(train, (), TRAJECTORY, jax.random.key(1), jnp.int32(0))
+    change = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), before.params, train.params)
+    moved.append(max(map(float, jax.tree.leaves(change))))
+  assert moved[0] == pytest.approx(3e-3, rel=0.1) and moved[2] == 0  # of the value
+  assert 0 < moved[1] < 0.6 * moved[0]
+
+
 @pytest.mark.parametrize('credit', ['advantage', 'hca'])
 def test_advantages_do_not_train_values(credit: str) -> None:
   agent = agent_of(credit=credit)
