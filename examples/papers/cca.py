@@ -129,7 +129,7 @@ def key_to_door(length: int = 23) -> NextStepReset:
   return NextStepReset(KeyToDoor(length))
 
 
-TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of all estimators
+TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of CCA
   'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500, {}),
   'key-to-door': (
     key_to_door(),
@@ -167,7 +167,7 @@ class Probe:
 def run(task: str, seeds: Sequence[int], score: Any, lines: int = 15, **settings: Any) -> Any:
   """Train and return the scores by line and seed, the seeds in one program."""
   env, sizes, updates, own = TASKS[task]
-  agent = CCA(**own | settings)
+  agent = CCA(**settings if 'credit' in settings else own | settings)
   network = agent.network.bind(env.observation_space, env.action_space)
   probe = Probe(partial(score, dataclasses.replace(agent, network=network), env))
   steps = updates * sizes['num_envs'] * sizes['unroll_length']
