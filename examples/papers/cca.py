@@ -14,7 +14,7 @@ cca_agent.py has the equations. A task knows the exact `score` of a policy, of i
 
 or, in its directory, with unrolls that hold whole episodes:
 
-    podrace train --agent cca:CCA --env python:cca.key_to_door,length=23 --num-envs 64 --unroll-length 23
+    podrace train --agent cca:CCA --env python:cca.key_to_door --num-envs 64 --unroll-length 23
 """
 
 from __future__ import annotations
