@@ -1,6 +1,7 @@
 """Counterfactual credit assignment (Mesnard et al. 2021, arXiv 2011.09464), on its two small tasks.
 
-cca_agent.py has the equations, cca_tasks.py the tasks. Deviations from the paper:
+cca_agent.py has the equations. A task knows the exact `score` of a policy, of its probabilities at the observations
+`decisive`. Deviations from the paper:
 
 - The independence loss is the mutual information of action and Phi, the mean of log h(A | X, Phi) - log pi(A | X).
   `divergence='kl'` is the paper's KL(pi || h). With h stopped, and noise larger than the effect of an action, its
@@ -13,7 +14,7 @@ cca_agent.py has the equations, cca_tasks.py the tasks. Deviations from the pape
 
 or, in its directory, with unrolls that hold whole episodes:
 
-    podrace train --agent cca:CCA --env python:cca.key_to_door,length=23 --num-envs 64 --unroll-length 23
+    podrace train --agent cca:CCA --env python:cca.key_to_door --num-envs 64 --unroll-length 23
 """
 
 from __future__ import annotations
@@ -24,25 +25,117 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import gymnasium
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
-from cca_agent import CCA
-from cca_tasks import bandit, key_to_door
+from cca_agent import CCA, gradient_moments, policy_score
 from jax import Array, lax
-from jax.flatten_util import ravel_pytree
 
 import podrace
-from podrace.types import TimeStep, TrainState, Trajectory, take_batch
+from podrace.envs.base import NextStepReset, restart, transition
+from podrace.types import TimeStep, TrainState
 
-LENGTH = 23
-TASKS: dict[str, Any] = {  # environment, sizes of a run, updates
-  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500),
+CHOICES, FEATURES, GAP = 5, 16, 0.1  # of the bandit: actions, size of the feedback, best - next
+LEFT, RIGHT, NOTHING, KEY, DOOR = range(5)  # cells; an apple's cell is the action that picks it
+PICK_LEFT, PICK_RIGHT, PICK_KEY, OPEN = range(4)
+
+
+class Bandit:
+  """One action. The reward is minus its squared distance from the context, plus noise of 10 gaps.
+
+  The feedback u[context] + v[action] + w noise shows the noise, but mixed with the action.
+  """
+
+  observation_space = gymnasium.spaces.Box(-np.inf, np.inf, (CHOICES + FEATURES,), 'float32')
+  action_space = gymnasium.spaces.Discrete(CHOICES)
+  decisive = np.eye(CHOICES, CHOICES + FEATURES)
+
+  def observe(self, context: Array, feedback: Array) -> Array:
+    return jnp.concatenate([jax.nn.one_hot(context, CHOICES), feedback])
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    context = jax.random.randint(key, (), 0, CHOICES)
+    return context, restart(self.observe(context, jnp.zeros(FEATURES)))
+
+  def step(self, context: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    normal = np.random.default_rng(0).normal(size=(2 * CHOICES + 1, FEATURES))
+    u, v, w = jnp.split(jnp.float32(normal), [CHOICES, 2 * CHOICES])
+    noise = 10 * GAP * jax.random.normal(key)
+    observation = self.observe(context, u[context] + v[action] + w[0] * noise)
+    reward = noise - GAP * (context - action) ** 2
+    return context, transition(observation, reward, jnp.bool_(True), jnp.bool_(False))
+
+  def score(self, probability: Array) -> Array:
+    """Return the expected reward; 0 is best."""
+    place = jnp.arange(CHOICES)
+    return jnp.sum(probability * -GAP * (place[:, None] - place[None]) ** 2) / CHOICES
+
+
+@dataclasses.dataclass(frozen=True)
+class KeyToDoor:
+  """A key, then apples of a random value, then a door with a small treasure for the key.
+
+  The conveyor of Meulemans et al. 2023 (arXiv 2306.16803): each action moves it by a cell.
+  """
+
+  length: int = 23
+  observation_space = gymnasium.spaces.Box(0.0, 1.0, (7,), 'float32')
+  action_space = gymnasium.spaces.Discrete(4)
+
+  def observe(self, place: Any, cell: Any, has_key: Any) -> Array:
+    return jnp.concatenate([jnp.stack([place / self.length, has_key]), jax.nn.one_hot(cell, 5)])
+
+  def reset(self, key: Array) -> tuple[Any, TimeStep]:
+    state = jnp.int32(0), jnp.int32(KEY), jnp.bool_(False)
+    return (*state, jnp.bool_(False)), restart(self.observe(*state))
+
+  def step(self, state: Any, action: Array, key: Array) -> tuple[Any, TimeStep]:
+    place, cell, has_key, _ = state
+    cell_key, apple_key = jax.random.split(key)
+    apple = jnp.where(jax.random.bernoulli(apple_key), 0.9, 0.1)
+    picks = (cell <= RIGHT) & (action == cell)
+    opens = (cell == DOOR) & (action == OPEN) & has_key
+    reward = 23 / self.length * (apple * picks + 0.2 * opens)
+    has_key = has_key | ((cell == KEY) & (action == PICK_KEY))
+    place = place + 1
+    cell = jax.random.choice(cell_key, 3, p=jnp.array([0.4, 0.4, 0.2])).astype(jnp.int32)
+    cell = jnp.where(place == self.length - 2, DOOR, cell)
+    over = place == self.length - 1
+    timestep = transition(self.observe(place, cell, has_key), reward, over, jnp.bool_(False))
+    return (place, cell, has_key, opens), timestep
+
+  def infos(self, state: Any) -> dict[str, Array]:
+    return {'treasure': state[3]}
+
+  @property
+  def decisive(self) -> Array:
+    door = self.observe(self.length - 2, DOOR, True)
+    return jnp.stack([self.observe(0, KEY, False), door])
+
+  def score(self, probability: Array) -> Array:
+    """Return the probability of the treasure."""
+    return probability[0, PICK_KEY] * probability[1, OPEN]
+
+
+def bandit() -> NextStepReset:
+  return NextStepReset(Bandit())
+
+
+def key_to_door(length: int = 23) -> NextStepReset:
+  if length < 3:
+    raise ValueError(f'length {length}: the key, an apple and the door need at least 3 steps')
+  return NextStepReset(KeyToDoor(length))
+
+
+TASKS: dict[str, Any] = {  # environment, sizes of a run, updates, settings of CCA
+  'bandit': (bandit(), dict(env='python:cca.bandit', num_envs=256, unroll_length=2), 1500, {}),
   'key-to-door': (
-    key_to_door(LENGTH),
-    dict(env=f'python:cca.key_to_door,length={LENGTH}', num_envs=64, unroll_length=LENGTH),
+    key_to_door(),
+    dict(env='python:cca.key_to_door', num_envs=64, unroll_length=23),
     8100,
+    dict(independence=100.0, early_entropy_cost=0.05, anneal=True),
   ),
 }
 OFF, KL = 'CCA, independence off', "CCA, the paper's KL"
@@ -54,7 +147,6 @@ LEARNERS: dict[str, dict[str, Any]] = {
   OFF: dict(independence=0.0),
   KL: dict(divergence='kl'),
 }
-COLORS = {name: f'C{i}' for i, name in enumerate(LEARNERS)}
 
 
 class Probe:
@@ -65,8 +157,7 @@ class Probe:
   def __init__(self, score: Callable[[TrainState], Array]) -> None:
     self.score, self.lines = jax.jit(partial(lax.map, score)), []
 
-  def __call__(self, line: Any) -> None:
-    """`transform` does the work."""
+  def __call__(self, line: Any) -> None: ...
 
   def transform(self, train: TrainState, line: Any) -> TrainState:
     self.lines.append(np.asarray(self.score(train)).tolist())
@@ -75,52 +166,16 @@ class Probe:
 
 def run(task: str, seeds: Sequence[int], score: Any, lines: int = 15, **settings: Any) -> Any:
   """Train and return the scores by line and seed, the seeds in one program."""
-  env, sizes, updates = TASKS[task]
-  agent = CCA(**settings)
-  bound = dataclasses.replace(
-    agent, network=agent.network.bind(env.observation_space, env.action_space)
-  )
-  probe = Probe(partial(score, bound, env))
+  env, sizes, updates, own = TASKS[task]
+  agent = CCA(**settings if 'credit' in settings else own | settings)
+  network = agent.network.bind(env.observation_space, env.action_space)
+  probe = Probe(partial(score, dataclasses.replace(agent, network=network), env))
   steps = updates * sizes['num_envs'] * sizes['unroll_length']
   many = dict(seed=seeds[0], seeds=len(seeds), total_steps=steps, log_every=steps // lines)
   config = podrace.configure(agent=agent, devices=1, **many, **sizes)
   with tempfile.TemporaryDirectory() as folder:
     podrace.train(config, f'{folder}/run', [probe], quiet=True)
   return probe.lines
-
-
-def policy_score(agent: CCA, env: Any, train: TrainState) -> Array:
-  """Return the exact score of the policy."""
-  x = env.dynamics.decisive()
-  zeros = jnp.zeros(len(x))
-  output, _ = agent.network.step(train.params, (), TimeStep(x, zeros, zeros, zeros))
-  return env.dynamics.score(jax.nn.softmax(output.policy))
-
-
-def gradient_moments(agent: CCA, env: Any, train: TrainState, episodes: int = 2048) -> Array:
-  """Return variance and share of the exact gradient, of each estimator [3, 2], on the same bandit episodes."""
-  keys = jax.random.split(jax.random.key(0), (3, episodes))
-  state, first = jax.vmap(env.reset)(keys[0])
-  outputs, _ = agent.act(train.params, (), first, keys[1, 0])
-  _, last = jax.vmap(env.step)(state, outputs.action, keys[2])
-  timesteps = jax.tree.map(lambda *x: jnp.stack(x), first, last)
-  each = jnp.arange(episodes)
-  trajectory = Trajectory(timesteps, jax.tree.map(lambda x: x[None], outputs), (), each)
-
-  def loss(policy: Any, credit: str, i: Array) -> Array:
-    plain = dataclasses.replace(agent, credit=credit, policy_cost=1.0, entropy_cost=0.0)
-    return plain.losses(policy, train.rest[0], take_batch(trajectory, i[None]))['policy']
-
-  def gradient(f: Callable[[Any], Array]) -> Array:
-    return ravel_pytree(jax.grad(f)(train.params))[0]
-
-  exact = gradient(lambda policy: -policy_score(agent, env, TrainState(policy, ())))
-  moments = []
-  for credit in ('cca', 'advantage', 'reinforce'):
-    samples = jax.vmap(lambda i: gradient(lambda policy: loss(policy, credit, i)))(each)
-    share = jnp.mean(samples, 0) @ exact / (exact @ exact)
-    moments.append(jnp.stack([jnp.sum(jnp.var(samples, 0)), share]))
-  return jnp.stack(moments)
 
 
 def measure(seeds: Sequence[int]) -> dict[str, Any]:
@@ -147,33 +202,24 @@ def interval(values: Any) -> tuple[Any, Any]:
 
 def draw(results: dict[str, Any], figure: Any) -> None:
   figure.set_size_inches(12, 3.6)
+  colors = {name: f'C{i}' for i, name in enumerate(LEARNERS)}
   gradient, *axes = figure.subplots(1, 3, width_ratios=[1.1, 1, 1])
-  for name, (variance, share) in table(results).items():
-    (x, dx), (y, dy) = variance, share
-    gradient.errorbar(x, y, dy, dx, 'o', color=COLORS[name], capsize=3, label=name)
+  for name, ((x, dx), (y, dy)) in table(results).items():
+    gradient.errorbar(x, y, dy, dx, 'o', color=colors[name], capsize=3, label=name)
   gradient.axhline(1, color='gray', linewidth=0.8, linestyle=':')
-  gradient.set(
-    xscale='log',
-    xlabel="variance of the gradient / the advantage's",
-    ylabel='share of the exact gradient',
-  )
+  gradient.set(title='bandit, fixed policy', xscale='log', ylabel='share of the exact gradient')
+  gradient.set_xlabel("variance of the gradient / the advantage's")
   labels = 'expected reward', 'probability of the treasure'
   for axis, (task, label) in zip(axes, zip(TASKS, labels, strict=True), strict=True):
-    _, sizes, updates = TASKS[task]
+    _, sizes, updates, _ = TASKS[task]
     for name, lines in results[task].items():
       mean, half = interval(lines)
       x = np.arange(1, len(mean) + 1) / len(mean) * updates * sizes['num_envs'] / 1000
-      axis.plot(x, mean, color=COLORS[name], label=name)
-      axis.fill_between(x, mean - half, mean + half, color=COLORS[name], alpha=0.2, linewidth=0)
+      axis.plot(x, mean, color=colors[name], label=name)
+      axis.fill_between(x, mean - half, mean + half, color=colors[name], alpha=0.2, linewidth=0)
     axis.set(title=task, xlabel='thousand episodes', ylabel=label)
-  gradient.set_title('bandit, fixed policy')
   for axis in (gradient, *axes):
-    axis.spines[['top', 'right']].set_visible(False)
-  entries = [
-    x for axis in (*axes, gradient) for x in zip(*axis.get_legend_handles_labels(), strict=True)
-  ]
-  handles = {label: handle for handle, label in reversed(entries)}
-  figure.legend(handles.values(), handles, loc='outside lower center', ncols=6, frameon=False)
+    axis.legend(frameon=False, fontsize='small')
 
 
 def table(results: dict[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ h(a | X_t, X_k) / pi(a | X_t) - 1 as the credit of each action a. An unroll must
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -26,11 +27,12 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 from jax import Array, lax
+from jax.flatten_util import ravel_pytree
 
 from podrace import returns
 from podrace.learner import sgd
 from podrace.networks import ActorCritic
-from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory
+from podrace.types import ActorOutput, Sample, TimeStep, TrainState, Trajectory, take_batch
 
 
 class Pair(nn.Module):
@@ -84,8 +86,11 @@ class CCA:
   divergence: Literal['information', 'kl'] = 'information'
   policy_cost: float = 1.0  # 0: the policy stays as it is
   entropy_cost: float = 0.02
+  early_entropy_cost: float = 0.0  # more of it at the start; falls to 0 at half of the run
+  total_updates: int = 0  # of the run, which sets it
   learning_rate: float = 3e-4
   model_rate: float = 3e-3  # of V and h, which follow the policy and Phi
+  anneal: bool = False  # both rates fall to 0 over the run
   discount: float = 1.0
   size: int = 32  # units of the models of hindsight
   features: int = 2  # numbers in Phi
@@ -104,7 +109,10 @@ class CCA:
     def scale_all(updates: Any, params: Any) -> Any:
       return jax.tree_util.tree_map_with_path(scale, updates)
 
-    return optax.chain(optax.flatten(optax.scale_by_adam()), optax.stateless(scale_all))
+    steps = [optax.flatten(optax.scale_by_adam()), optax.stateless(scale_all)]
+    if self.anneal:
+      steps.append(optax.scale_by_schedule(optax.linear_schedule(1.0, 0.0, self.total_updates)))
+    return optax.chain(*steps)
 
   def init(self, key: Array) -> TrainState:
     policy_key, models_key = jax.random.split(key)
@@ -131,9 +139,12 @@ class CCA:
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> tuple[TrainState, Array, Any]:
     models, opt_state = train.rest
+    early = jnp.maximum(0.0, 1.0 - 2.0 * opt_state[0].count / max(self.total_updates, 1))
+    cost = self.entropy_cost + early * self.early_entropy_cost
+    agent = dataclasses.replace(self, entropy_cost=cost)
 
     def loss(learned: Any) -> tuple[Array, Any]:
-      losses = self.losses(*learned, sample.trajectory)
+      losses = agent.losses(*learned, sample.trajectory)
       return (total := sum(losses.values())), dict(losses, loss=total)
 
     learned = train.params, models
@@ -191,3 +202,37 @@ def after(first: Array) -> Array:
   """Return whether k follows t in the same episode, [t, k, B], of first [T, B]."""
   episode, n = jnp.cumsum(first, axis=0), len(first)
   return jnp.triu(jnp.ones([n, n]), 1)[..., None] * (episode[:, None] == episode[None])
+
+
+def policy_score(agent: CCA, env: Any, train: TrainState) -> Array:
+  """Return the exact score of the policy."""
+  x = jnp.asarray(env.dynamics.decisive)
+  zeros = jnp.zeros(len(x))
+  output, _ = agent.network.step(train.params, (), TimeStep(x, zeros, zeros, zeros))
+  return env.dynamics.score(jax.nn.softmax(output.policy))
+
+
+def gradient_moments(agent: CCA, env: Any, train: TrainState, episodes: int = 2048) -> Array:
+  """Return variance and share of the exact gradient, of each estimator [3, 2], on the same bandit episodes."""
+  keys = jax.random.split(jax.random.key(0), (3, episodes))
+  state, first = jax.vmap(env.reset)(keys[0])
+  outputs, _ = agent.act(train.params, (), first, keys[1, 0])
+  _, last = jax.vmap(env.step)(state, outputs.action, keys[2])
+  timesteps = jax.tree.map(lambda *x: jnp.stack(x), first, last)
+  each = jnp.arange(episodes)
+  trajectory = Trajectory(timesteps, jax.tree.map(lambda x: x[None], outputs), (), each)
+
+  def loss(policy: Any, credit: str, i: Array) -> Array:
+    plain = dataclasses.replace(agent, credit=credit, policy_cost=1.0, entropy_cost=0.0)
+    return plain.losses(policy, train.rest[0], take_batch(trajectory, i[None]))['policy']
+
+  def gradient(f: Callable[[Any], Array]) -> Array:
+    return ravel_pytree(jax.grad(f)(train.params))[0]
+
+  exact = gradient(lambda policy: -policy_score(agent, env, TrainState(policy, ())))
+  moments = []
+  for credit in ('cca', 'advantage', 'reinforce'):
+    samples = jax.vmap(lambda i: gradient(lambda policy: loss(policy, credit, i)))(each)
+    share = jnp.mean(samples, 0) @ exact / (exact @ exact)
+    moments.append(jnp.stack([jnp.sum(jnp.var(samples, 0)), share]))
+  return jnp.stack(moments)

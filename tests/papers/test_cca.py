@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +178,29 @@ def test_each_loss_trains_its_own_part() -> None:
     assert moved == trains[name], name
 
 
+def test_the_entropy_cost_falls_until_half_of_a_run() -> None:
+  agent = agent_of(credit='advantage', early_entropy_cost=0.4, total_updates=8)
+  step = jax.jit(learner(agent, on_policy(), learner_mesh(1)))
+  train = jax.jit(agent.init)(jax.random.key(0))
+  policy_loss = jax.jit(lambda train, cost: dataclasses.replace(agent, entropy_cost=cost).losses(train.params, train.rest[0], TRAJECTORY)['policy'])  # fmt: skip
+  for cost in (0.7, 0.6, 0.5, 0.4, 0.3, 0.3):
+    expected = policy_loss(train, cost)
+    train, _, metrics, _ = step(train, (), TRAJECTORY, jax.random.key(1), jnp.int32(0))
+    assert float(metrics['policy']) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_learning_rates_fall_to_0_over_a_run() -> None:
+  agent = agent_of(credit='advantage', anneal=True, total_updates=2)
+  step = jax.jit(learner(agent, on_policy(), learner_mesh(1)))
+  train, moved = jax.jit(agent.init)(jax.random.key(0)), []
+  for _ in range(3):
+    before, (train, *_) = train, step(train, (), TRAJECTORY, jax.random.key(1), jnp.int32(0))
+    change = jax.tree.map(lambda a, b: jnp.max(jnp.abs(a - b)), before.params, train.params)
+    moved.append(max(map(float, jax.tree.leaves(change))))
+  assert moved[0] == pytest.approx(3e-3, rel=0.1) and moved[2] == 0  # of the value
+  assert 0 < moved[1] < 0.6 * moved[0]
+
+
 @pytest.mark.parametrize('credit', ['advantage', 'hca'])
 def test_advantages_do_not_train_values(credit: str) -> None:
   agent = agent_of(credit=credit)
@@ -189,8 +213,8 @@ def test_advantages_do_not_train_values(credit: str) -> None:
 @pytest.mark.slow
 def test_the_gradient_of_a_bandit_has_less_variance_and_its_direction(monkeypatch: Any) -> None:
   """Without the independence loss, or with its sign swapped, the share is about 0."""
-  env, sizes, _ = cca.TASKS['bandit']
-  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300))
+  env, sizes, _, settings = cca.TASKS['bandit']
+  monkeypatch.setitem(cca.TASKS, 'bandit', (env, sizes, 300, settings))
   jax.config.update('jax_debug_key_reuse', False)  # of vmap's transpositions
   try:
     few = cca.partial(cca.gradient_moments, episodes=512)

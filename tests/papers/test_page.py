@@ -73,8 +73,12 @@ def cca_rows() -> Iterator[str]:
     ends = [recorded[task].get(name) for task in cca.TASKS]
     cells = [f' {interval(x[FINAL], n)}' if x else '' for x, n in zip(ends, (3, 2), strict=True)]
     yield f'{name} | {of_gradient} |{cells[0]} |{cells[1]} |'
-  (other,) = results('cca-settings')['key-to-door'].values()
-  yield f'CCA stayed at {interval(other[FINAL], 2)}'
+  other = results('cca-settings')['key-to-door'].items()
+  ends = {name: interval(lines[FINAL], 2) for name, lines in other}
+  yield f'an entropy cost of 0.03, CCA ends at {ends.pop("CCA, weight 3")}'
+  yield f'a weight of 10, CCA ends at {ends.pop("CCA, weight 10")}'
+  advantage, reinforce = ends.values()  # with CCA's schedule
+  yield f'the advantage ends at {advantage} and REINFORCE at {reinforce}'
 
 
 @pytest.mark.parametrize('rows', [nas_rows, avril_rows, himo_rows, causal_rows, cca_rows])
