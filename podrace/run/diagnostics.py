@@ -25,13 +25,11 @@ FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no t
 SCHEMA = {'diagnostics': dataclasses.replace(DIAGNOSES, needed=True)}
 
 
-def _support(agent: Any) -> tuple[float, float] | None:
-  """Return the ends of the atoms of values; None if values are numbers."""
+def _has_support(agent: Any) -> bool:
+  """Return whether values are within a range, as with atoms."""
   owner: Any = agent if hasattr(agent, 'v_min') else getattr(agent, 'network', None)
   ranged = getattr(owner, 'head', 'categorical') in ('categorical', 'sigmoid')
-  if not ranged or not hasattr(owner, 'v_min'):
-    return None
-  return owner.v_min, owner.v_max
+  return ranged and hasattr(owner, 'v_min')
 
 
 def _diverges(history: History) -> bool:
@@ -46,7 +44,7 @@ def _diverges(history: History) -> bool:
   # After a time limit, values count rewards that returns do not have.
   steps = history.horizon if math.isfinite(history.horizon) else highest['episode_length']
   limit = 10 * (1 + steps * (highest['reward_rate'] + highest.get('entropy_reward', 0.0)))
-  if _support(history.agent):
+  if _has_support(history.agent):
     limit = max(limit, 1.5 * abs(history.first.get('value', 0.0)))
   values = history.newest('value', 3)
   return bool(values) and all(abs(x) > limit for x in values)
