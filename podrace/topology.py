@@ -77,8 +77,8 @@ def split_devices(
   n = len(local) if num_devices is None else num_devices
   if not 1 <= n <= len(local):
     raise ValueError(
-      f'--devices {n} must be 1 to {len(local)}: so many {local[0].platform} devices JAX sees in '
-      f'this process{_fake_advice(n)}'
+      f'--devices {n} must be 1 to {len(local)}, the number of {local[0].platform} devices that '
+      f'JAX sees in this process{_fake_advice(n)}'
     )
   act, learn = _numbers(actors, 'actor-devices'), _numbers(learners, 'learner-devices')
   for flag, text, numbers in (('actor', actors, act), ('learner', learners, learn)):
@@ -149,8 +149,8 @@ def learner_mesh(num_devices: int | None = None, model: int = 1) -> Mesh:
     num_devices = len(devices)
   if not 1 <= num_devices <= len(devices):
     raise ValueError(
-      f'--devices {num_devices} must be 1 to {len(devices)}: so many {devices[0].platform} devices '
-      f'JAX sees{_fake_advice(num_devices)}'
+      f'--devices {num_devices} must be 1 to {len(devices)}, the number of '
+      f'{devices[0].platform} devices that JAX sees{_fake_advice(num_devices)}'
     )
   chosen = devices[:num_devices]
   if len({d.process_index for d in chosen}) != jax.process_count():

@@ -31,9 +31,14 @@ def read_run(path: Path, allowed: Iterable[str]) -> Config | None:
   Raises:
     UsageError: if there is no such run, or its record names other modules.
   """
-  if path.is_dir():
-    return load_config(path, allowed)
-  return load_config_file(path, allowed) if path.suffix == '.json' else None
+  if not is_run(path):
+    return None
+  return load_config(path, allowed) if path.is_dir() else load_config_file(path, allowed)
+
+
+def is_run(path: Path) -> bool:
+  """Return whether `path` is the directory or the record of a run, not a file of options."""
+  return path.suffix == '.json' or path.is_dir()
 
 
 def read_options(path: Path) -> list[str]:

@@ -68,9 +68,8 @@ def settings_of(preset: str | None, options: Options) -> Settings:
     user_code.look_here([user_code.of_agent(agent)])
     custom = default_agent(agent)
     agent = agent_name(custom)  # the class may be one of podrace's, which has a short name
-  run_dir = options.path('--run-dir')
-  record = run_dir / 'config.json' if run_dir is not None and preset is None else None
-  if record is not None and record.is_file():
+  record = _record_of(options) if preset is None else None
+  if record is not None:
     settings = _recorded(record)
   elif preset is None and (agent or env):
     record, settings = None, Settings('', {})
@@ -87,6 +86,16 @@ def settings_of(preset: str | None, options: Options) -> Settings:
     if record is None:  # as configure.needs_defaults
       settings = _with_defaults(settings, env or values.get('--env'))
   return _with_arguments(settings, options)
+
+
+def _record_of(options: Options) -> Path | None:
+  """Return the record of the run that begins with recorded settings, if there is one."""
+  for name in ('--run-dir', '--config'):
+    if (path := options.path(name)) is not None:
+      record = path / 'config.json' if path.is_dir() else path
+      if record.suffix == '.json' and record.is_file():
+        return record
+  return None
 
 
 def _as_options(paths: Mapping[str, Any]) -> dict[str, str]:
@@ -224,9 +233,8 @@ def train_help(
   lines += _run_lines(tuple(declared), values, _printable(name), sebulba, everything)
   if everything:
     return '\n'.join([*lines, *_all_agents(), *_default_lines()])
-  if preset is None and not any(
-    (options.text('--agent'), options.text('--run-dir'), options.passed('--env'))
-  ):
+  begins = any(options.text(name) for name in ('--agent', '--run-dir', '--config'))
+  if preset is None and not begins and not options.passed('--env'):
     lines += ['', f'agents: {", ".join(AGENTS)}, or MODULE:CLASS']
     lines += ['podrace train PRESET --help, or --agent NAME --help, has the options of an agent']
   elif name not in AGENTS and not options.text('--agent'):  # a stranger may have recorded it

@@ -39,6 +39,11 @@ class Train(Command):
     plain = [a for a in args if a != help.ALL]
     preset = configure.take_preset(plain)
     options = Options(plain, self, lenient=True)
+    file = options.path('--config')
+    if file is not None and not config_files.is_run(file):
+      in_file = config_files.read_options(file)
+      preset = configure.take_preset(in_file) or preset
+      options = Options([*in_file, *plain], self, lenient=True)
     return help.train_help(self.options, options, preset, help.ALL in args)
 
 

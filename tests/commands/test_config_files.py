@@ -66,6 +66,18 @@ def test_options_come_after_the_file(tmp_path: Path) -> None:
   assert (config.agent.learning_rate, config.agent.network.hidden) == (1e-2, (8, 8))
 
 
+@pytest.mark.parametrize('suffix', ['toml', 'json'])
+def test_help_has_the_defaults_of_the_file(
+  suffix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+  path = tmp_path / f'settings.{suffix}'
+  assert run('dqn-cartpole', '--seed', '77', '--save-config', str(path)) == 0
+  assert run('--config', str(path), '--num-envs', '96', '--help') == 0
+  text = ' '.join(capsys.readouterr().out.split())
+  assert '(default gymnax:CartPole-v1)' in text and '(default 77)' in text
+  assert '(default 96)' in text and '--agent.buffer.capacity int' in text
+
+
 def test_settings_that_a_record_leaves_out_are_in_a_file(tmp_path: Path) -> None:
   config = PRESETS['r2d2-memory']()
   network = dataclasses.replace(config.agent.network, scaling='plain', shortcut=False)
