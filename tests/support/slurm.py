@@ -41,13 +41,18 @@ def srun(arguments: list[str]) -> int:
   environ = {
     **os.environ, 'SLURM_STEP_NODELIST': 'localhost', 'SLURM_NTASKS': '1', 'SLURM_PROCID': '0', 'SLURM_LOCALID': '0',
   }  # fmt: skip
-  killed_with_us = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # noqa: E731
-  step = subprocess.Popen(
-    arguments[own:], env=environ, start_new_session=True, preexec_fn=killed_with_us
-  )
+  signals = {signal.SIGINT, signal.SIGTERM}
+
+  def begin() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # killed with us
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+  signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # the step may be up before Popen returns
+  step = subprocess.Popen(arguments[own:], env=environ, start_new_session=True, preexec_fn=begin)
   passed = '--disable-status' in arguments[:own]
   signal.signal(signal.SIGINT, lambda *_: os.killpg(step.pid, signal.SIGINT) if passed else None)
   signal.signal(signal.SIGTERM, lambda *_: os.killpg(step.pid, signal.SIGKILL))
+  signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
   code = step.wait()
   return code if code >= 0 else 128 - code
 
