@@ -32,9 +32,8 @@ ROOT = Path(__file__).parent.parent
 ALL = [ROOT / 'README.md', *sorted((ROOT / 'docs').rglob('*.md'))]
 PAGES = [p for p in ALL if '```python' in p.read_text()]
 
-SLOW = {  # of which the code trains, or compiles much
-  'docs/cheatsheet.md', 'docs/logs.md', 'docs/own.md', 'docs/planning.md', 'docs/python.md', 'docs/tips.md',
-}  # fmt: skip
+# Of which the code trains, or compiles much.
+SLOW = {'docs/logs.md', 'docs/own.md', 'docs/planning.md', 'docs/python.md'}
 
 
 def name_of(page: Path) -> str:

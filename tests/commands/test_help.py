@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from children import DEADLINE, ROOT, environment
+from children import DEADLINE, environment
 from test_defaults import ENVS, settings
 
 from podrace.agents import AGENTS
@@ -223,53 +222,7 @@ def test_help_is_told_wherever_it_is_asked_for(args: str) -> None:
   )
 
 
-# --- the pages of agents --------------------------------------------------------------------------
-
-
-@functools.cache
-def page_defaults(*args: str) -> dict[str, str]:
-  return shown_defaults(train_help(*args))
-
-
-def cell(agent: str, options: list[str]) -> str | None:
-  """The defaults of options of an agent as its page has them: those of most kinds of environment, then the others."""
-  kinds = [kind for name, kind in defaults.TABLE if name == agent]
-  shown = {kind: page_defaults('--agent', agent, '--env', ENVS[kind]) for kind in kinds}
-  shown = shown or {'': page_defaults('--agent', agent)}
-  values = {kind: ', '.join(written(x[n]) for n in options) for kind, x in shown.items()}
-  if any('none' in x.lower() or not x for x in values.values()):
-    return None  # the page has it in words
-  usual = max(values.values(), key=list(values.values()).count)
-  others = [f'{kind} {value}' for kind, value in values.items() if value != usual]
-  return usual + (f' ({"; ".join(others)})' if others else '')
-
-
-def written(value: str) -> str:
-  """A default as pages write it: 1e-3, 100,000, off."""
-  try:
-    number = float(value)
-  except ValueError:
-    return value
-  if number and abs(number) < 0.005:
-    digits, _, exponent = f'{number:e}'.partition('e')
-    return f'{float(digits):g}e{int(exponent)}'
-  return f'{number:,.10g}'
-
-
-def rows(page: Path) -> Iterator[tuple[list[str], str, str]]:
-  """The options, the defaults and the whole of each line of a page's table of settings."""
-  table = page.read_text().partition('## Settings most used')[2].partition('\n## ')[0]
-  for line in table.splitlines():
-    if line.startswith('| `--'):
-      names, default, *_ = (x.strip() for x in line.strip('|').split(' | '))
-      yield re.findall(r'`(--[^`]+)`', names), default, line
-
-
-@pytest.mark.parametrize('agent', AGENTS)
-def test_the_page_of_an_agent_tells_the_defaults_of_a_run(agent: str) -> None:
-  for options, default, line in rows(ROOT / 'docs' / 'agents' / f'{agent}.md'):
-    plain = default.replace('`', '')
-    assert plain == (cell(agent, options) or plain), line
+# --- the table of options ------------------------------------------------------------------------
 
 
 def test_the_option_table_is_fresh() -> None:
