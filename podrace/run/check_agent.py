@@ -251,7 +251,10 @@ class _AgentCheck:
       learn = jax.vmap(self._learn, (None, 0, None), axes, axis_name=AXIS, axis_size=2)
       return jax.eval_shape(learn, train, stacked, key_type())
 
+    shared_metrics = None if checks_vma(self.agent) else 0
     try:
+      if _can_trace(functools.partial(trace, None, None, shared_metrics)):
+        return
       _, _, metrics = trace(0, 0, 0)
     except UserCodeFailed:  # `vmap` is not a mesh, and the agent may need one
       return
