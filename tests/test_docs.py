@@ -173,6 +173,8 @@ def stub(monkeypatch: Patch) -> None:
   searching = podrace.configure('catch', agent='muzero')  # eval changes settings of its search
   monkeypatch.setattr('podrace.run.directory.load_config', lambda *_: searching)
   monkeypatch.setattr('podrace.commands.config_files.write', begun)
+  # Below, suites have no defaults, which their records have.
+  monkeypatch.setattr('podrace.experiments.suites.reproduce.check_settings', lambda *_: None)
   monkeypatch.setattr(
     configure,
     'parse_with_defaults',
