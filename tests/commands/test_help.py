@@ -168,7 +168,7 @@ def test_the_defaults_of_an_agent_of_ones_own(
   args = ('--env', ENVS['grid'], '--agent', f'{module}:{name}')
   record, text = to_json(settings(*args)), train_help(*args)
   compare(text, record, *args)
-  expected = {'Inner': '9 8', 'Made': '5', 'Ours': '64 64'}[name]
+  expected = {'Inner': '9 8', 'Made': '5', 'Ours': '128'}[name]
   assert shown_defaults(text)['--agent.network.hidden'] == expected
   assert shown_defaults(text)['--agent.clip'] == str(record['agent']['clip'])
 
