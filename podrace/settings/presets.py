@@ -344,8 +344,8 @@ PRESETS: Mapping[str, Preset] = {
     # policy is deterministic after 100,000 steps, and the return stays at 6 to 8.
     {'capacity': 200_000, 'batch_size': 8, 'learning_rate': 5e-4, 'anneal_learning_rate': True,
       'discount': 0.99, 'policy_cost': 1.0, 'cmpo_cost': 0.5, 'entropy_cost': 0.05}
-    | _network(hidden=(128,), latent=128, dynamics_hidden=(128,), head_hidden=(64,), v_min=-1.0,
-      v_max=110.0),
+    | _network(torso='grid', hidden=(128,), latent=128, dynamics_hidden=(128,), head_hidden=(64,),
+      v_min=-1.0, v_max=110.0),
     {'env': 'gymnax:Breakout-MinAtar', 'num_envs': 64, 'unroll_length': 16,
       'total_steps': 3_000_000},
   ),
