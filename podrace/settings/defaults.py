@@ -44,7 +44,7 @@ class Defaults:
 
 _buffer = functools.partial(of_part, 'buffer')
 
-# Positions on a board are hard to learn without: on Asterix PPO needs a tenth of the steps.
+# Without them positions on a board are learned slowly: benchmarks/notes.md.
 SMALL_CONVOLUTIONS = {'network.torso': 'grid', 'network.hidden': (128,)}
 CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
 NORMALIZED = {'normalize_observations': True, 'normalize_rewards': True}
@@ -136,8 +136,8 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('muesli', 'vector'): Defaults(32, 16, {'learning_rate': 1e-3, 'discount': 0.99}),
   ('muesli', 'grid'): Defaults(
     64, 16,
-    {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000}
-    | {'network.hidden': (128,), 'network.latent': 128},
+    SMALL_CONVOLUTIONS
+    | {'learning_rate': 1e-3, 'discount': 0.99, 'capacity': 200_000, 'network.latent': 128},
   ),
   ('muesli', 'pixels'): Defaults(
     16, 20,
