@@ -44,6 +44,7 @@ class Defaults:
 
 _buffer = functools.partial(of_part, 'buffer')
 
+KERNEL = 3  # side of the convolutions of the torso `grid`, and of the smallest image for them
 # Without them positions on a board are learned slowly: benchmarks/notes.md.
 SMALL_CONVOLUTIONS = {'network.torso': 'grid', 'network.hidden': (128,)}
 CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
@@ -292,7 +293,7 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
   if isinstance(action_space, spaces.Box):
     return 'continuous'
   sides = image_sides(observation_space)
-  if not sides:
+  if not sides or min(sides) < KERNEL:
     return 'vector'
   return 'pixels' if min(sides) >= PIXELS else 'grid'
 

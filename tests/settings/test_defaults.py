@@ -42,6 +42,8 @@ ENVS = {  # one of each kind
     (spaces.Box(-1, 1, (3, 3)), spaces.Discrete(2), 'vector'),
     (spaces.Discrete(5), spaces.MultiDiscrete([2, 3]), 'vector'),
     (BOARD, spaces.Discrete(2), 'grid'),
+    (spaces.Box(0, 1, (3, 3, 1)), spaces.Discrete(2), 'grid'),
+    (spaces.Box(0, 1, (2, 7, 1)), spaces.Discrete(2), 'vector'),
     (FRAMES, spaces.Discrete(2), 'pixels'),
     (spaces.Dict(board=BOARD, action_mask=spaces.MultiBinary(2)), spaces.Discrete(2), 'grid'),
     (FRAMES, spaces.Box(-1, 1, (3,)), 'continuous'),
