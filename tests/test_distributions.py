@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
+from scipy import stats
 
 from podrace import distributions
 from podrace.distributions import MASKED, Categorical, MultiCategorical, Normal, TanhNormal
@@ -29,8 +30,18 @@ def key(seed: int = 0) -> jax.Array:
   return jax.random.key(seed)
 
 
-def random_params(size: int, seed: int = 0, scale: float = 2.0) -> jax.Array:
-  return scale * jax.random.normal(jax.random.key(seed), (*BATCH, size))
+def random_params(size: int, seed: int = 0, scale: float = 2.0) -> np.ndarray:
+  return np.float32(scale * np.random.default_rng(seed).normal(size=(*BATCH, size)))
+
+
+def run(function: Any, *args: Any) -> Any:
+  """The results in NumPy of a compiled function: many small operations cost more than one program."""
+  return jax.device_get(jax.jit(function)(*args))
+
+
+def numbers_of(ours: Any, params: Any, x: Any) -> Any:
+  """Log-probabilities of x, entropies and modes."""
+  return run(lambda p, x: (ours.log_prob(p, x), ours.entropy(p, key()), ours.mode(p)), params, x)
 
 
 def parts(params: jax.Array) -> list[distrax.Categorical]:
@@ -47,60 +58,70 @@ def box(n: int, low: float = -2.0, high: float = 3.0) -> tuple[tuple[int], tuple
 
 def test_categorical_is_distraxs() -> None:
   ours, params = Categorical(5), random_params(5)
-  theirs = distrax.Categorical(params)
-  x = ours.sample(params, key())
+  x = run(ours.sample, params, key())
   assert x.shape == BATCH and x.dtype == jnp.int32
-  np.testing.assert_allclose(ours.log_prob(params, x), theirs.log_prob(x), **TOLERANCE)
-  np.testing.assert_allclose(ours.entropy(params, key()), theirs.entropy(), **TOLERANCE)
-  assert np.array_equal(ours.mode(params), theirs.mode())
+
+  def theirs(params: jax.Array, x: jax.Array) -> Any:
+    c = distrax.Categorical(params)
+    return c.log_prob(x), c.entropy(), c.mode()
+
+  assert_same(numbers_of(ours, params, x), run(theirs, params, x))
+
+
+def assert_same(ours: Any, theirs: Any) -> None:
+  """Log-probabilities and entropies to rounding, modes to the bit."""
+  for one, other in zip(ours[:2], theirs[:2], strict=True):
+    np.testing.assert_allclose(one, other, **TOLERANCE)
+  assert np.array_equal(ours[2], theirs[2])
 
 
 def test_multi_categorical_is_a_product_of_distraxs() -> None:
   ours, params = MultiCategorical((2, 3, 4)), random_params(9)
   assert ours.size == 9
-  x = ours.sample(params, key())
+  x = run(ours.sample, params, key())
   assert x.shape == (*BATCH, 3) and x.dtype == jnp.int32
 
-  @jax.jit
-  def theirs(params: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+  def theirs(params: jax.Array, x: jax.Array) -> Any:
     log_prob = sum(c.log_prob(x[..., i]) for i, c in enumerate(parts(params)))
-    return log_prob, sum(c.entropy() for c in parts(params))
+    entropy = sum(c.entropy() for c in parts(params))
+    return log_prob, entropy, jnp.stack([c.mode() for c in parts(params)], axis=-1)
 
-  log_prob, entropy = theirs(params, x)
-  np.testing.assert_allclose(ours.log_prob(params, x), log_prob, **TOLERANCE)
-  np.testing.assert_allclose(ours.entropy(params, key()), entropy, **TOLERANCE)
-  mode = jnp.stack([c.mode() for c in parts(params)], axis=-1)
-  assert np.array_equal(ours.mode(params), mode)
+  assert_same(numbers_of(ours, params, x), run(theirs, params, x))
 
 
 def test_normal_is_distraxs() -> None:
   ours, params = Normal(*box(3)), random_params(6)
   assert ours.size == 6
-  theirs = distrax.MultivariateNormalDiag(params[..., :3], jnp.exp(params[..., 3:]))
-  x = ours.sample(params, key())
+  x = run(ours.sample, params, key())
   assert x.shape == (*BATCH, 3)
-  np.testing.assert_allclose(ours.log_prob(params, x), theirs.log_prob(x), **TOLERANCE)
-  np.testing.assert_allclose(ours.entropy(params, key()), theirs.entropy(), **TOLERANCE)
-  assert np.array_equal(ours.mode(params), theirs.mode())
+
+  def theirs(params: jax.Array, x: jax.Array) -> Any:
+    normal = distrax.MultivariateNormalDiag(params[..., :3], jnp.exp(params[..., 3:]))
+    return normal.log_prob(x), normal.entropy(), normal.mode()
+
+  assert_same(numbers_of(ours, params, x), run(theirs, params, x))
 
 
 def test_tanh_normal_is_distraxs() -> None:
   ours, params = TanhNormal(*box(3)), random_params(6, scale=1.0)
-  normal = distrax.Normal(params[..., :3], jnp.exp(jnp.clip(params[..., 3:], -5, 2)))
-  theirs = distrax.Independent(distrax.Transformed(normal, distrax.Tanh()), 1)
+
+  def theirs(params: jax.Array, y: jax.Array) -> Any:
+    normal = distrax.Normal(params[..., :3], jnp.exp(jnp.clip(params[..., 3:], -5, 2)))
+    return distrax.Independent(distrax.Transformed(normal, distrax.Tanh()), 1).log_prob(y)
+
   # distrax inverts its own sample where it can; the density at tanh(x) is what is compared.
-  x = jnp.clip(ours.sample(params, key()), -3, 3)  # beyond, distrax's own atanh loses digits
-  expected = theirs.log_prob(jnp.tanh(x))
+  x = np.clip(run(ours.sample, params, key()), -3, 3)  # beyond, distrax's own atanh loses digits
+  log_prob, _, mode = numbers_of(ours, params, x)
   # atanh(tanh(x)) at |x| = 3 keeps 1 - tanh^2 = 1e-2 to about 1e-5 of itself
-  np.testing.assert_allclose(ours.log_prob(params, x), expected, rtol=1e-4, atol=1e-3)
-  assert np.array_equal(ours.mode(params), params[..., :3])
+  np.testing.assert_allclose(log_prob, run(theirs, params, np.tanh(x)), rtol=1e-4, atol=1e-3)
+  assert np.array_equal(mode, params[..., :3])
 
 
 @pytest.mark.parametrize('x', [-100.0, -20.0, 0.0, 20.0, 100.0])
 def test_tanh_normal_is_finite_far_out(x: float) -> None:
   """log(1 - tanh(x)^2) is about 2 (log 2 - |x|), where 1 - tanh(x)^2 itself is 0."""
   ours, params = TanhNormal(*box(1)), jnp.array([x, 0.0])  # the mean is x: a standard normal there
-  log_prob, grad = jax.value_and_grad(ours.log_prob)(params, jnp.array([x]))
+  log_prob, grad = run(jax.value_and_grad(ours.log_prob), params, jnp.array([x]))
   correction = 0.0 if x == 0 else 2 * (np.log(2) - abs(x))
   np.testing.assert_allclose(log_prob, -0.5 * np.log(2 * np.pi) - correction, rtol=1e-5)
   assert np.all(np.isfinite(grad))
@@ -110,7 +131,9 @@ def test_tanh_normals_density_is_normalized() -> None:
   """On (-1, 1), by quadrature: an oracle that needs no other library."""
   ours, params = TanhNormal(*box(1)), jnp.array([0.3, -0.5])
   y = (np.arange(20_000) + 0.5) / 10_000 - 1
-  log_prob = jax.vmap(lambda x: ours.log_prob(params, x))(jnp.arctanh(jnp.asarray(y)[:, None]))
+  log_prob = run(
+    jax.vmap(lambda y: ours.log_prob(params, jnp.arctanh(y))), y[:, None].astype(np.float32)
+  )
   # the midpoint rule of a smooth density that is 0 at both ends; float32 sums
   np.testing.assert_allclose(np.mean(np.exp(log_prob, dtype=np.float64)) * 2, 1, atol=1e-4)
 
@@ -118,10 +141,14 @@ def test_tanh_normals_density_is_normalized() -> None:
 def test_tanh_normals_entropy_is_right_on_average() -> None:
   """Its expectation is that of -log_prob; both are estimated, from different samples."""
   ours, n = TanhNormal(*box(2)), 100_000
-  params = jnp.broadcast_to(jnp.array([0.5, -1.0, -0.3, 0.2]), (n, 4))
-  entropy_key, sample_key = jax.random.split(key())
-  estimates = np.asarray(ours.entropy(params, entropy_key), np.float64)
-  surprise = -np.asarray(ours.log_prob(params, ours.sample(params, sample_key)), np.float64)
+  params = np.tile(np.float32([0.5, -1.0, -0.3, 0.2]), (n, 1))
+
+  def both(params: jax.Array, key: jax.Array) -> Any:
+    entropy_key, sample_key = jax.random.split(key)
+    log_prob = ours.log_prob(params, ours.sample(params, sample_key))
+    return ours.entropy(params, entropy_key), -log_prob
+
+  estimates, surprise = (np.float64(x) for x in run(both, params, key()))
   error = np.sqrt((np.var(estimates) + np.var(surprise)) / n)
   assert abs(np.mean(estimates) - np.mean(surprise)) < 4 * error  # 4 standard errors, fixed seed
   assert error < 0.01  # so that it can fail
@@ -140,32 +167,46 @@ def chi_squared(counts: np.ndarray, probabilities: np.ndarray) -> float:
   return float(np.sum((counts - expected) ** 2 / expected))
 
 
+def softmax(logits: Any) -> np.ndarray:
+  e = np.exp(np.float64(logits))
+  return e / e.sum()
+
+
+def sampled(ours: Any, params: Any, n: int, key: Any) -> np.ndarray:
+  return run(lambda p, k: ours.sample(jnp.broadcast_to(p, (n, len(p))), k), params, key)
+
+
 @pytest.mark.parametrize('seed', range(3))
 def test_categorical_samples_have_their_probabilities(seed: int) -> None:
-  logits = jax.random.normal(jax.random.key(seed), (6,))
-  x = Categorical(6).sample(jnp.broadcast_to(logits, (200_000, 6)), jax.random.key(seed + 100))
+  logits = np.random.default_rng(seed).normal(size=6).astype(np.float32)
+  x = sampled(Categorical(6), logits, 200_000, jax.random.key(seed + 100))
   counts = np.bincount(x, minlength=6)
   # chi-squared with 5 degrees of freedom is above 20.5 once in a thousand
-  assert chi_squared(counts, np.asarray(jax.nn.softmax(logits), np.float64)) < 20.5
+  assert chi_squared(counts, softmax(logits)) < 20.5
 
 
 def test_multi_categorical_samples_are_independent() -> None:
   ours = MultiCategorical((2, 3))
-  params = jnp.array([0.3, -0.2, 1.0, 0.0, -1.0])
-  x = ours.sample(jnp.broadcast_to(params, (200_000, 5)), key())
+  params = np.float32([0.3, -0.2, 1.0, 0.0, -1.0])
+  x = sampled(ours, params, 200_000, key())
   counts = np.bincount(x[:, 0] * 3 + x[:, 1], minlength=6)
-  p, q = jax.nn.softmax(params[:2]), jax.nn.softmax(params[2:])
-  assert chi_squared(counts, np.outer(p, q).reshape(-1).astype(np.float64)) < 20.5  # see above
+  p, q = softmax(params[:2]), softmax(params[2:])
+  assert chi_squared(counts, np.outer(p, q).reshape(-1)) < 20.5  # see above
 
 
 def test_normal_samples_have_their_distribution() -> None:
   """Counted in ten slices of equal probability."""
   ours, params = Normal(*box(1)), jnp.array([1.5, -0.7])
-  x = ours.sample(jnp.broadcast_to(params, (200_000, 2)), key())[:, 0]
-  u = jax.scipy.stats.norm.cdf((x - 1.5) / np.exp(-0.7))
+  x = sampled(ours, params, 200_000, key())[:, 0]
+  u = stats.norm.cdf((x - 1.5) / np.exp(-0.7))
   counts = np.bincount(np.clip(np.asarray(u) * 10, 0, 9).astype(int), minlength=10)
   # chi-squared with 9 degrees of freedom is above 27.9 once in a thousand
   assert chi_squared(counts, np.full(10, 0.1)) < 27.9
+
+
+@jax.jit
+def a_million(logits: jax.Array) -> jax.Array:
+  return Categorical(5).sample(jnp.broadcast_to(logits, (1_000_000, 5)), key())
 
 
 MASKS = {
@@ -180,9 +221,8 @@ MASKS = {
 
 @pytest.mark.parametrize('mask', MASKS.values(), ids=MASKS)
 def test_masked_actions_are_never_sampled(mask: list[bool]) -> None:
-  logits = jnp.where(jnp.array(mask), jnp.array([8.0, -8.0, 0.1, -8.0, 8.0]), MASKED)
-  x = Categorical(5).sample(jnp.broadcast_to(logits, (1_000_000, 5)), key())
-  counts = np.bincount(x, minlength=5)
+  logits = np.where(mask, [8.0, -8.0, 0.1, -8.0, 8.0], MASKED).astype(np.float32)
+  counts = np.bincount(a_million(logits), minlength=5)
   assert counts.sum() == 1_000_000 and len(counts) == 5
   assert not counts[~np.array(mask)].any()
   assert mask[int(Categorical(5).mode(logits))]
@@ -205,7 +245,7 @@ def test_masked_gradients_are_finite() -> None:
     logits = jnp.where(mask, logits, MASKED)
     return ours.log_prob(logits, jnp.int32(2)) + ours.entropy(logits, key())
 
-  value, grad = jax.value_and_grad(f)(jnp.array([0.0, 5.0, 0.0]))
+  value, grad = run(jax.value_and_grad(f), jnp.array([0.0, 5.0, 0.0]))
   # two equal choices: log 1/2, plus an entropy of log 2
   np.testing.assert_allclose(value, 0, atol=1e-6)
   np.testing.assert_allclose(grad, [-0.5, 0, 0.5], atol=1e-6)
@@ -287,18 +327,23 @@ def test_fixed_numbers_have_no_part_in_a_policy(squash: bool) -> None:
   box = spaces.Box(np.float32([-1, 3, 0]), np.float32([1, 3, 2]))
   rest = spaces.Box(np.float32([-1, 0]), np.float32([1, 2]))
   ours, theirs = (distributions.for_space(s, squash) for s in (box, rest))
-  params = jnp.array([0.1, 5.0, 0.2, -1.0, 9.0, -2.0])
-  few = params[jnp.array([0, 2, 3, 5])]
-  x = ours.sample(params, jax.random.key(0))
-  np.testing.assert_allclose(
-    ours.log_prob(params, x), theirs.log_prob(few, x[jnp.array([0, 2])]), rtol=1e-6
-  )
-  assert ours.to_action(x)[1] == 3 and ours.to_action(ours.mode(params))[1] == 3
-  grads = jax.grad(lambda p: ours.log_prob(p, x) + ours.entropy(p, jax.random.key(0)))(params)
+  params = np.float32([0.1, 5.0, 0.2, -1.0, 9.0, -2.0])
+  x = run(ours.sample, params, jax.random.key(0))
+
+  def numbers(p: jax.Array, x: jax.Array) -> Any:
+    log_prob = lambda p: ours.log_prob(p, x) + ours.entropy(p, jax.random.key(0))  # noqa: E731
+    action = ours.to_action(x)
+    unit = ours.to_unit(action) if isinstance(ours, TanhNormal) else None
+    mode = ours.to_action(ours.mode(p))
+    return ours.log_prob(p, x), jax.grad(log_prob)(p), action, mode, unit
+
+  log_prob, grads, action, mode, unit = run(numbers, params, x)
+  expected = run(theirs.log_prob, params[[0, 2, 3, 5]], x[[0, 2]])
+  np.testing.assert_allclose(log_prob, expected, rtol=1e-6)
+  assert action[1] == 3 and mode[1] == 3
   assert np.isfinite(grads).all() and grads[1] == grads[4] == 0
-  if isinstance(ours, TanhNormal):
-    unit = ours.to_unit(ours.to_action(x))
-    np.testing.assert_allclose(unit, jnp.tanh(x), atol=1e-6)
+  if unit is not None:
+    np.testing.assert_allclose(unit, np.tanh(x), atol=1e-6)
     assert unit[1] == 0
 
 
@@ -412,11 +457,16 @@ def test_raw_samples_of_actions_are_found_again(squash: bool) -> None:
   """Also at the bounds, where a raw sample stays finite, and where a number has one value."""
   space = spaces.Box(np.float32([[-2, 1, 0.5]]), np.float32([[3, 1, 0.75]]))
   policy = distributions.for_space(space, squash)
-  action = jnp.asarray([[[-2, 1, 0.5]], [[3, 1, 0.75]], [[0.7, 1, 0.6]], [[2.9, 1, 0.51]]])
-  x = policy.from_action(action)
+  action = np.float32([[[-2, 1, 0.5]], [[3, 1, 0.75]], [[0.7, 1, 0.6]], [[2.9, 1, 0.51]]])
+
+  def numbers(action: jax.Array) -> Any:
+    x = policy.from_action(action)
+    gradient = jax.grad(lambda p: policy.log_prob(p, x).sum())(jnp.zeros((4, 6)))
+    return x, policy.to_action(x), gradient
+
+  x, again, gradient = run(numbers, action)
   assert x.shape == (4, 3) and np.isfinite(x).all()
-  np.testing.assert_allclose(policy.to_action(x), action, rtol=1e-5)
-  gradient = jax.grad(lambda p: policy.log_prob(p, x).sum())(jnp.zeros((4, 6)))
+  np.testing.assert_allclose(again, action, rtol=1e-5)
   assert np.isfinite(gradient).all()
 
 
@@ -428,5 +478,5 @@ def test_choices_are_their_own_raw_samples() -> None:
 def test_every_action_of_a_policy_in_bfloat16_is_drawn() -> None:
   """Sums of probabilities in bfloat16 skip half of a thousand actions."""
   policy = distributions.Categorical(1000)
-  drawn = policy.sample(jnp.zeros((4000, 1000), jnp.bfloat16), jax.random.key(0))
+  drawn = run(policy.sample, jnp.zeros((4000, 1000), jnp.bfloat16), jax.random.key(0))
   assert len(np.unique(drawn)) > 950

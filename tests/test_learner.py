@@ -253,7 +253,7 @@ def test_advantages_of_no_step_at_all() -> None:
 @pytest.mark.parametrize('name', ['ppo', 'ppo, recurrent'])
 def test_an_epoch_takes_every_step_once(name: str) -> None:
   agent = dataclasses.replace(AGENTS[name], minibatches=4)
-  indices = np.asarray(agent.minibatch_indices(jax.random.key(3), trajectory(name, 0)))
+  indices = np.asarray(jit(agent.minibatch_indices)(jax.random.key(3), trajectory(name, 0)))
   recurrent = minibatch.is_recurrent(agent)
   size = B if recurrent else T * B
   epochs = indices.reshape(agent.epochs, 4, size // 4)
@@ -267,9 +267,8 @@ def test_an_epoch_takes_every_step_once(name: str) -> None:
 
 @pytest.mark.parametrize('n', [1, 2, 3, 8, 9, 128, 2**16])
 def test_permutations_are_permutations(n: int) -> None:
-  permutations = jax.vmap(lambda k: minibatch.permutation(k, n))(
-    jax.random.split(jax.random.key(0), 7)
-  )
+  permuted = jit(jax.vmap(lambda k: minibatch.permutation(k, n)))
+  permutations = np.asarray(permuted(jax.random.split(jax.random.key(0), 7)))
   assert np.array_equal(np.sort(permutations, axis=1), np.tile(np.arange(n), (7, 1)))
   if n > 8:
     assert len(np.unique(permutations, axis=0)) == 7
@@ -423,6 +422,6 @@ def test_metrics_of_several_samples_are_summed_as_floats() -> None:
   )  # fmt: skip
   step = jax.vmap(device_step(Counting(), replay), axis_name=topology.AXIS, axis_size=1)
   one = jnp.zeros(1)
-  *_, metrics, times = step(one, one, one, jax.random.split(jax.random.key(0), 1), one)
+  *_, metrics, times = jit(step)(one, one, one, jax.random.split(jax.random.key(0), 1), one)
   assert {k: float(v[0]) for k, v in metrics.items()} == {'loss': 3, 'is_large': 3, 'count': 300}
   assert times == 3

@@ -289,7 +289,7 @@ def last_minibatch(agent: PPO, c: Case) -> set[tuple[int, int]]:
   """The steps (t, b) that the last gradient of the update is taken over."""
   shuffle_key, _ = jax.random.split(jax.random.split(jax.random.key(1))[1])
   agent = dataclasses.replace(agent, network=c.network)
-  indices = np.asarray(agent.minibatch_indices(shuffle_key, c.trajectory))
+  indices = np.asarray(jax.jit(agent.minibatch_indices)(shuffle_key, c.trajectory))
   assert len(indices) == agent.epochs * agent.minibatches
   return {divmod(int(i), B) for i in indices[-1]}
 

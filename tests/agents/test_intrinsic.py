@@ -43,7 +43,7 @@ def agent(env: str = WORLD, **settings: Any) -> Intrinsic:
 
 def loud(params: IntrinsicParams) -> IntrinsicParams:
   """With rewards and values that are not almost 0, as they begin."""
-  return jax.tree.map(lambda x: 3.0 * x, params)
+  return jax.tree.map(lambda x: 3 * np.asarray(x), params)
 
 
 @functools.cache
@@ -175,12 +175,12 @@ def test_policies_learn_by_reinforce_on_the_intrinsic_reward_alone() -> None:
   _, raw, _, log_prob, _ = relive(params, whole)
   reward = jnp.tanh(raw)
   assert np.abs(reward).max() > 0.05
+  on_host = jax.device_get(whole)
   for b in range(B):
-    expected = slow_log_probs(learning, whole, np.asarray(reward, np.float64), b)
+    expected = slow_log_probs(learning, on_host, np.asarray(reward, np.float64), b)
     np.testing.assert_allclose(log_prob[:, b], expected, rtol=1e-3, atol=2e-4)
-  other = whole._replace(agent_state=whole.agent_state)
   scaled = jax.tree.map(jnp.zeros_like, params.reward)
-  still = relive(IntrinsicParams(scaled, params.value), other)
+  still = relive(IntrinsicParams(scaled, params.value), whole)
   assert not np.any(still[1]) and not np.allclose(still[3], log_prob, atol=1e-3)
 
 
@@ -236,7 +236,9 @@ def test_returns_are_of_the_lifetime_or_of_the_episode(objective: Any) -> None:
   learning = agent(objective=objective, discount=0.8, lambda_=0.7)
   _, params, (first, _) = lived()
   begins, _, value, *_ = reliving()(params, first)
-  reward = jnp.where(first.timesteps.first, 0.0, jax.random.normal(jax.random.key(0), (T + 1, B)))
+  noise = np.random.default_rng(0).normal(size=(T + 1, B)).astype(np.float32)
+  first = jax.device_get(first)
+  reward = np.where(first.timesteps.first, np.float32(0), noise)
   noisy = first._replace(timesteps=first.timesteps._replace(reward=reward))
   found = np.asarray(contract.quick_jit(learning.advantages)(noisy.timesteps, begins, value))
   mask = np.asarray(first.timesteps.step_type[:-1]) != LAST
@@ -249,31 +251,29 @@ def test_returns_are_of_the_lifetime_or_of_the_episode(objective: Any) -> None:
 def test_the_meta_gradient_against_differences() -> None:
   """Through all updates of an unroll, in float64, along random directions of the reward's parameters."""
   learning, params, (first, _) = lived()
-  noise = jax.random.normal(jax.random.key(5), (T + 1, B))
-  first = first._replace(
-    timesteps=first.timesteps._replace(reward=jnp.where(first.timesteps.first, 0.0, noise))
-  )
+  rng, first = np.random.default_rng(5), jax.device_get(first)
+  noise = np.where(first.timesteps.first, 0, rng.normal(size=(T + 1, B))).astype(np.float32)
+  first = first._replace(timesteps=first.timesteps._replace(reward=noise))
   with jax.enable_x64(True):
     params, first = jax.tree.map(
-      lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, (params, first)
+      lambda x: np.float64(x) if x.dtype == np.float32 else np.asarray(x), (params, first)
     )
 
     @jax.jit
-    def outcome(reward: Any) -> Any:
-      return learning.loss(IntrinsicParams(reward, params.value), first)[1]['policy_loss']
+    def outcome(reward: Any) -> Any:  # and its gradient, in one program to compile
+      def of(reward: Any) -> Any:
+        return learning.loss(IntrinsicParams(reward, params.value), first)[1]['policy_loss']
 
-    gradient = jax.jit(jax.grad(outcome))(params.reward)
-    for seed in range(3):
-      leaves, tree = jax.tree.flatten(params.reward)
-      keys = jax.random.split(jax.random.key(seed), len(leaves))
-      along = tree.unflatten(
-        [jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)]
-      )
+      return jax.value_and_grad(of)(reward)
+
+    gradient = jax.device_get(outcome(params.reward)[1])
+    for _ in range(3):
+      along = jax.tree.map(lambda x: rng.normal(size=x.shape), params.reward)
       forth, back = (
-        outcome(jax.tree.map(lambda x, d, h=h: x + h * d, params.reward, along))
+        float(outcome(jax.tree.map(lambda x, d, h=h: x + h * d, params.reward, along))[0])
         for h in (1e-5, -1e-5)
       )
-      found = sum(map(jnp.vdot, jax.tree.leaves(gradient), jax.tree.leaves(along)))
+      found = sum(map(np.vdot, jax.tree.leaves(gradient), jax.tree.leaves(along)))
       assert abs(found) > 1e-5
       np.testing.assert_allclose(found, (forth - back) / 2e-5, rtol=1e-4)
 
@@ -281,13 +281,16 @@ def test_the_meta_gradient_against_differences() -> None:
 def test_the_value_is_learned_by_its_own_loss_and_the_reward_by_the_other() -> None:
   learning, params, (first, _) = lived()
 
-  def of(name: str, params: IntrinsicParams) -> Any:
-    return learning.loss(params, first)[1][name]
+  @contract.quick_jit
+  def gradients(params: IntrinsicParams) -> Any:
+    def losses(params: IntrinsicParams) -> Any:
+      metrics = learning.loss(params, first)[1]
+      return metrics['policy_loss'], metrics['value_loss']
 
-  policy, value = (
-    contract.quick_jit(jax.grad(functools.partial(of, name)))(params)
-    for name in ('policy_loss', 'value_loss')
-  )
+    _, pull = jax.vjp(losses, params)
+    return [pull(tuple(row))[0] for row in jnp.eye(2)]
+
+  policy, value = jax.device_get(gradients(params))
   assert not any(np.any(x) for x in jax.tree.leaves((policy.value, value.reward)))
   assert all(np.any(x) for x in jax.tree.leaves(value.value))
 

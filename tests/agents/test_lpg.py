@@ -45,7 +45,7 @@ def window(seed: int = 0, core: Any = ()) -> Trajectory:
   rng = np.random.default_rng(seed)
   steps = streams.timesteps(rng, T + 1, B, streams.floats(4))
   action = rng.integers(0, A, (T, B)).astype(np.int32)
-  found: Trajectory = jax.tree.map(jnp.asarray, streams.trajectory(steps, action, (), core))
+  found: Trajectory = streams.trajectory(steps, action, (), core)
   return found
 
 
@@ -54,7 +54,7 @@ rule_targets = jax.jit(rules.targets)
 
 @functools.cache
 def params(seed: int = 0) -> dict[str, Any]:
-  return rules.init(jax.random.key(seed), SIZES)
+  return jax.device_get(jax.jit(lambda key: rules.init(key, SIZES))(jax.random.key(seed)))
 
 
 def updater(agent: LPG) -> Any:
@@ -76,7 +76,7 @@ def inputs(seed: int = 0) -> rules.LPGInputs:
   t = x.timesteps
   probability, y = rng.random((T, B)), rng.normal(size=(T + 1, B, SIZES.predictions))
   given = t.reward[1:], t.discount[1:], t.last[1:], probability, y
-  return rules.LPGInputs(*(jnp.asarray(x, jnp.float32) for x in given))._replace(last=t.last[1:])
+  return rules.LPGInputs(*(np.asarray(x, np.float32) for x in given))._replace(last=t.last[1:])
 
 
 def sigmoid(x: Any) -> Any:
@@ -160,9 +160,9 @@ def returns_to_go(x: Trajectory, discount: float) -> np.ndarray:
 def test_a_rule_that_adds_up_rewards_is_reinforce(core: Any) -> None:
   """Williams 1992: the gradient of log pi(a|s) times the return to come."""
   learning = agent(core, y_cost=0.0)
-  state = jax.tree.map(lambda x: x + 0.3, learning.network.initial_state(B))
+  state = jax.tree.map(lambda x: np.asarray(x) + np.float32(0.3), learning.network.initial_state(B))
   x = window(core=state)
-  weight = jnp.asarray(returns_to_go(x, 0.8), jnp.float32)
+  weight = np.float32(returns_to_go(x, 0.8))
   assert (weight[:-1][x.timesteps.step_type[:-2] == LAST] == 0).all()
 
   def objective(network: Any) -> Any:
@@ -172,29 +172,31 @@ def test_a_rule_that_adds_up_rewards_is_reinforce(core: Any) -> None:
     return jnp.sum(weight * chosen) / (T * B)
 
   train = jax.jit(learning.init)(jax.random.key(3))
-  expected = jax.jit(jax.grad(objective))(train.params)
+  expected = jax.device_get(jax.jit(jax.grad(objective))(train.params))
   after = updater(learning)(reinforce(0.8), train, x)
+  moved = jax.tree.map(lambda a, b: a - b, *jax.device_get((after.params, train.params)))
+  found = {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(moved)}
   for path, g in jax.tree_util.tree_leaves_with_path(expected):
-    moved = jax.tree.map(lambda a, b: a - b, after.params, train.params)
-    found = {jax.tree_util.keystr(k): v for k, v in jax.tree_util.tree_leaves_with_path(moved)}
     np.testing.assert_allclose(found[jax.tree_util.keystr(path)], g, rtol=1e-3, atol=2e-6)
-  assert max(float(jnp.abs(g).max()) for g in jax.tree.leaves(expected)) > 0.01
+  assert max(float(np.abs(g).max()) for g in jax.tree.leaves(expected)) > 0.01
 
 
 def test_y_moves_to_its_target() -> None:
   """By steps along KL(y || target), the policy's share of the loss left out."""
   learning, x = agent(learning_rate=0.5, y_cost=2.0), window()
   update = updater(learning)
-  rule = params() | {'policy/linear/w': jnp.zeros((8, 1)), 'y/linear/w': jnp.zeros((8, 5))}
-  rule['y/linear/b'] = jnp.array([2.0, 0.0, -1.0, 1.0, 0.0])
+  zeros = np.zeros((8, 1), np.float32)
+  rule = params() | {'policy/linear/w': zeros, 'y/linear/w': np.tile(zeros, 5)}
+  rule['y/linear/b'] = np.float32([2.0, 0.0, -1.0, 1.0, 0.0])
   before = train = jax.jit(learning.init)(jax.random.key(0))
   for _ in range(300):
     train = update(rule, train, x)
   said, _ = jax.jit(learning.network.unroll)(train.params, (), x.timesteps)
-  goal = jax.nn.softmax(rule['y/linear/b'])
-  learned = np.asarray(x.timesteps.step_type[:-1] != LAST)
+  goal = np.exp(rule['y/linear/b']) / np.exp(rule['y/linear/b']).sum()
+  learned = x.timesteps.step_type[:-1] != LAST
+  y = np.exp(np.asarray(said.y))[:-1][learned]
   np.testing.assert_allclose(
-    jax.nn.softmax(said.y[:-1])[learned], jnp.broadcast_to(goal, (learned.sum(), 5)), atol=0.02
+    y / y.sum(-1, keepdims=True), np.broadcast_to(goal, (learned.sum(), 5)), atol=0.02
   )
   same = jax.tree.map(np.array_equal, train.params['policy_head'], before.params['policy_head'])
   assert all(jax.tree.leaves(same))
@@ -211,23 +213,28 @@ def test_nothing_passes_from_one_episode_to_another(core: Any) -> None:
   learning = agent(core)
   x = window(core=learning.network.initial_state(B))
   train = jax.jit(learning.init)(jax.random.key(0))
-  last = np.asarray(x.timesteps.step_type[:-1] == LAST)
+  last = x.timesteps.step_type[:-1] == LAST
   assert last[:-1].any()
   other = x._replace(
-    outputs=x.outputs._replace(action=jnp.where(last, (x.outputs.action + 1) % A, x.outputs.action))
+    outputs=x.outputs._replace(action=np.where(last, (x.outputs.action + 1) % A, x.outputs.action))
   )
   update = updater(learning)
   found, same = (update(params(), train, w).params for w in (x, other))
   jax.tree.map(np.testing.assert_array_equal, found, same)
-  cut = jnp.zeros((T + 1, B), jnp.int8).at[1:].set(1).at[3].set(LAST).at[4].set(0)
-  two = x._replace(timesteps=x.timesteps._replace(step_type=cut, discount=jnp.ones((T + 1, B))))
-  later = two._replace(
-    timesteps=two.timesteps._replace(reward=two.timesteps.reward.at[5:].add(3.0))
-  )
-  goals = []
-  for w in (two, later):
-    said, _ = jax.jit(learning.network.unroll)(train.params, w.agent_state, w.timesteps)
-    goals.append(rule_targets(params(), learning.inputs(said, w), 0.99))
+  cut = np.ones((T + 1, B), np.int8)
+  cut[0], cut[3], cut[4] = 0, LAST, 0
+  discount = np.ones((T + 1, B), np.float32)
+  two = x._replace(timesteps=x.timesteps._replace(step_type=cut, discount=discount))
+  reward = two.timesteps.reward.copy()
+  reward[5:] += 3
+  later = two._replace(timesteps=two.timesteps._replace(reward=reward))
+
+  @jax.jit
+  def targets(w: Trajectory) -> Any:
+    said, _ = learning.network.unroll(train.params, w.agent_state, w.timesteps)
+    return rules.targets(params(), learning.inputs(said, w), 0.99)
+
+  goals = jax.device_get([targets(two), targets(later)])
   np.testing.assert_array_equal(goals[0].policy[:3], goals[1].policy[:3])
   assert not np.allclose(goals[0].policy[4:], goals[1].policy[4:])
 
@@ -237,10 +244,15 @@ def test_metrics_are_what_they_are_called() -> None:
   np.testing.assert_allclose(entropy(logits), [np.log(3), 0.0], atol=1e-6)
   learning, x = agent(), window()
   train = jax.jit(learning.init)(jax.random.key(0))
-  said, _ = jax.jit(learning.network.unroll)(train.params, (), x.timesteps)
-  goals = rule_targets(params(), learning.inputs(said, x), 0.99)
-  total, found = learning.losses(said, goals, x)
-  mask = np.asarray(x.timesteps.step_type[:-1] != LAST)
+
+  @jax.jit
+  def losses(x: Trajectory) -> Any:
+    said, _ = learning.network.unroll(train.params, (), x.timesteps)
+    goals = rules.targets(params(), learning.inputs(said, x), 0.99)
+    return goals, *learning.losses(said, goals, x)
+
+  goals, total, found = jax.device_get(losses(x))
+  mask = x.timesteps.step_type[:-1] != LAST
   square = np.mean(mask * np.square(goals.policy))
   np.testing.assert_allclose(found['policy_target_square'], square, rtol=1e-5)
   np.testing.assert_allclose(found['entropy'], mask.mean() * np.log(3), rtol=1e-2)
@@ -339,8 +351,9 @@ def test_acting_needs_no_file(tmp_path: Path) -> None:
   path.unlink()
   found = bind(dataclasses.replace(learning, greedy=True), make('podrace:catch'))
   train = jax.jit(found.init)(jax.random.key(0))
-  timestep = jax.tree.map(lambda x: jnp.repeat(x, 5, axis=0), found.network.example())
-  outputs = {tuple(found.act(train.params, (), timestep, jax.random.key(k))[0].action.tolist()) for k in (0, 1)}  # fmt: skip
+  timestep = jax.tree.map(lambda x: np.repeat(np.asarray(x), 5, axis=0), found.network.example())
+  act = jax.jit(lambda key: found.act(train.params, (), timestep, key)[0].action)
+  outputs = {tuple(act(jax.random.key(k)).tolist()) for k in (0, 1)}
   assert len(outputs) == 1 and len(set(outputs.pop())) == 1
 
 

@@ -77,12 +77,12 @@ def test_targets_of_dqn_by_hand(end: int) -> None:
   )
   env = SimpleNamespace(observation_space=SPACE, action_space=spaces.Discrete(3))
   agent = bind(agent, env)
-  t = jax.tree.map(lambda x: x[2:4], masked(end))
+  t = jax.tree.map(lambda x: np.asarray(x)[3], masked(end))
   params = jax.jit(agent.init)(jax.random.key(0)).params.network
-  q = np.asarray(agent.network.step(params, (), jax.tree.map(lambda x: x[1], t))[0])[..., 0]
-  raw = {**t.observation, 'action_mask': jnp.ones_like(t.observation['action_mask'])}
-  free = agent.network.step(params, (), jax.tree.map(lambda x: x[1], t._replace(observation=raw)))
-  mask = np.asarray(t.observation['action_mask'][1])
+  step = jax.jit(lambda t: agent.network.step(params, (), t))
+  q = np.asarray(step(t)[0])[..., 0]
+  mask = t.observation['action_mask']
+  free = step(t._replace(observation={**t.observation, 'action_mask': np.ones_like(mask)}))
   best = [max(v for v, m in zip(row, ok, strict=True) if m or not ok.any())
           for row, ok in zip(np.asarray(free[0])[..., 0], mask, strict=True)]  # fmt: skip
   np.testing.assert_allclose(q.max(-1), best, rtol=1e-6)
@@ -235,5 +235,5 @@ def test_a_forbidden_filler_is_in_no_metric(cls: Any) -> None:
   sample = Sample(Trajectory(steps, outputs, state, jnp.arange(2)), jnp.ones(2), jnp.arange(2))
   train, key = jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1)
   step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
-  _, _, metrics = step(jax.tree.map(lambda x: x[None], train))
+  _, _, metrics = jax.jit(step)(jax.tree.map(lambda x: x[None], train))
   assert abs(float(metrics['value'][0])) < 100

@@ -7,6 +7,7 @@ out. What it is compared with is the gradient that reaches the optimiser inside 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import unittest
@@ -142,21 +143,40 @@ def window_of(agent: MuZero, batch: int = BATCH) -> Trajectory:
   return streams.trajectory(steps, action, MuZeroExtras(action, plan), ())
 
 
-def learned(agent: MuZero, window: Trajectory, weight: np.ndarray, seed: int = 0) -> Any:
+PROGRAMS: dict[Any, Any] = {}
+
+
+def shared(name: str, agent: Any, make: Any) -> Any:
+  """What is made once for all agents, or networks, that are the same."""
+  key = name, type(agent), repr(agent)
+  if key not in PROGRAMS:
+    PROGRAMS[key] = make()
+  return PROGRAMS[key]
+
+
+def network_of(agent: Any, seed: int = 0) -> Any:
+  init = shared('init', agent.network, lambda: jax.jit(agent.network.init))
+  return jax.device_get(init(jax.random.key(seed)))
+
+
+def learned(agent: MuZero, window: Trajectory, weight: np.ndarray) -> Any:
   """The gradient that `learn` gives its optimiser, the priorities, and the metrics."""
-  network = jax.jit(agent.network.init)(jax.random.key(seed))
-  zeros = jax.tree.map(jnp.zeros_like, network)
-  train = TrainState(
-    MuZeroParams(network, jnp.int32(10)), jax.jit(agent.init)(jax.random.key(seed)).rest
-  )
-  train = train._replace(rest=train.rest._replace(opt_state=zeros))
-  sample = Sample(window, jnp.asarray(weight), jnp.arange(len(weight)))
-  step = jax.shard_map(
-    lambda *args: agent.learn(*args),
-    mesh=topology.learner_mesh(1), in_specs=P(), out_specs=(P(), P(), P()), check_vma=False,
-  )  # fmt: skip
-  train, priority, metrics = jax.jit(step, compiler_options=quick)(train, sample, jax.random.key(1))
-  return train.rest.opt_state, np.asarray(priority), metrics, network
+  network = network_of(agent)
+  rest = shared('rest', agent, lambda: jax.jit(agent.init)(jax.random.key(0)).rest)
+  rest = rest._replace(opt_state=jax.tree.map(np.zeros_like, network))
+  train = TrainState(MuZeroParams(network, jnp.int32(10)), rest)
+  sample = Sample(window, weight, np.arange(len(weight)))
+
+  def compiled() -> Any:
+    step = jax.shard_map(
+      lambda *args: agent.learn(*args),
+      mesh=topology.learner_mesh(1), in_specs=P(), out_specs=(P(), P(), P()), check_vma=False,
+    )  # fmt: skip
+    return jax.jit(step, compiler_options=quick)
+
+  step = shared('learn', agent, compiled)
+  train, priority, metrics = jax.device_get(step(train, sample, jax.random.key(1)))
+  return train.rest.opt_state, priority, metrics, network
 
 
 def n_step_target(agent: MuZero, w: Trajectory, t: int, b: int) -> float:
@@ -234,7 +254,7 @@ def reference(
 
 
 def difference(one: Any, other: Any) -> float:
-  found = jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), one, other)
+  found = jax.tree.map(lambda x, y: float(np.abs(np.asarray(x) - np.asarray(y)).max()), one, other)
   return max(jax.tree.leaves(found))
 
 
@@ -251,14 +271,22 @@ def test_gradients(bins: int, sequence: int) -> None:
   assert float(metrics['loss']) == pytest.approx(float(loss), rel=1e-5)
   assert difference(found, expected) < 2e-6
   assert float(metrics['target_age']) == 3.0
+  hidden = np.tanh(window.timesteps.observation @ network['r'])
+  value = np.asarray(jax.jit(decode)(hidden @ network['v'], agent.network.support))
   for b in range(BATCH):
     errors = []
     for s in range(sequence):
-      hidden = jnp.tanh(window.timesteps.observation[s, b] @ network['r'])
-      value = decode(hidden @ network['v'], agent.network.support)
       valid = window.timesteps.step_type[s, b] != LAST
-      errors.append(valid * abs(float(value) - n_step_target(agent, window, s, b)))
+      errors.append(valid * abs(float(value[s, b]) - n_step_target(agent, window, s, b)))
     assert priority[b] == pytest.approx(np.mean(errors), abs=1e-4)
+
+
+@functools.cache
+def reference_gradient(without: str) -> Any:
+  agent = recording()
+  window = window_of(agent)
+  loss = lambda n: reference(agent, n, window, WEIGHT, without)  # noqa: E731
+  return jax.jit(jax.grad(loss), compiler_options=quick)(network_of(agent))
 
 
 @pytest.mark.parametrize(
@@ -266,15 +294,7 @@ def test_gradients(bins: int, sequence: int) -> None:
 )
 def test_the_reference_differs_without_a_rule(rule: str) -> None:
   """So that the test above can fail: by a hundred times its tolerance and more."""
-  agent = recording()
-  window = window_of(agent)
-  network = jax.jit(agent.network.init)(jax.random.key(0))
-
-  def gradient(without: str) -> Any:
-    loss = lambda n: reference(agent, n, window, WEIGHT, without)  # noqa: E731
-    return jax.jit(jax.grad(loss), compiler_options=quick)(network)
-
-  assert difference(gradient(''), gradient(rule)) > 2e-4
+  assert difference(reference_gradient(''), reference_gradient(rule)) > 2e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,9 +311,8 @@ def test_imagined_states_are_compared_up_to_the_end_of_an_episode() -> None:
   agent = Recording(network, consistency=1.0, sequence=2, **SETTINGS)  # type: ignore[arg-type]
   window = window_of(agent)
   _, _, metrics, params = learned(agent, window, WEIGHT)
-  params = jax.tree.map(np.asarray, params)
   total, last = 0.0, np.asarray(window.timesteps.step_type == LAST)
-  seen = np.tanh(np.asarray(window.timesteps.observation) @ np.asarray(params['r']))
+  seen = np.tanh(window.timesteps.observation @ params['r'])
   for b in range(BATCH):
     for s in range(agent.sequence):
       hidden = seen[s, b]
@@ -312,7 +331,7 @@ def test_first_priorities_are_by_the_searches() -> None:
   agent = recording()
   window = window_of(agent)
   window = window._replace(timesteps=window.timesteps._replace(observation=()))
-  found = agent.initial_priority(window)
+  found = np.asarray(jax.jit(agent.initial_priority)(window))
   for b in range(BATCH):
     value = float(window.outputs.extras.plan.value[0, b])
     valid = window.timesteps.step_type[0, b] != LAST
@@ -324,27 +343,35 @@ def test_first_priorities_are_by_the_searches() -> None:
 
 
 def test_numbers_become_two_hot_and_come_back() -> None:
-  support = returns.rescale(jnp.array([-30.0, 30.0]))
-  support = jnp.linspace(support[0], support[1], 21)
-  x = jnp.array([-30.0, -7.3, -0.2, 0.0, 0.4, 12.0, 30.0, 99.0])
-  code = encode(x, support)
+  support = np.linspace(
+    *np.asarray(returns.rescale(jnp.array([-30.0, 30.0]))), 21, dtype=np.float32
+  )
+  x = np.float32([-30.0, -7.3, -0.2, 0.0, 0.4, 12.0, 30.0, 99.0])
+  to_code, to_number = jax.jit(encode), jax.jit(decode)
+  code = np.asarray(to_code(x, support))
   np.testing.assert_allclose(code.sum(-1), 1, rtol=1e-5)
   assert int((code > 1e-5).sum(-1).max()) == 2
-  back = decode(jnp.log(code + 1e-12), support)
-  np.testing.assert_allclose(back, jnp.clip(x, -30, 30), rtol=1e-3, atol=1e-3)
-  assert decode(x[:, None], None).tolist() == encode(x, None)[:, 0].tolist() == x.tolist()
+  back = to_number(np.log(code + np.float32(1e-12)), support)
+  np.testing.assert_allclose(back, np.clip(x, -30, 30), rtol=1e-3, atol=1e-3)
+  there = np.asarray(to_code(x, None))
+  assert to_number(x[:, None], None).tolist() == there[:, 0].tolist() == x.tolist()
 
 
 @pytest.mark.parametrize('low, high, most', [(-300, 300, 1e-5), (-1, 110, 1e-5), (-400, 1, 1.0)])
 def test_rewards_and_values_begin_at_0(low: float, high: float, most: float) -> None:
   """The middle of the supports is 0, 30 and -107."""
   model = LearnedModel(v_min=low, v_max=high).bind(VECTOR, spaces.Discrete(A))
-  params = jax.jit(model.init)(jax.random.key(0))
-  hidden, _ = model.represent(params, (), jax.tree.map(lambda x: x[None], model.example()))
-  hidden, reward = model.dynamics(params, hidden[0], jnp.zeros(1, jnp.int32))
-  for outputs in (reward, model.predict(params, hidden).value):
-    assert float(jnp.ptp(outputs)) <= 20.001
-    assert float(decode(outputs, model.support)[0]) == pytest.approx(0, abs=most)
+
+  @jax.jit
+  def said(key: Any) -> Any:
+    params = model.init(key)
+    hidden, _ = model.represent(params, (), jax.tree.map(lambda x: x[None], model.example()))
+    hidden, reward = model.dynamics(params, hidden[0], jnp.zeros(1, jnp.int32))
+    return [(x, decode(x, model.support)) for x in (reward, model.predict(params, hidden).value)]
+
+  for outputs, number in jax.device_get(said(jax.random.key(0))):
+    assert float(np.ptp(outputs)) <= 20.001
+    assert float(number[0]) == pytest.approx(0, abs=most)
 
 
 def test_hidden_states_are_scaled_each_by_itself() -> None:
@@ -454,11 +481,14 @@ def table(seed: int = 0) -> tuple[Table, np.ndarray]:
 
 
 def searched(agent: MuZero, simulations: int, hidden: Any, mask: Any = None, seed: int = 3) -> Any:
-  params = MuZeroParams({}, jnp.int32(0))
-  search = jax.jit(
-    lambda h, o, k: searching.plan(agent.search_settings, params, h, o, k, simulations),
-    compiler_options=quick,
-  )
+  def compiled() -> Any:
+    params = MuZeroParams({}, jnp.int32(0))
+    return jax.jit(
+      lambda h, o, k: searching.plan(agent.search_settings, params, h, o, k, simulations),
+      compiler_options=quick,
+    )
+
+  search = shared(f'{simulations} simulations', agent, compiled)
   observation = () if mask is None else {'action_mask': mask}
   return jax.device_get(search(hidden, observation, jax.random.key(seed)))
 
@@ -603,9 +633,10 @@ def test_the_priors_of_samples() -> None:
   """(beta_hat / beta) pi, with beta the policy at temperature 2."""
   model, _ = table()
   agent = MuZero(model, sampled_actions=8, sampled_temperature=2.0)  # type: ignore[arg-type]
-  policy = jnp.array(np.random.default_rng(0).normal(size=(6, A)), jnp.float32)
-  x, logits = jax.device_get(agent.search_settings.candidates.draw(policy, jax.random.key(0)))
-  pi, beta = jax.nn.softmax(policy), jax.nn.softmax(policy / 2)
+  policy = np.random.default_rng(0).normal(size=(6, A)).astype(np.float32)
+  draw = jax.jit(agent.search_settings.candidates.draw)
+  x, logits = jax.device_get(draw(policy, jax.random.key(0)))
+  pi, beta = (np.exp(y) / np.exp(y).sum(-1, keepdims=True) for y in (policy, policy / 2))
   for b in range(6):
     seen = set[int]()
     for k in range(8):
@@ -626,7 +657,7 @@ def test_actions_that_are_sampled(space: Any) -> None:
   agent = MuZero(LearnedModel(**TINY_MODEL), simulations=3)
   network = agent.network.bind(spaces.Box(-1, 1, (F,)), space)
   agent = dataclasses.replace(agent, network=network)
-  timestep = jax.tree.map(lambda x: jnp.repeat(x, 6, axis=0), network.example())
+  timestep = jax.tree.map(lambda x: np.repeat(np.asarray(x), 6, axis=0), network.example())
 
   def act(key: Any) -> Any:
     params = agent.init(key).params
@@ -677,10 +708,10 @@ def test_a_share_of_a_batch_is_searched_anew() -> None:
 def test_values_of_the_target_network() -> None:
   agent = recording(bootstrap='target')
   window = window_of(agent)
-  network = jax.jit(agent.network.init)(jax.random.key(5))
-  plans = agent.renew_plans(network, jnp.int32(10), window, jax.random.key(2))
+  network = network_of(agent, 5)
+  plans = jax.jit(agent.renew_plans)(network, jnp.int32(10), window, jax.random.key(2))
   hidden = np.tanh(window.timesteps.observation[:-1] @ network['r'])
-  expected = decode(hidden @ network['v'], agent.network.support)
+  expected = jax.jit(decode)(hidden @ network['v'], agent.network.support)
   np.testing.assert_allclose(plans.value, expected, rtol=1e-5, atol=1e-5)
   np.testing.assert_array_equal(plans.weights, window.outputs.extras.plan.weights)
 

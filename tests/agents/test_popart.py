@@ -73,18 +73,24 @@ def trajectory(seed: int, scale: float = 1.0, shift: float = 0.0) -> Trajectory:
   return streams.trajectory(steps, x, extras, policy_gradient.PolicyState(()))
 
 
-def update(agent: Any, train: Any, t: Trajectory, i: int = 0, devices: int = 1) -> tuple[Any, Any]:
-  step = jit(learner(agent, on_policy(), topology.learner_mesh(devices)))
-  train, _, metrics, _ = step(train, (), t, jax.random.key(i), jnp.int32(i))
-  return jax.device_get((train, metrics))
+def updater(agent: Any) -> Any:
+  """One update as a function of (state, trajectory, number), compiled once."""
+  step = jit(learner(agent, on_policy(), topology.learner_mesh(1)))
+
+  def update(train: Any, t: Trajectory, i: int = 0) -> tuple[Any, Any]:
+    train, _, metrics, _ = step(train, (), t, jax.random.key(i), jnp.int32(i))
+    return jax.device_get((train, metrics))
+
+  return update
 
 
 # --- the head and the statistics --------------------------------------------------------------
 
 
-def values(net: ActorCritic, params: Any, t: Trajectory) -> np.ndarray:
-  output, _ = net.unroll(params, (), t.timesteps)
-  return np.asarray(output.value)
+def valued(net: ActorCritic, t: Trajectory) -> Any:
+  """The values of a trajectory as a function of parameters, compiled once."""
+  unroll = jit(lambda params: net.unroll(params, (), t.timesteps)[0].value)
+  return lambda params: np.asarray(unroll(params))
 
 
 @pytest.mark.parametrize('old', [(0.0, 1.0), (300.0, 20.0), (-1e-3, 1e-4)])
@@ -93,9 +99,9 @@ def test_outputs_stay_when_the_statistics_move(old: tuple[float, float]) -> None
   net, t = network(hidden=(16,)), trajectory(0)
   raw = jax.jit(net.init)(jax.random.key(0))
   before, after = Units(*map(jnp.float32, old)), Units(jnp.float32(310.0), jnp.float32(25.0))
-  first = popart.normalize_head(raw, before)
-  second = popart.normalize_head(popart.raw_head(first, before), after)
-  y, z = values(net, first, t), values(net, second, t)
+  first = jit(popart.normalize_head)(raw, before)
+  second = jit(lambda x: popart.normalize_head(popart.raw_head(x, before), after))(first)
+  y, z = map(valued(net, t), (first, second))
   assert np.abs(y - z).max() > 0.1  # the normalized outputs do move
   one, other = np.float64(y) * old[1] + old[0], np.float64(z) * 25.0 + 310.0
   np.testing.assert_allclose(one, other, atol=25 * 1e-5)
@@ -105,11 +111,12 @@ def test_outputs_stay_when_the_statistics_move(old: tuple[float, float]) -> None
 def test_an_update_without_a_step_moves_the_statistics_only(cls: Any) -> None:
   agent = cls(network(hidden=(16,)), learning_rate=1e-30, normalize_values=True)
   train = begun = even(agent)
+  update = updater(agent)
   for i in range(3):
-    train, metrics = update(agent, train, trajectory(i, 100.0, shift=1.0), i)
+    train, metrics = update(train, trajectory(i, 100.0, shift=1.0), i)
   assert metrics['value_std'] > 30 and metrics['value_mean'] > 30
-  net, t = agent.network, trajectory(5)
-  one, other = (values(net, x.params.network, t) for x in (begun, train))
+  values = valued(agent.network, trajectory(5))
+  one, other = (values(x.params.network) for x in (begun, train))
   np.testing.assert_allclose(one, other, atol=1e-5 * metrics['value_std'])
 
 
@@ -195,18 +202,19 @@ def compare(agent: Any) -> None:
   """Five updates, in which rewards grow from 1 to 1,000 and shrink again."""
   train = even(agent)
   reference, t = Reference(agent, train.params.network), trajectory(9)
+  update, values = updater(agent), valued(agent.network, t)
   for i, scale in enumerate((1.0, 30.0, 1000.0, 1000.0, 1.0)):
     made = trajectory(i, scale, shift=2.0)
     if isinstance(agent, PPO):  # its policy learns: behaviour has no part in the targets
       net = train.params.network
       policy = jax.tree.map(np.zeros_like, net['policy_head'])
       train = train._replace(params=train.params._replace(network={**net, 'policy_head': policy}))
-    train, metrics = update(agent, train, made, i)
+    train, metrics = update(train, made, i)
     reference.update(made)
     np.testing.assert_allclose(metrics['value_mean'], reference.mu, rtol=1e-4)
     np.testing.assert_allclose(metrics['value_std'], reference.sigma, rtol=1e-4)
     expected = [[reference.value(x) for x in row] for row in t.timesteps.observation]
-    actual = values(agent.network, train.params.network, t)
+    actual = values(train.params.network)
     np.testing.assert_allclose(actual, expected, atol=2e-5 * reference.sigma + 1e-4)
 
 
@@ -218,14 +226,14 @@ def test_against_a_slow_reference(name: str) -> None:
 def test_the_deviation_has_bounds() -> None:
   agent = dataclasses.replace(LINEAR['impala'], popart=PopArt(rate=0.2, min_std=40.0, max_std=90.0))
   reference = Reference(agent, even(agent).params.network)
-  train = even(agent)
+  train, t = even(agent), trajectory(9)
+  update, values = updater(agent), valued(agent.network, t)
   for i, scale in enumerate((1.0, 1000.0, 1000.0)):
     made = trajectory(i, scale, shift=2.0)
-    train, _ = update(agent, train, made, i)
+    train, _ = update(train, made, i)
     reference.update(made)
-    t = trajectory(9)
     expected = [[reference.value(x) for x in row] for row in t.timesteps.observation]
-    np.testing.assert_allclose(values(agent.network, train.params.network, t), expected, rtol=1e-4, atol=1e-2)  # fmt: skip
+    np.testing.assert_allclose(values(train.params.network), expected, rtol=1e-4, atol=1e-2)
   assert reference.sigma == 90.0
 
 
@@ -234,7 +242,7 @@ def test_statistics_of_observations_do_not_wait_for_targets_that_differ() -> Non
   train, made = jax.jit(agent.init)(jax.random.key(0)), trajectory(0)
   steps = made.timesteps
   made = made._replace(timesteps=steps._replace(reward=np.zeros_like(steps.reward), observation=steps.observation + 50))  # fmt: skip
-  train, _ = update(agent, train, made)
+  train, _ = updater(agent)(train, made)
   assert float(train.rest.statistics.var) == 0
   assert train.params.observation.mean[0] == pytest.approx([50] * FEATURES, abs=2)
 
@@ -257,7 +265,7 @@ def test_steps_between_episodes_move_nothing() -> None:
   agent, made = LINEAR['impala'], trajectory(0)
   last = np.full_like(made.timesteps.step_type, 2)
   masked = made._replace(timesteps=made.timesteps._replace(step_type=last))
-  train, _ = update(agent, even(agent), masked)
+  train, _ = updater(agent)(even(agent), masked)
   assert (float(train.rest.statistics.mean), float(train.rest.statistics.var)) == (0.0, 1.0)
 
 
@@ -314,18 +322,20 @@ POLICIES = {
 }  # fmt: skip
 
 
-def moved(agent: Any, scale: float) -> Any:
+def moved(train: Any, update: Any, scale: float) -> Any:
   """Four updates with rewards that are `scale` times as large; the first only measures."""
-  train = jax.device_get(jax.jit(agent.init)(jax.random.key(0)))
   for i in range(4):
-    train, _ = update(agent, train, trajectory(i, scale, shift=1.0), i)
+    train, _ = update(train, trajectory(i, scale, shift=1.0), i)
   return train
 
 
 @pytest.mark.parametrize('name', slow_after(1, 'ppo', 'impala'))
 def test_the_unit_of_rewards_changes_nothing_but_the_values(name: str) -> None:
   """By a power of 2, so rounding is the same."""
-  one, large = (moved(POLICIES[name], scale) for scale in (1.0, 2.0**10))
+  agent = POLICIES[name]
+  train = jax.device_get(jax.jit(agent.init)(jax.random.key(0)))
+  update = updater(agent)
+  one, large = (moved(train, update, scale) for scale in (1.0, 2.0**10))
   for part in ('torso', 'policy_head'):
     for x, y in zip(*(jax.tree.leaves(t.params.network[part]) for t in (one, large)), strict=True):
       np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-6)

@@ -77,8 +77,8 @@ def test_lambda_returns() -> None:
   rng = np.random.default_rng(0)
   r, v, lambda_ = (rng.random(T).astype(np.float32) for _ in range(3))
   d = (0.9 * (rng.random(T) > 0.2)).astype(np.float32)
-  expected = rlax.lambda_returns(r, d, v, lambda_)
-  np.testing.assert_allclose(returns.lambda_returns(r, d, lambda_, v), expected, rtol=1e-5)
+  expected = jit(rlax.lambda_returns)(r, d, v, lambda_)
+  np.testing.assert_allclose(jit(returns.lambda_returns)(r, d, lambda_, v), expected, rtol=1e-5)
 
 
 def targets(agent: PQN, steps: TimeStep, best: np.ndarray) -> dict[tuple[int, int], float]:
@@ -200,12 +200,14 @@ def test_recurrent_targets_are_made_in_the_loss_from_the_state_of_acting() -> No
   """By the present parameters, without a gradient through them; the values of acting have no part."""
   t = trajectory(RECURRENT)
   before, after, metrics = update(RECURRENT, t)
-  q, _ = RECURRENT.network.unroll(before.params.network, t.agent_state, t.timesteps)
+  q, _ = jit(RECURRENT.network.unroll)(before.params.network, t.agent_state, t.timesteps)
+  q = np.asarray(q)
   actual = targets(RECURRENT, t.timesteps, np.asarray(q[..., 0]).max(-1))
   goals, mask = np.zeros((T, B), np.float32), np.zeros((T, B), np.float32)
   for where, x in actual.items():
     goals[where], mask[where] = x, 1.0
-  loss, gradient = jax.value_and_grad(recurrent_loss)(before.params.network, t, goals, mask)
+  both = jit(jax.value_and_grad(recurrent_loss))(before.params.network, t, goals, mask)
+  loss, gradient = jax.device_get(both)
   np.testing.assert_allclose(metrics['loss'], loss, rtol=1e-5)
   expected = jax.tree.map(lambda x, g: x - 0.3 * g, before.params.network, gradient)
   for x, y in zip(jax.tree.leaves(after.params.network), jax.tree.leaves(expected), strict=True):
@@ -281,9 +283,8 @@ def test_all_environments_share_an_epsilon(greedy: bool, share: float) -> None:
   rng, n = np.random.default_rng(0), 4000
   x = rng.normal(size=(n, FEATURES)).astype(np.float32)
   steps = TimeStep(x, np.zeros(n), np.ones(n), np.ones(n, np.int8))
-  output, _ = agent.act(params, (), steps, jax.random.key(1))
-  q, _ = agent.network.step(params.network, (), steps)
-  best = np.asarray(q[..., 0])
+  output, _ = jax.device_get(jit(agent.act)(params, (), steps, jax.random.key(1)))
+  best = np.asarray(jit(agent.network.step)(params.network, (), steps)[0])[..., 0]
   np.testing.assert_array_equal(output.extras, best.max(-1))
   assert np.mean(output.action == best.argmax(-1)) == pytest.approx(share, abs=0.03)
 
@@ -297,7 +298,8 @@ def test_layers_are_normalized_over_their_channels() -> None:
   net = QNetwork(torso='grid', hidden=(7,), layer_norm=True).bind(image, SPACES[1])
   params = jax.device_get(jax.jit(net.init)(jax.random.key(0)))
   x = np.random.default_rng(0).random((4, 5, 6, 2)).astype(np.float32)
-  q, _ = net.step(params, (), TimeStep(x, np.zeros(4), np.ones(4), np.ones(4, np.int8)))
+  steps = TimeStep(x, np.zeros(4), np.ones(4), np.ones(4, np.int8))
+  q = np.asarray(jit(net.step)(params, (), steps)[0])
 
   def normal(y: np.ndarray) -> np.ndarray:
     centred = y - y.mean(-1, keepdims=True)

@@ -45,8 +45,12 @@ def bound(action_space: Any = CONTINUOUS, **settings: Any) -> QTOpt:
   return bind(QTOpt(**(dict(network=NETWORK, cem=SMALL, discount=0.9) | settings)), env)
 
 
+INIT: dict[str, Any] = {}  # of each network, compiled once
+
+
 def parameters(agent: QTOpt, seed: int = 0) -> Any:
-  return jax.jit(agent.network.init)(jax.random.key(seed))
+  init = INIT.setdefault(repr(agent.network), jax.jit(agent.network.init))
+  return init(jax.random.key(seed))
 
 
 def train_of(agent: QTOpt) -> Any:
@@ -183,10 +187,14 @@ def test_both_target_networks_follow() -> None:
 def test_acting_is_by_theta1() -> None:
   agent = dataclasses.replace(bound(), greedy=True)
   params, timestep = train_of(agent).params, many(agent.network, 40)
-  actions = act(agent, params, (), timestep)
-  other = act(agent, params._replace(theta2=parameters(agent, 9)), (), timestep)
-  np.testing.assert_array_equal(actions, other)
-  assert (act(agent, params._replace(theta1=parameters(agent, 9)), (), timestep) != actions).any()
+  compiled = jax.jit(agent.act)
+
+  def taken(params: Any) -> np.ndarray:
+    return np.asarray(compiled(params, (), timestep, jax.random.key(3))[0].action)
+
+  actions, other = taken(params), parameters(agent, 9)
+  np.testing.assert_array_equal(actions, taken(params._replace(theta2=other)))
+  assert (taken(params._replace(theta1=other)) != actions).any()
   best_key, _, _ = jax.random.split(jax.random.key(3), 3)
   seen = np.asarray(timestep.observation)
   expected, _ = best_of(jax.device_get(params.theta1), seen, best_key, SMALL)

@@ -56,9 +56,7 @@ def learn(agent: Any, train: Any, window: Trajectory) -> tuple[Any, Any, Any]:
   """(the new state, priorities, metrics) of one step on one device."""
   n = window.env_id.shape[0]
   sample = Sample(window, np.ones(n, np.float32), np.arange(n))
-  step = learner(agent, fixed(sample), topology.learner_mesh(1))
-  zeros = jnp.zeros(n)
-  arguments = (train, zeros, window, jax.random.key(1), jnp.int32(0))
+  arguments = (train, np.zeros(n, np.float32), window, jax.random.key(1), jnp.int32(0))
   replay = fixed(sample)._replace(update=lambda state, index, priority: priority)
   step = learner(agent, replay, topology.learner_mesh(1))
   train, priority, metrics, _ = jax.jit(step)(*arguments)
@@ -173,16 +171,26 @@ def test_a_window_inside_of_an_episode_teaches_nothing(kind: int) -> None:
 def test_sequences_have_the_transitions_of_windows(n: int, burn_in: int) -> None:
   """Each step's is that of a window of n steps there, or of fewer at the end of the sequence."""
   recurrence = Recurrence(sequence=6, burn_in=burn_in)
-  window = jax.tree.map(jnp.asarray, random_window(6 + burn_in, 3, discrete))
-  step, mask = recurrent.sequence_steps(recurrence, window.timesteps, 0.9, n)
+  window = random_window(6 + burn_in, 3, discrete)
   assert (window.timesteps.step_type[1:-1] == LAST).any()
-  for t in range(6):
-    rows, outputs = slice(burn_in + t, burn_in + min(t + n, 6) + 1), slice(burn_in + t, None)
-    part = Trajectory(
-      jax.tree.map(lambda x, rows=rows: jnp.asarray(x[rows]), window.timesteps),
-      jax.tree.map(lambda x, rows=outputs: jnp.asarray(x[rows]), window.outputs), (), window.env_id,
-    )  # fmt: skip
-    expected = value_based.transitions(part, 0.9)
+
+  def windows(window: Trajectory) -> list[Any]:
+    each = []
+    for t in range(6):
+      rows, outputs = slice(burn_in + t, burn_in + min(t + n, 6) + 1), slice(burn_in + t, None)
+      part = Trajectory(
+        jax.tree.map(lambda x, rows=rows: x[rows], window.timesteps),
+        jax.tree.map(lambda x, rows=outputs: x[rows], window.outputs), (), window.env_id,
+      )  # fmt: skip
+      each.append(value_based.transitions(part, 0.9))
+    return each
+
+  @jax.jit
+  def both(window: Trajectory) -> Any:
+    return recurrent.sequence_steps(recurrence, window.timesteps, 0.9, n), windows(window)
+
+  (step, mask), each = jax.device_get(both(window))
+  for t, expected in enumerate(each):
     np.testing.assert_allclose(step.r_t[t], expected.r_t, rtol=1e-6, atol=1e-6)
     np.testing.assert_allclose(step.discount_t[t], expected.discount_t, rtol=1e-6)
     np.testing.assert_array_equal(step.end[t], t + expected.end)
@@ -207,11 +215,16 @@ def test_burn_in_has_no_gradient(name: str) -> None:
   memory = recurrent.begin(network, 7)
   rng = np.random.default_rng(1)
   memory = memory._replace(core=(rng.normal(size=(7, 5)).astype(np.float32),))
-  after, before = memory, window.timesteps
-  for t in range(4):
-    timestep = jax.tree.map(lambda x, t=t: jnp.asarray(x[t]), before)
+
+  @jax.jit
+  def stepped(after: Any, timestep: Any, action: Any) -> Any:
     _, core = recurrent.step(network, params, after, timestep)
-    after = recurrent.after(after, core, jnp.asarray(window.outputs.action[t]))
+    return recurrent.after(after, core, action)
+
+  after = memory
+  for t in range(4):
+    timestep = jax.tree.map(lambda x, t=t: x[t], window.timesteps)
+    after = stepped(after, timestep, window.outputs.action[t])
 
   def state(memory: Any) -> Any:
     whole = burnt.initial_state(jnp.arange(7))
@@ -296,9 +309,11 @@ def test_outputs_after_are_those_where_steps_bootstrap() -> None:
 def test_inputs_of_the_core() -> None:
   """Each setting has its input, none of which an episode's first step sees."""
   rng = np.random.default_rng(0)
-  window = jax.tree.map(jnp.asarray, random_window(5, 3, continuous))
+  window = random_window(5, 3, continuous)
   first = np.asarray(window.timesteps.first)
-  previous = jnp.asarray(continuous(rng, (6, 7)))
+  previous = continuous(rng, (6, 7))
+  moved = previous.copy()
+  moved[:, :, 0] += 0.5
   for settings, differs in (
     (dict(), [False, False]),
     (dict(previous_action=True), [True, False]),
@@ -309,11 +324,15 @@ def test_inputs_of_the_core() -> None:
     params = jax.jit(actor.init)(jax.random.key(0))
     state = actor.initial_state(7)
 
-    def outputs(t: Any, before: Any, actor: Any = actor, params: Any = params, state: Any = state) -> Any:  # fmt: skip
-      return np.asarray(actor.unroll(params, state, t, previous=before)[0])
+    @jax.jit
+    def unroll(t: Any, before: Any, actor: Any = actor, params: Any = params, state: Any = state) -> Any:  # fmt: skip
+      return actor.unroll(params, state, t, previous=before)[0]
+
+    def outputs(*x: Any, unroll: Any = unroll) -> np.ndarray:
+      return np.asarray(unroll(*x))
 
     was = outputs(window.timesteps, previous)
-    other = outputs(window.timesteps, previous.at[:, :, 0].add(0.5))
+    other = outputs(window.timesteps, moved)
     reward = outputs(window.timesteps._replace(reward=window.timesteps.reward + 1), previous)
     for now, expected in zip((other, reward), differs, strict=True):
       assert (np.abs(now - was).max() > 1e-3) == expected

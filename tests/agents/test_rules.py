@@ -38,17 +38,23 @@ LINES = [
 ]  # fmt: skip
 
 
+@functools.cache
 def game(name: str = SELF) -> Any:
   env: Any = podrace.envs.make(name)
   return env.dynamics
 
 
+PROGRAMS: dict[int, Any] = {}  # of each game, by its id
+
+
 def after(dynamics: Any, moves: list[int], seed: int = 0) -> tuple[Any, TimeStep]:
   """The state and the timestep after moves of both players in turn."""
+  new = dynamics, jax.jit(dynamics.reset), jax.jit(dynamics.step)
+  _, reset, step = PROGRAMS.setdefault(id(dynamics), new)
   with jax.debug_key_reuse(False):
-    state, timestep = jax.jit(dynamics.reset)(jax.random.key(seed))
+    state, timestep = reset(jax.random.key(seed))
     for move in moves:
-      state, timestep = jax.jit(dynamics.step)(state, jnp.int32(move), jax.random.key(0))
+      state, timestep = step(state, jnp.int32(move), jax.random.key(0))
   return state, timestep
 
 
@@ -61,9 +67,9 @@ def test_rewards_and_boards_are_of_whoever_moves() -> None:
   assert np.flatnonzero(board[:, 0]).tolist() == [0]  # the first player's, who moves again
   assert np.flatnonzero(board[:, 1]).tolist() == [4]
   for moves, reward in (([0, 4, 1, 5, 2], 1), ([0, 4, 1, 5, 8, 3], 1), ([0, 4, 0], -1)):
-    _, timestep = after(game(), moves)
+    timestep = jax.device_get(after(game(), moves)[1])
     assert (timestep.step_type, timestep.reward, timestep.discount) == (LAST, reward, 0)
-  _, timestep = after(game(), [0, 4, 8, 1, 7, 6, 2, 5, 3])
+  timestep = jax.device_get(after(game(), [0, 4, 8, 1, 7, 6, 2, 5, 3])[1])
   assert (timestep.step_type, timestep.reward) == (LAST, 0)
 
 
@@ -128,9 +134,12 @@ def test_no_network_sees_the_state() -> None:
   jax.tree.map(np.testing.assert_array_equal, *params)
   with jax.debug_key_reuse(False):
     timesteps = [
-      jax.tree.map(lambda x: x[None], e.reset(jax.random.key(1))[1]) for e in (plain, shown)
+      jax.tree.map(lambda x: np.asarray(x)[None], jax.jit(e.reset)(jax.random.key(1))[1])
+      for e in (plain, shown)
     ]
-  outputs = [n.step(p, (), t)[0] for n, p, t in zip(networks, params, timesteps, strict=True)]
+  outputs = [
+    jax.jit(n.step)(p, (), t)[0] for n, p, t in zip(networks, params, timesteps, strict=True)
+  ]
   jax.tree.map(np.testing.assert_array_equal, *outputs)
 
 

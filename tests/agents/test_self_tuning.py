@@ -103,7 +103,7 @@ def metagradient_of(agent: Any, devices: int) -> tuple[dict[str, float], Any]:
   shift = {name.rstrip('_'): jnp.float64(x) for name, x in SHIFTS.items()}
   shift = {name: shift[name] for name in agent.tuning.fields}
   train = jax.tree.map(
-    lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, agent.init(jax.random.key(0))
+    lambda x: np.float64(x) if x.dtype == jnp.float32 else x, jit(agent.init)(jax.random.key(0))
   )
   train = train._replace(rest=train.rest._replace(shift=shift, opt_state=recorder().init(shift)))
   step = learner(agent, on_policy(), topology.learner_mesh(devices))

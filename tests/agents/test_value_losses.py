@@ -47,14 +47,18 @@ def test_n_step_bootstrapped(n: int) -> None:
   r, v = (rng.normal(size=T).astype(np.float32) for _ in range(2))
   d = (0.9 * (rng.random(T) > 0.2)).astype(np.float32)
   ones = np.ones(T, np.float32)
-  expected = rlax.n_step_bootstrapped_returns(r, d, v, min(n, T))
-  found = returns.n_step_bootstrapped(r, d, ones, v, n)
-  np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+  expected = jax.jit(lambda *x: rlax.n_step_bootstrapped_returns(*x, min(n, T)))(r, d, v)
+  bootstrapped = jax.jit(lambda *x: returns.n_step_bootstrapped(*x, n))
+  np.testing.assert_allclose(bootstrapped(r, d, ones, v), expected, rtol=1e-5, atol=1e-6)
   # by the transition's own rule, where episodes end
   last = rng.random(T) < 0.3
-  found = returns.n_step_bootstrapped(r, d, 1.0 - last, v, n)
-  for t in range(T):
-    one = returns.n_step(r[t : t + n], d[t : t + n], jnp.asarray(last[t : t + n]))
+  found = np.asarray(bootstrapped(r, d, np.float32(1.0 - last), v))
+
+  @jax.jit
+  def by_transition(*x: Any) -> Any:
+    return [returns.n_step(*(y[t : t + n] for y in x)) for t in range(T)]
+
+  for t, one in enumerate(jax.device_get(by_transition(r, d, last))):
     expected = one.r_t + one.discount_t * v[t + int(one.end) - 1]
     assert float(found[t]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
@@ -90,12 +94,12 @@ def inverse(x: Any, epsilon: float) -> Any:
 def test_projection() -> None:
   rng = np.random.default_rng(0)
   support = jnp.linspace(-2, 3, 11)
+  project, rlax_s = map(jax.jit, (returns.project, rlax.categorical_l2_project))
   for _ in range(20):
     atoms = np.sort(rng.uniform(-4, 5, 11)).astype(np.float32)
     p = rng.dirichlet(np.ones(11)).astype(np.float32)
-    found = returns.project(atoms, p, support)
-    expected = rlax.categorical_l2_project(atoms, p, support)
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    found = np.asarray(project(atoms, p, support))
+    np.testing.assert_allclose(found, rlax_s(atoms, p, support), rtol=1e-4, atol=1e-5)
     assert float(found.sum()) == pytest.approx(1, abs=1e-5)
 
 
@@ -138,13 +142,14 @@ def test_a_projection_adds_up_and_keeps_the_mean(name: str) -> None:
 
 
 def test_the_share_of_targets_outside_of_the_support() -> None:
-  support = jnp.linspace(0.0, 10.0, 11)
-  p = jnp.tile(jax.nn.one_hot(10, 11), (5, 1)).at[4].set(1 / 11)
+  support = np.linspace(0.0, 10.0, 11, dtype=np.float32)
+  p = np.tile(np.eye(11, dtype=np.float32)[10], (5, 1))
+  p[4] = 1 / 11
   r_t, discount_t = jnp.array([1.0, 2, -1, 5, 5]), jnp.array([0.9, 0.9, 0, 1, 0.9])
   mask = jnp.array([1.0, 1, 1, 0, 1])  # means 10, 11, -1, 15 (of no episode) and 9.5
   nothing: Any = ()
   step = value_based.NStepTransitions(r_t, discount_t, nothing, nothing, (), mask, nothing)
-  targets, metrics = value_based.project(step, p, support)
+  targets, metrics = jax.device_get(jax.jit(value_based.project)(step, p, support))
   assert float(metrics['outside_support']) == pytest.approx(2 / 4)
   np.testing.assert_allclose(targets @ support, [10, 10, 0, 10, 8.5], atol=1e-5)
   np.testing.assert_allclose(targets.sum(-1), np.ones(5), atol=1e-6)
@@ -155,9 +160,13 @@ def test_quantile_loss(threshold: float) -> None:
   rng = np.random.default_rng(0)
   q, target = rng.normal(0, 2, size=(2, 3, 9)).astype(np.float32)  # [2, A, N]
   tau = (np.arange(9, dtype=np.float32) + 0.5) / 9
-  loss = rlax.quantile_q_learning(q.T, tau, 1, 0.0, 1.0, target.T, target.T, huber_param=threshold)
+  loss = jax.jit(
+    lambda q, target: rlax.quantile_q_learning(
+      q, tau, 1, 0.0, 1.0, target, target, huber_param=threshold
+    )
+  )(q.T, target.T)
   best = int(np.argmax(target.mean(-1)))
-  found = returns.quantile_loss(q[1], target[best], threshold)
+  found = jax.jit(lambda q, target: returns.quantile_loss(q, target, threshold))(q[1], target[best])
   assert float(found) == pytest.approx(float(loss) / threshold, rel=1e-4)
 
 
@@ -192,14 +201,15 @@ def test_target_networks_follow() -> None:
 
 
 def act(agent: Any, params: Any, state: Any, timestep: TimeStep, seed: int = 3) -> np.ndarray:
-  return np.asarray(agent.act(params, state, timestep, jax.random.key(seed))[0].action)
+  output, _ = jax.jit(agent.act)(params, state, timestep, jax.random.key(seed))
+  return np.asarray(output.action)
 
 
 def many(network: Any, n: int = 400) -> TimeStep:
   """Timesteps [n] with random observations."""
   observation = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
-  timestep = jax.tree.map(lambda x: jnp.repeat(x, n, axis=0), network.example())
-  return timestep._replace(observation=jnp.asarray(observation))
+  timestep = jax.tree.map(lambda x: np.repeat(np.asarray(x), n, axis=0), network.example())
+  return timestep._replace(observation=observation)
 
 
 def test_how_dqn_explores() -> None:
@@ -208,7 +218,8 @@ def test_how_dqn_explores() -> None:
   timestep = many(network)
   agent = DQN(network=network, total_envs=400)
   params = jax.jit(agent.init)(jax.random.key(0)).params  # their epsilon is 1
-  best = np.argmax(network.mean(network.step(params.network, (), timestep)[0]), axis=-1)
+  mean = jax.jit(lambda p: network.mean(network.step(p, (), timestep)[0]))
+  best = np.argmax(np.asarray(mean(params.network)), axis=-1)
 
   def best_share(agent: DQN, state: Any, epsilon: float) -> float:
     given = params._replace(epsilon=jnp.float32(epsilon))
@@ -222,13 +233,13 @@ def test_how_dqn_explores() -> None:
   agent = DQN(network=noisy)
   params = jax.jit(agent.init)(jax.random.key(0)).params
   noise_key, _ = jax.random.split(jax.random.key(3))
-  q, _ = noisy.step(params.network, (), timestep, noise_key, per_row=True)
-  best = np.argmax(q[..., 0], axis=-1)
+  step = jax.jit(lambda p, key: noisy.step(p, (), timestep, key, per_row=key is not None)[0])
+  best = np.argmax(np.asarray(step(params.network, noise_key))[..., 0], axis=-1)
   np.testing.assert_array_equal(act(agent, params._replace(epsilon=0.0), (), timestep), best)
   assert (
     0.15 < np.mean(act(agent, params, (), timestep) == best) < 0.4
   )  # at random beside the noise
-  q, _ = noisy.step(params.network, (), timestep, None)
+  q = np.asarray(step(params.network, None))
   greedy = act(dataclasses.replace(agent, greedy=True), params, (), timestep)
   np.testing.assert_array_equal(greedy, np.argmax(q[..., 0], axis=-1))
 
@@ -340,8 +351,13 @@ def assert_close(found: Any, expected: Any) -> None:
 
 
 def q_values(network: QNetwork, params: Any, timesteps: TimeStep, state: Any = ()) -> np.ndarray:
-  q, _ = jax.jit(network.unroll)(params, state, timesteps)
-  return np.asarray(network.mean(q))
+  return np.asarray(
+    jax.jit(lambda *x: network.mean(network.unroll(*x)[0]))(params, state, timesteps)
+  )
+
+
+def moved(old: Any, new: Any, rate: float) -> Any:
+  return jax.tree.map(lambda x, y: (1 - rate) * np.asarray(x) + rate * np.asarray(y), old, new)
 
 
 @pytest.mark.parametrize('double', [True, False])
@@ -395,7 +411,7 @@ def test_dqn(n: int, dueling: bool, double: bool) -> None:
     )
   assert int(new.rest.steps) == before + 1
   assert float(new.params.epsilon) == pytest.approx(0.925 if n == 1 else 0.25)
-  follows = optax.incremental_update(new.params.network, target, 0.25)
+  follows = moved(target, new.params.network, 0.25)
   assert_close(new.rest.target, follows if n == 1 else target)
 
 
@@ -414,34 +430,39 @@ def test_dqn_of_distributions(head: Any, double: bool, noisy: bool) -> None:
   window = random_window(2, 5, discrete)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   _, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
-  _, learn_key = jax.random.split(jax.random.key(1))
-  keys = jax.random.split(jax.random.fold_in(learn_key, 0), 3)  # of the first device
 
   def outputs(params: Any, timestep: Any, key: Any) -> Any:
-    return jax.jit(network.step)(params, (), timestep, key if noisy else None)[0]
+    return network.step(params, (), timestep, key if noisy else None)[0]
 
-  q = outputs(train.params.network, step.before, keys[0])  # [B, A, atoms]
-  q_t = outputs(target, step.after, keys[2])
-  select = outputs(train.params.network, step.after, keys[1]) if double else q_t
-  losses, errors = [], []
-  for b in range(B):
-    entropy = 0.0
-    given = step.action[b], step.r_t[b], step.discount_t[b]
-    if head == 'categorical':
-      atoms = jnp.linspace(-3, 3, 7)
-      best = jax.nn.softmax(select[b]) @ atoms
-      loss = rlax.categorical_double_q_learning(atoms, q[b], *given, atoms, q_t[b], best)
-      goals = step.r_t[b] + step.discount_t[b] * atoms
-      p = jax.nn.softmax(q_t[b, jnp.argmax(best)])
-      p = np.float64(rlax.categorical_l2_project(goals, p, atoms))
-      entropy = -np.sum(p[p > 0] * np.log(p[p > 0]))
-    else:
+  def loss_and_goal(q: Any, q_t: Any, select: Any, *given: Any) -> tuple[Any, Any]:
+    """Of one window, and the distribution that is learned, where it has an entropy."""
+    if head == 'quantile':
       tau = (jnp.arange(7) + 0.5) / 7
-      loss = rlax.quantile_q_learning(q[b].T, tau, *given, select[b].T, q_t[b].T, huber_param=0.7)
-      loss /= 0.7
-    losses.append(float(loss) * float(step.mask[b]))
-    errors.append((float(loss) - entropy) * float(step.mask[b]))
+      loss = rlax.quantile_q_learning(q.T, tau, *given, select.T, q_t.T, huber_param=0.7)
+      return loss / 0.7, jnp.ones(1)
+    atoms = jnp.linspace(-3, 3, 7)
+    best = jax.nn.softmax(select) @ atoms
+    loss = rlax.categorical_double_q_learning(atoms, q, *given, atoms, q_t, best)
+    goals = given[1] + given[2] * atoms
+    p = jax.nn.softmax(q_t[jnp.argmax(best)])
+    return loss, rlax.categorical_l2_project(goals, p, atoms)
+
+  @jax.jit
+  def reference(params: Any, window: Any) -> Any:
+    step = value_based.transitions(window, 0.9)
+    _, learn_key = jax.random.split(jax.random.key(1))
+    first_device = jax.random.fold_in(learn_key, 0)
+    key, select_key, target_key = jax.random.split(first_device, 3)
+    q = outputs(params, step.before, key)  # [B, A, atoms]
+    q_t = outputs(target, step.after, target_key)
+    select = outputs(params, step.after, select_key) if double else q_t
+    given = step.action, step.r_t, step.discount_t
+    return jax.vmap(loss_and_goal)(q, q_t, select, *given), step.mask
+
+  (each, goals), mask = jax.device_get(reference(train.params.network, window))
+  p = np.float64(goals)
+  entropy = -np.sum(p * np.log(np.where(p > 0, p, 1)), axis=-1)
+  losses, errors = each * mask, (each - entropy) * mask
   np.testing.assert_allclose(priority, errors, rtol=1e-3, atol=1e-5)
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
 
@@ -617,47 +638,50 @@ def test_sac() -> None:
   window = random_window(1, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
-  _, learn_key = jax.random.split(jax.random.key(1))
-  target_key, _ = jax.random.split(jax.random.fold_in(learn_key, 0))  # device 0's
-  outputs, _ = agent.actor.step(train.params, (), step.after)
-  x = agent.actor.distribution.sample(outputs, target_key)
-  log_prob = agent.actor.distribution.log_prob(outputs, x)
   rest = train.rest
-  q = agent.critic.value(rest.target, step.after.observation, jnp.tanh(x))[..., 0]
-  target = step.r_t + step.discount_t * (q.min(0) - np.exp(rest.log_alpha) * log_prob)
-  unit = (window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1
-  q = agent.critic.value(rest.critic, step.before.observation, jnp.float32(unit))[..., 0]
-  error = np.asarray(step.mask) * (np.asarray(target)[None] - np.asarray(q))
+  unit = np.float32((window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1)
+
+  @jax.jit
+  def reference(train: Any, window: Any) -> Any:
+    rest, step = train.rest, value_based.transitions(window, 0.9)
+    _, learn_key = jax.random.split(jax.random.key(1))
+    target_key, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))  # device 0's
+    outputs, _ = agent.actor.step(train.params, (), step.after)
+    x = agent.actor.distribution.sample(outputs, target_key)
+    log_prob = agent.actor.distribution.log_prob(outputs, x)
+    q = agent.critic.value(rest.target, step.after.observation, jnp.tanh(x))[..., 0]
+    target = step.r_t + step.discount_t * (q.min(0) - jnp.exp(rest.log_alpha) * log_prob)
+
+    def policy_loss(actor: Any) -> Any:
+      """Equation 7 of the paper, where the critics are fixed."""
+      outputs, _ = agent.actor.step(actor, (), step.before)
+      x = agent.actor.distribution.sample(outputs, actor_key)
+      q = agent.critic.value(rest.critic, step.before.observation, jnp.tanh(x))[..., 0].min(0)
+      log_prob = agent.actor.distribution.log_prob(outputs, x)
+      return jnp.mean(step.mask * (jnp.exp(rest.log_alpha) * log_prob - q)), log_prob
+
+    def critic_loss(critic: Any) -> Any:
+      """Equation 5, summed over the critics."""
+      q = agent.critic.value(critic, step.before.observation, unit)[..., 0]
+      each = jnp.sum(0.5 * jnp.square(target[None] - q), axis=0)
+      return jnp.mean(weight * step.mask * each), q
+
+    actor, log_prob = jax.grad(policy_loss, has_aux=True)(train.params)
+    critic, q = jax.grad(critic_loss, has_aux=True)(rest.critic)
+    return step.mask, target, q, actor, critic, log_prob
+
+  mask, target, q, actor, critic, log_prob = jax.device_get(reference(train, window))
+  error = mask * (target[None] - q)
   loss = 0.5 * np.mean(weight * (error**2).sum(0))
   assert float(metrics['loss']) == pytest.approx(loss, rel=1e-3)
   np.testing.assert_allclose(priority, np.abs(error).mean(0), rtol=1e-3, atol=1e-5)
-
-  def policy_loss(actor: Any) -> Any:
-    """Equation 7 of the paper, where the critics are fixed."""
-    outputs, _ = agent.actor.step(actor, (), step.before)
-    _, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))
-    x = agent.actor.distribution.sample(outputs, actor_key)
-    q = agent.critic.value(rest.critic, step.before.observation, jnp.tanh(x))[..., 0].min(0)
-    log_prob = agent.actor.distribution.log_prob(outputs, x)
-    return jnp.mean(step.mask * (jnp.exp(rest.log_alpha) * log_prob - q))
-
-  def critic_loss(critic: Any) -> Any:
-    """Equation 5, summed over the critics."""
-    q = agent.critic.value(critic, step.before.observation, jnp.float32(unit))[..., 0]
-    each = jnp.sum(0.5 * jnp.square(target[None] - q), axis=0)
-    return jnp.mean(weight * step.mask * each)
-
   moments = new.rest.opt_state.inner_states
-  assert_gradient(moments['actor'], jax.jit(jax.grad(policy_loss))(train.params))
-  assert_gradient(moments['critic'], jax.jit(jax.grad(critic_loss))(rest.critic))
-  outputs, _ = agent.actor.step(train.params, (), step.before)
-  _, actor_key = jax.random.split(jax.random.fold_in(learn_key, 0))
-  x = agent.actor.distribution.sample(outputs, actor_key)
-  surplus = -agent.actor.distribution.log_prob(outputs, x) - 5.0
-  assert_gradient(moments['log_alpha'], np.exp(-0.7) * np.mean(step.mask * surplus))  # equation 18
+  assert_gradient(moments['actor'], actor)
+  assert_gradient(moments['critic'], critic)
+  surplus = -log_prob - 5.0
+  assert_gradient(moments['log_alpha'], np.exp(-0.7) * np.mean(mask * surplus))  # equation 18
   assert float(new.rest.log_alpha) > float(rest.log_alpha)  # the entropy is less than 5
-  assert_close(new.rest.target, optax.incremental_update(new.rest.critic, rest.target, 0.25))
+  assert_close(new.rest.target, moved(rest.target, new.rest.critic, 0.25))
   agent = dataclasses.replace(agent, learn_temperature=False)
   same, _, _ = learn(agent, train, Sample(window, weight, np.arange(B)))
   assert same.rest.log_alpha == rest.log_alpha
@@ -672,50 +696,57 @@ def test_d4pg() -> None:
   window = random_window(2, 5, continuous)
   weight = np.linspace(0.1, 1, B).astype(np.float32)
   new, priority, metrics = learn(agent, train, Sample(window, weight, np.arange(B)))
-  step = value_based.transitions(jax.tree.map(jnp.asarray, window), 0.9)
-  action = jnp.tanh(agent.actor.step(target.actor, (), step.after)[0])
-  support = np.linspace(-3, 3, 51).astype(np.float32)
-  q_t = agent.critic.value(target.critic, step.after.observation, action)[0]
-  unit = (window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1
-  logits = agent.critic.value(train.rest.critic, step.before.observation, jnp.float32(unit))[0]
-  losses, goals = [], []
-  for b in range(B):
-    atoms = np.float32(step.r_t[b] + step.discount_t[b] * support)
-    p = rlax.categorical_l2_project(atoms, jax.nn.softmax(q_t[b]), support)
-    goals.append(p)
-    losses.append(float(step.mask[b]) * float(-np.sum(p * jax.nn.log_softmax(logits[b]))))
+  unit = np.float32((window.outputs.action[0] - [-2, 0]) / [4, 10] * 2 - 1)
+
+  @jax.jit
+  def reference(train: Any, window: Any) -> Any:
+    step = value_based.transitions(window, 0.9)
+    action = jnp.tanh(agent.actor.step(target.actor, (), step.after)[0])
+    support = np.linspace(-3, 3, 51).astype(np.float32)
+    q_t = agent.critic.value(target.critic, step.after.observation, action)[0]
+
+    @jax.vmap
+    def goal(r_t: Any, discount_t: Any, q_t: Any) -> Any:
+      return rlax.categorical_l2_project(r_t + discount_t * support, jax.nn.softmax(q_t), support)
+
+    goals = goal(step.r_t, step.discount_t, q_t)
+
+    def policy_loss(actor: Any) -> Any:
+      action = jnp.tanh(agent.actor.step(actor, (), step.before)[0])
+      logits = agent.critic.value(train.rest.critic, step.before.observation, action)[0]
+      return -jnp.mean(step.mask * (jax.nn.softmax(logits) @ support))
+
+    def critic_loss(critic: Any) -> Any:
+      logits = agent.critic.value(critic, step.before.observation, unit)[0]
+      each = -step.mask * jnp.sum(goals * jax.nn.log_softmax(logits), axis=-1)
+      return jnp.mean(weight * each), each
+
+    return jax.grad(policy_loss)(train.params), jax.grad(critic_loss, has_aux=True)(
+      train.rest.critic
+    )
+
+  actor, (critic, losses) = jax.device_get(reference(train, window))
   assert float(metrics['loss']) == pytest.approx(np.mean(weight * losses), rel=1e-3)
   np.testing.assert_allclose(priority, losses, rtol=1e-3, atol=1e-4)
-
-  def policy_loss(actor: Any) -> Any:
-    action = jnp.tanh(agent.actor.step(actor, (), step.before)[0])
-    logits = agent.critic.value(train.rest.critic, step.before.observation, action)[0]
-    return -jnp.mean(step.mask * (jax.nn.softmax(logits) @ support))
-
-  def critic_loss(critic: Any) -> Any:
-    logits = agent.critic.value(critic, step.before.observation, jnp.float32(unit))[0]
-    each = -jnp.sum(jnp.stack(goals) * jax.nn.log_softmax(logits), axis=-1)
-    return jnp.mean(weight * step.mask * each)
-
   moments = new.rest.opt_state.inner_states
-  assert_gradient(moments['actor'], jax.jit(jax.grad(policy_loss))(train.params))
-  assert_gradient(moments['critic'], jax.jit(jax.grad(critic_loss))(train.rest.critic))
+  assert_gradient(moments['actor'], actor)
+  assert_gradient(moments['critic'], critic)
   online = type(target)(new.params, new.rest.critic)
-  assert_close(new.rest.target, optax.incremental_update(online, target, 0.25))
+  assert_close(new.rest.target, moved(target, online, 0.25))
 
 
 def test_noise_is_drawn_and_can_be_left_out() -> None:
   network = QNetwork(hidden=(8,), noisy=True, dueling=True).bind(VECTOR, spaces.Discrete(4))
   params = jax.jit(network.init)(jax.random.key(0))
   timestep = network.example()._replace(observation=jnp.ones((1, 3)))
+  step = jax.jit(lambda key: network.step(params, (), timestep, key)[0])
 
   def q(key: Any) -> np.ndarray:
-    return np.asarray(network.step(params, (), timestep, key)[0])
+    return np.asarray(step(key))
 
   assert np.abs(q(jax.random.key(1)) - q(jax.random.key(2))).max() > 1e-3
   np.testing.assert_array_equal(q(None), q(None))
-  draw = jax.jit(jax.vmap(lambda key: network.step(params, (), timestep, key)[0]))
-  mean = np.mean(draw(jax.random.split(jax.random.key(3), 400)), axis=0)
+  mean = np.mean(np.asarray(jax.vmap(step)(jax.random.split(jax.random.key(3), 400))), axis=0)
   np.testing.assert_allclose(mean, q(None), atol=0.1)
 
 
@@ -724,8 +755,9 @@ def test_environments_in_one_state_do_not_act_alike() -> None:
   network = QNetwork(hidden=(8,), noisy=True).bind(VECTOR, spaces.Discrete(4))
   agent = DQN(network=network, epsilon=0.0)
   params = jax.jit(agent.init)(jax.random.key(0)).params._replace(epsilon=jnp.float32(0))
-  timestep = jax.tree.map(lambda x: jnp.ones((64, *x.shape[1:]), x.dtype), network.example())
-  taken = [set(act(agent, params, (), timestep, key).tolist()) for key in range(10)]
+  timestep = jax.tree.map(lambda x: np.ones((64, *x.shape[1:]), x.dtype), network.example())
+  acting = jax.jit(lambda key: agent.act(params, (), timestep, key)[0].action)
+  taken = [set(np.asarray(acting(jax.random.key(i))).tolist()) for i in range(10)]
   assert np.mean([len(actions) for actions in taken]) > 2
   greedy = act(dataclasses.replace(agent, greedy=True), params, (), timestep)
   assert len(set(greedy.tolist())) == 1
@@ -735,11 +767,12 @@ def test_noise_of_each_row_is_that_of_factorised_weights() -> None:
   """Row by row, the outputs have the mean and the spread that one sample for all rows has."""
   network = QNetwork(hidden=(), noisy=True).bind(VECTOR, spaces.Discrete(2))
   params = jax.jit(network.init)(jax.random.key(0))
-  one = network.example()._replace(observation=jnp.array([[1.0, -2.0, 0.5]]))
-  rows = jax.tree.map(lambda x: jnp.repeat(x, 20_000, axis=0), one)
-  q = network.step(params, (), rows, jax.random.key(1), per_row=True)[0][..., 0]
+  one = network.example()._replace(observation=np.float32([[1.0, -2.0, 0.5]]))
+  rows = jax.tree.map(lambda x: np.repeat(np.asarray(x), 20_000, axis=0), one)
+  by_row = jax.jit(lambda key: network.step(params, (), rows, key, per_row=True)[0][..., 0])
+  q = np.asarray(by_row(jax.random.key(1)))
   draw = jax.jit(jax.vmap(lambda key: network.step(params, (), one, key)[0][0, :, 0]))
-  q_one = draw(jax.random.split(jax.random.key(2), 20_000))
+  q_one = np.asarray(draw(jax.random.split(jax.random.key(2), 20_000)))
   np.testing.assert_allclose(np.mean(q, 0), np.mean(q_one, 0), atol=0.02)
   np.testing.assert_allclose(np.cov(q.T), np.cov(q_one.T), rtol=0.1, atol=0.02)
   assert np.std(q, 0).min() > 0.1

@@ -120,7 +120,7 @@ def test_gradients_end_at_a_new_episode() -> None:
   apply, _, state, x = core_and_inputs()
   first = np.zeros((T, B), bool)
   first[2, 0] = True
-  gradient = jax.grad(lambda x: jnp.sum(apply(state, x, first)[0][3] ** 2))(x)
+  gradient = jax.jit(jax.grad(lambda x: jnp.sum(apply(state, x, first)[0][3] ** 2)))(x)
   assert_array_equal(
     np.asarray(gradient).any(-1),
     [[t <= 3 and (t >= 2 or b > 0) for b in range(B)] for t in range(T)],

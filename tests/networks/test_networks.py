@@ -73,7 +73,8 @@ def init(net: ActorCritic) -> Any:
 
 def random_state(net: ActorCritic, batch: int = B) -> Any:
   zeros = net.initial_state(batch)
-  return tuple(jax.random.normal(key(9 + i), x.shape) for i, x in enumerate(zeros))
+  rng = np.random.default_rng(9)
+  return tuple(rng.normal(size=x.shape).astype(np.float32) for x in zeros)
 
 
 def paths(net: ActorCritic) -> dict[str, tuple[int, ...]]:
@@ -147,15 +148,16 @@ def test_first_forgets(core: str) -> None:
   types = np.full((T, 2), MID)
   types[2, 0], types[3, 0] = LAST, FIRST
   steps = timesteps(vector(), types)
-  unroll = jit(net.unroll)
+  compiled = jit(net.unroll)
+  unroll = lambda *args: jax.device_get(compiled(*args))  # noqa: E731
   one, _ = unroll(params, random_state(net, 2), steps)
   observation = np.copy(steps.observation)
   observation[:3] += 1
   other, _ = unroll(params, net.initial_state(2), steps._replace(observation=observation))
   for x, y in zip(one, other, strict=True):
     assert np.array_equal(x[3:, 0], y[3:, 0])
-    assert (np.asarray(x[:3, 0]) != y[:3, 0]).all()
-    assert (np.asarray(x[3:, 1]) != y[3:, 1]).all()  # environment 1 remembers
+    assert (x[:3, 0] != y[:3, 0]).all()
+    assert (x[3:, 1] != y[3:, 1]).all()  # environment 1 remembers
   fresh, _ = unroll(
     params, net.initial_state(2), jax.tree.map(lambda x: np.concatenate([x[3:], x[:3]]), steps)
   )
@@ -176,8 +178,9 @@ def test_no_gradient_passes_first(core: str) -> None:
     return jnp.sum(output.value[3:])
 
   # Of a transformer, the second array says which timesteps belong to the episode.
-  for grad in jit(jax.grad(after))(random_state(net, 2))[: 1 if core == 'transformer' else None]:
-    assert not np.asarray(grad[0]).any() and np.asarray(grad[1]).any()
+  grads = jax.device_get(jit(jax.grad(after))(random_state(net, 2)))
+  for grad in grads[: 1 if core == 'transformer' else None]:
+    assert not grad[0].any() and grad[1].any()
 
 
 # --- cores ------------------------------------------------------------------------------------
@@ -190,10 +193,14 @@ def core_and_inputs(kind: str, size: int = 4, features: int = 5) -> Any:
   first = rng.random((T, B)) < 0.3
   states = {'gru': 1, 'lstm': 2}[kind]
   state = tuple(rng.normal(size=(B, size)).astype(np.float32) for _ in range(states))
-  params = core.init(key(), state, x, first)['params']
+  params = jax.device_get(jit(core.init)(key(), state, x, first))['params']
   # biases begin at 0, where they could not be told from missing ones
   params = jax.tree.map(lambda p: p + rng.normal(size=p.shape).astype(np.float32) / 3, params)
   return core, params, state, x, first
+
+
+def applied(core: Any, params: Any, *inputs: Any) -> Any:
+  return jax.device_get(jit(core.apply)({'params': params}, *inputs))
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -202,7 +209,7 @@ def sigmoid(x: np.ndarray) -> np.ndarray:
 
 def test_gru_is_numpys() -> None:
   core, params, (h,), x, first = core_and_inputs('gru')
-  outputs, (end,) = core.apply({'params': params}, (h,), x, first)
+  outputs, (end,) = applied(core, params, (h,), x, first)
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
   r, z, n = (slice(i * 4, i * 4 + 4) for i in range(3))
   w, b, u = p['input']['kernel'], p['input']['bias'], p['recurrent']
@@ -218,7 +225,7 @@ def test_gru_is_numpys() -> None:
 
 def test_lstm_is_numpys() -> None:
   core, params, (h, c), x, first = core_and_inputs('lstm')
-  outputs, end = core.apply({'params': params}, (h, c), x, first)
+  outputs, end = applied(core, params, (h, c), x, first)
   p = jax.tree.map(lambda v: np.asarray(v, np.float64), params)
   i, f, g, o = (slice(k * 4, k * 4 + 4) for k in range(4))
   w, b, u = p['input']['kernel'], p['input']['bias'], p['recurrent']
@@ -234,30 +241,31 @@ def test_lstm_is_numpys() -> None:
 def test_gru_is_flaxs() -> None:
   core, params, (h,), x, _ = core_and_inputs('gru')
   never = np.zeros((T, B), bool)
-  outputs, _ = core.apply({'params': params}, (h,), x, never)
-  kernel, bias = (jnp.split(params['input'][k], 3, axis=-1) for k in ('kernel', 'bias'))
-  recurrent = jnp.split(params['recurrent'], 3, axis=-1)
+  outputs, _ = applied(core, params, (h,), x, never)
+  kernel, bias = (np.split(params['input'][k], 3, axis=-1) for k in ('kernel', 'bias'))
+  recurrent = np.split(params['recurrent'], 3, axis=-1)
   theirs = {f'i{g}': dict(kernel=kernel[i], bias=bias[i]) for i, g in enumerate('rzn')}
   theirs |= {f'h{g}': dict(kernel=recurrent[i]) for i, g in enumerate('rzn')}
   theirs['hn']['bias'] = params['bias']
+  cell = jit(nn.GRUCell(4).apply)
   for t in range(T):
-    h, y = nn.GRUCell(4).apply({'params': theirs}, h, x[t])
+    h, y = cell({'params': theirs}, h, x[t])
     np.testing.assert_allclose(outputs[t], y, **TOLERANCE)
 
 
 def test_lstm_is_flaxs() -> None:
   core, params, (h, c), x, _ = core_and_inputs('lstm')
   never = np.zeros((T, B), bool)
-  outputs, _ = core.apply({'params': params}, (h, c), x, never)
-  kernel, bias = (jnp.split(params['input'][k], 4, axis=-1) for k in ('kernel', 'bias'))
-  recurrent = jnp.split(params['recurrent'], 4, axis=-1)
+  outputs, _ = applied(core, params, (h, c), x, never)
+  kernel, bias = (np.split(params['input'][k], 4, axis=-1) for k in ('kernel', 'bias'))
+  recurrent = np.split(params['recurrent'], 4, axis=-1)
   extra = dict(i=0.0, f=1.0, g=params['bias'], o=0.0)
   theirs = {f'i{g}': dict(kernel=kernel[i]) for i, g in enumerate('ifgo')}
   for i, g in enumerate('ifgo'):
     theirs[f'h{g}'] = dict(kernel=recurrent[i], bias=bias[i] + extra[g])
-  carry = (c, h)
+  carry, cell = (c, h), jit(nn.OptimizedLSTMCell(4).apply)
   for t in range(T):
-    carry, y = nn.OptimizedLSTMCell(4).apply({'params': theirs}, carry, x[t])
+    carry, y = cell({'params': theirs}, carry, x[t])
     np.testing.assert_allclose(outputs[t], y, **TOLERANCE)
 
 
@@ -281,8 +289,9 @@ CONVOLUTIONS = [  # height, width, window, stride, padding
 def test_patches_are_a_convolution(
   height: int, width: int, window: int, stride: int, padding: str
 ) -> None:
-  x = jax.random.normal(key(1), (2, height, width, 3))
-  kernel = jax.random.normal(key(2), (window, window, 3, 5))
+  rng = np.random.default_rng(1)
+  x = rng.normal(size=(2, height, width, 3)).astype(np.float32)
+  kernel = rng.normal(size=(window, window, 3, 5)).astype(np.float32)
 
   @functools.partial(jit, static_argnums=0)
   def value_and_grads(conv: Any, x: jax.Array, kernel: jax.Array) -> Any:
@@ -296,14 +305,16 @@ def test_patches_are_a_convolution(
 
 
 def test_bytes_are_scaled_in_either_convolution() -> None:
-  x = jax.random.randint(key(1), (2, 9, 12, 3), 0, 256).astype(jnp.uint8)
-  kernel = jax.random.normal(key(2), (4, 4, 3, 5))
+  rng = np.random.default_rng(1)
+  x = rng.integers(0, 256, (2, 9, 12, 3), np.uint8)
+  kernel = rng.normal(size=(4, 4, 3, 5)).astype(np.float32)
 
+  @functools.partial(jit, static_argnums=0)
   def value_and_grad(conv: Any, x: jax.Array) -> Any:
     y, back = jax.vjp(lambda k: conv(x, k, 2, 'SAME'), kernel)
     return y, *back(jnp.cos(y))
 
-  of_floats = value_and_grad(layers.xla_conv, x / 255)
+  of_floats = value_and_grad(layers.xla_conv, np.float32(x) / 255)
   for conv in (layers.patches_conv, layers.xla_conv):
     for a, b in zip(value_and_grad(conv, x), of_floats, strict=True):
       np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4)
@@ -331,7 +342,8 @@ def test_affine_is_a_product_and_a_sum(width: int, seeds: int | None) -> None:
 
   leading = (seeds,) if seeds else ()
   shapes = ((6, width), (width, 5), (1, 5))
-  args = [jax.random.normal(key(i), (*leading, *s)) for i, s in enumerate(shapes)]
+  rng = np.random.default_rng(0)
+  args = [rng.normal(size=(*leading, *s)).astype(np.float32) for s in shapes]
   ours = value_and_grads(layers.affine)(*args)
   plain = value_and_grads(lambda x, k, b: x @ k + jnp.broadcast_to(b, (6, 5)))(*args)
   for a, b in zip(ours, plain, strict=True):
@@ -397,12 +409,13 @@ def test_a_network_sees_pixels_divided_by_255(torso: Any) -> None:
   shape = (36, 36, 3)
   high, low = spaces.Box(0, 255, shape, np.uint8), spaces.Box(0, 1, shape, np.float32)
   bytes_, floats = network(high, torso=torso), network(low, torso=torso)
-  params = bytes_.init(key(0))
+  params = init(bytes_)
   pixels = np.random.default_rng(0).integers(0, 256, (5, *shape), np.uint8)
 
   def outputs(net: Any, observation: Any) -> Any:
-    timestep = jax.tree.map(lambda x: jnp.repeat(x, 5, 0), net.example())
-    return jit(net.step)(params, (), timestep._replace(observation=observation))[0]
+    timestep = jax.tree.map(lambda x: np.repeat(np.asarray(x), 5, 0), net.example())
+    timestep = timestep._replace(observation=observation)
+    return jax.device_get(jit(net.step)(params, (), timestep)[0])
 
   ours, same = outputs(bytes_, pixels), outputs(floats, np.float32(pixels) / 255)
   assert np.ptp(ours.value) > 0.01
@@ -458,11 +471,12 @@ def test_action_mask(dtype: Any) -> None:
   params, steps = init(net), timesteps(space)
   mask = np.broadcast_to(np.array([1, 0, 1], dtype), (T, B, 3))
   steps.observation['action_mask'] = mask
-  masked, _ = net.unroll(params, (), steps)
+  unroll = jit(net.unroll)
+  masked, _ = jax.device_get(unroll(params, (), steps))
   assert (masked.policy[..., 1] == MASKED).all() and (masked.policy[..., ::2] > -100).all()
   # but for that it changes nothing: it is no input of the network
   open_steps = steps._replace(observation=dict(steps.observation, action_mask=np.ones_like(mask)))
-  free, _ = net.unroll(params, (), open_steps)
+  free, _ = jax.device_get(unroll(params, (), open_steps))
   assert np.array_equal(free.policy[..., ::2], masked.policy[..., ::2])
   assert np.array_equal(free.value, masked.value)
   assert paths(net)['torso/Mlp_0/Dense_0/kernel'] == (3, 8)
@@ -472,7 +486,7 @@ def test_action_mask_of_several_choices() -> None:
   space = spaces.Dict(x=vector(), action_mask=spaces.MultiBinary(5))
   net = network(space, spaces.MultiDiscrete([2, 3]))
   steps = timesteps(space)
-  masked, _ = net.unroll(init(net), (), steps)
+  masked, _ = jax.device_get(jit(net.unroll)(init(net), (), steps))
   mask = np.asarray(steps.observation['action_mask']) != 0
   parts = np.split(mask, [2], axis=-1)
   assert not all(part.any(-1).all() for part in parts)  # some parts allow nothing: then all
@@ -587,7 +601,7 @@ def test_convolutions_begin_orthogonal() -> None:
 
 
 def test_cores_begin_orthogonal() -> None:
-  params = network(core='lstm').init(key())
+  params = init(network(core='lstm'))
   assert_orthogonal(params['rnn']['recurrent'], 1.0)
 
 
@@ -604,7 +618,7 @@ def test_lecun_initialisation() -> None:
 
 
 def test_log_std_begins_where_told() -> None:
-  params = network(vector(), spaces.Box(-1, 1, (2,)), initial_log_std=-1.5).init(key())
+  params = init(network(vector(), spaces.Box(-1, 1, (2,)), initial_log_std=-1.5))
   assert params['log_std'].tolist() == [-1.5, -1.5]
 
 
@@ -613,15 +627,12 @@ def test_log_std_begins_where_told() -> None:
 )
 def test_a_feed_forward_network_by_hand(activation: str, f: Any) -> None:
   net = network(hidden=(8, 7), activation=activation)
-  params = init(net)
+  params = jax.device_get(init(net))
   x = streams.floats(3)(np.random.default_rng(0), (B,))
   step = TimeStep(x, np.zeros(B), np.ones(B), np.ones(B, np.int8))
-  output, _ = net.step(params, (), step)
+  output, _ = jit(net.step)(params, (), step)
   for layer in ('Dense_0', 'Dense_1'):
-    x = f(
-      x @ params['torso']['Mlp_0'][layer]['kernel']
-      + np.asarray(params['torso']['Mlp_0'][layer]['bias'])[None]
-    )
+    x = f(x @ params['torso']['Mlp_0'][layer]['kernel'] + params['torso']['Mlp_0'][layer]['bias'])
   np.testing.assert_allclose(output.policy, x @ params['policy_head']['kernel'], **TOLERANCE)
   np.testing.assert_allclose(output.value, (x @ params['value_head']['kernel'])[:, 0], **TOLERANCE)
 

@@ -9,7 +9,6 @@ from typing import Any
 import avril
 import gymnasium
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import streams
@@ -63,9 +62,8 @@ def test_the_loss_and_its_gradient() -> None:
   assert steps.last[0].any() and (steps.last[1] & ~steps.last[0]).any() and not steps.last.all()
   trajectory = streams.trajectory(steps, rng.integers(0, A, (2, B)), (), ())
   params = dict(q=rng.normal(size=(N, A)), reward=0.5 * rng.normal(size=(N, 2 * A)))
-  (loss, _), grads = jax.value_and_grad(agent.loss, has_aux=True)(
-    jax.tree.map(jnp.float32, params), jax.tree.map(jnp.asarray, trajectory)
-  )
+  both = jax.jit(jax.value_and_grad(agent.loss, has_aux=True))
+  (loss, _), grads = jax.device_get(both(jax.tree.map(np.float32, params), trajectory))
   np.testing.assert_allclose(loss, reference(agent, params, trajectory), rtol=1e-5)
   for name, x in params.items():
     for index in np.ndindex(*x.shape):

@@ -25,6 +25,9 @@ def test_bear_is_an_environment() -> None:
   check(causal.bear(), key=jax.random.key(0), steps=50)
 
 
+step = jax.jit(jax.vmap(causal.Bear().step))
+
+
 @pytest.mark.parametrize(
   ('enter', 'teddy', 'grizzly', 'value'),
   [(0, 1, 1, 0.6), (1, 1, 1, 0.25), (1, 1, 0, 0.5), (1, 0, 1, -0.25), (1, 0, 0, 0.0)],
@@ -33,13 +36,12 @@ def test_the_value_of_each_policy(enter: int, teddy: int, grizzly: int, value: f
   """By the enumeration, and by the mean reward of episodes in the environment."""
   hug = {causal.TEDDY: teddy, causal.GRIZZLY: grizzly}
   assert causal.true_value(enter, hug) == pytest.approx(value)
-  place, total = jnp.int32(causal.HOME), 0.0
+  places, total = np.full(2_000, causal.HOME, np.int32), 0.0
   for key, by_place in ((0, [enter] * 4), (1, [0, teddy, grizzly, 0])):
     keys = jax.random.split(jax.random.key(key), 2_000)
-    places = jnp.broadcast_to(place, 2_000)
-    actions = jnp.array(by_place)[places]
-    place, timestep = jax.vmap(causal.Bear().step)(places, actions, keys)
+    after, timestep = jax.device_get(step(places, np.int32(by_place)[places], keys))
     total += np.mean(timestep.reward * (places != causal.END))
+    places = after
   assert total == pytest.approx(value, abs=0.06)
 
 
@@ -52,7 +54,9 @@ def test_beliefs_by_enumeration() -> None:
 
 def test_data_is_confounded() -> None:
   """In the data, hugs are paid 0.85 on average; for each z they are paid by the bear."""
-  actions, rewards, z = map(np.asarray, causal.episodes(jax.random.key(0), 4_000))
+  actions, rewards, z = jax.device_get(
+    jax.jit(causal.episodes, static_argnums=1)(jax.random.key(0), 4_000)
+  )
   hugged = actions.all(axis=1)
   assert rewards[hugged, 1].mean() == pytest.approx(causal.exact(0.1)['non-causal: hug'], abs=0.05)
   assert set(rewards[hugged & (z == 1), 1]) == {1.0}
@@ -62,9 +66,9 @@ def test_data_is_confounded() -> None:
 
 def test_the_model_against_numpy() -> None:
   rng = np.random.default_rng(0)
-  model = jax.tree.map(np.asarray, causal.init(jax.random.key(0)))
+  model = jax.device_get(jax.jit(causal.init)(jax.random.key(0)))
   actions, z = rng.integers(0, 2, (7, 2)), rng.integers(0, 2, 7).astype(np.float32)
-  rewards, logits = causal.unroll(model, jnp.asarray(actions), jnp.asarray(z))
+  rewards, logits = jax.device_get(jax.jit(causal.unroll)(model, actions, z))
   for n in range(7):
     h = np.zeros(16)
     for t, seen in enumerate((0.0, z[n])):

@@ -251,7 +251,7 @@ def test_learning_goes_on_during_a_save(tmp_path: Path, monkeypatch: pytest.Monk
 
   class Learned:
     def write(self, line: dict[str, Any]) -> None:
-      if line['step'] > 1600:
+      if line['step'] > 640:
         learned.set()
 
     def close(self) -> None: ...
@@ -263,11 +263,11 @@ def test_learning_goes_on_during_a_save(tmp_path: Path, monkeypatch: pytest.Monk
   monkeypatch.setitem(sinks.SINKS, 'learned', lambda *args: Learned())
   monkeypatch.setattr(host_checkpoint, 'write_snapshot', slow)
   with pytest.raises(SystemExit) as end:
-    cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '3200',
-              '--checkpoint-every', '1600', '--log-every', '320', '--sinks', 'learned',
+    cli.main(['train', 'catch', *DQN, '--replay', 'host', '--devices', '1', '--total-steps', '1280',
+              '--checkpoint-every', '640', '--log-every', '320', '--sinks', 'learned',
               '--run-dir', str(tmp_path / 'run')])  # fmt: skip
   assert end.value.code == 0
-  assert checkpoints(tmp_path / 'run') == [1600, 3200]
+  assert checkpoints(tmp_path / 'run') == [640, 1280]
 
 
 @pytest.mark.parametrize(

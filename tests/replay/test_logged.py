@@ -34,17 +34,14 @@ def filled(buffer: Buffer, logged: tuple[int, int], updates: int = 3) -> tuple[A
   """A replay and its memory of B streams, with the environment's number as the observation."""
   w = Windows(buffer, 1, B, T, False, 0, None, logged=logged)
   replay = replay_of(w)
-  env_id = jnp.arange(B, dtype=jnp.int32)
-
-  def row(n: int) -> Any:
-    return jnp.broadcast_to(env_id.astype(jnp.float32), (n, B))
-
-  ones = jnp.ones((T + 1, B))
-  timesteps = TimeStep(row(T + 1), ones, ones, jnp.full((T + 1, B), MID, jnp.int8))
-  trajectory = Trajectory(timesteps, ActorOutput(jnp.zeros((T, B), jnp.int32)), (), env_id)
+  env_id = np.arange(B, dtype=np.int32)
+  row, ones = np.tile(np.float32(env_id), (T + 1, 1)), np.ones((T + 1, B), np.float32)
+  timesteps = TimeStep(row, ones, ones, np.full((T + 1, B), MID, np.int8))
+  trajectory = Trajectory(timesteps, ActorOutput(np.zeros((T, B), np.int32)), (), env_id)
   memory = replay.init(trajectory)
+  add = jax.jit(replay.add)
   for _ in range(updates):
-    memory = replay.add(memory, trajectory)
+    memory = add(memory, trajectory)
   return replay, memory
 
 
@@ -53,7 +50,7 @@ def counts(buffer: Buffer, logged: tuple[int, int], updates: int = 3, draws: int
   replay, memory = filled(buffer, logged, updates)
   keys = jax.random.split(jax.random.key(0), draws)
   sample = jax.jit(jax.vmap(lambda key: replay.sample(memory, key).trajectory.env_id))(keys)
-  of_log = np.asarray(is_logged(sample, logged))
+  of_log = np.asarray(is_logged(np.asarray(sample), logged))
   return (~of_log).sum(1), np.bincount(np.asarray(sample).ravel(), minlength=B)
 
 
@@ -79,16 +76,15 @@ def test_a_share_rises_with_environment_steps() -> None:
 def test_without_a_share_streams_are_drawn_as_ever() -> None:
   """Also with a share, if no stream or every stream is a log's."""
   plain, memory = filled(Buffer(1000, 16, 1), (0, 1))
-  expected = plain.sample(memory, jax.random.key(3)).trajectory.env_id
+  expected = jax.jit(plain.sample)(memory, jax.random.key(3)).trajectory.env_id
   for buffer, logged in (
     (Buffer(1000, 16, 1), (1, 2)),
     (Buffer(1000, 16, 1, online_share=0.5), (0, 1)),
     (Buffer(1000, 16, 1, online_share=0.5), (1, 1)),
   ):
     replay, memory = filled(buffer, logged)
-    np.testing.assert_array_equal(
-      replay.sample(memory, jax.random.key(3)).trajectory.env_id, expected
-    )
+    sample = jax.jit(replay.sample)(memory, jax.random.key(3))
+    np.testing.assert_array_equal(sample.trajectory.env_id, expected)
 
 
 @pytest.mark.parametrize(
@@ -119,9 +115,11 @@ def bound(agent: Any, action: Any = THREE) -> Any:
 def seen(recorded: Any, flag: Any) -> TimeStep:
   n = len(flag)
   observation = {
-    INNER: jnp.linspace(-1, 1, 3 * n).reshape(n, 3), RECORDED: recorded, FLAG: jnp.asarray(flag, jnp.int8),
+    INNER: np.linspace(-1, 1, 3 * n, dtype=np.float32).reshape(n, 3), RECORDED: np.asarray(recorded),
+    FLAG: np.asarray(flag, np.int8),
   }  # fmt: skip
-  return TimeStep(observation, jnp.zeros(n), jnp.ones(n), jnp.full(n, MID, jnp.int8))
+  zero = np.zeros(n, np.float32)
+  return TimeStep(observation, zero, zero + 1, np.full(n, MID, np.int8))
 
 
 R2 = R2D2(QNetwork(hidden=(8,), core='gru', core_size=4), sequence=4, burn_in=1)
@@ -136,17 +134,18 @@ def test_extras_belong_to_the_recorded_actions(agent: Any) -> None:
   timestep = seen(jnp.array([2, 0, 1, 0], jnp.int32), [1, 0, 1, 0])
   params = jax.jit(agent.init)(jax.random.key(0)).params
   state = agent.initial_state(jnp.arange(4))
-  output, _ = agent.act(params, state, timestep, jax.random.key(1))
-  own, _ = plain.act(
-    params, state, timestep._replace(observation=timestep.observation[INNER]), jax.random.key(1)
-  )
-  assert output.action[jnp.array([0, 2])].tolist() == [2, 1]
-  assert (output.action == own.action)[jnp.array([1, 3])].all()
+  inner = timestep._replace(observation=timestep.observation[INNER])
+
+  def act(agent: Any, timestep: TimeStep, *forced: Any) -> Any:
+    return jax.device_get(
+      jax.jit(lambda key: agent.act(params, state, timestep, key, *forced))(jax.random.key(1))
+    )[0]
+
+  output, own = act(agent, timestep), act(plain, inner)
+  assert output.action[[0, 2]].tolist() == [2, 1]
+  assert (output.action == own.action)[[1, 3]].all()
   for action in range(3):
-    forced, _ = plain.act(
-      params, state, timestep._replace(observation=timestep.observation[INNER]), jax.random.key(1),
-      lambda x, action=action: jnp.full_like(x, action),
-    )  # fmt: skip
+    forced = act(plain, inner, lambda x, action=action: jnp.full_like(x, action))
     for i in np.flatnonzero(output.action == action):
       assert output.extras.value[i] == forced.extras.value[i]
   np.testing.assert_array_equal(output.extras.best, own.extras.best)
@@ -159,13 +158,9 @@ def test_extras_of_other_actions_are_refused() -> None:
       return output._replace(extras=output.action), state
 
   agent = Logged(bound(Extras()), (1, 1))
+  params = jax.eval_shape(agent.init, jax.random.key(0)).params
   with pytest.raises(UsageError, match='replace'):
-    agent.act(
-      jax.jit(agent.init)(jax.random.key(0)).params,
-      (),
-      seen(jnp.zeros(2, jnp.int32), [1, 1]),
-      jax.random.key(1),
-    )
+    jax.eval_shape(agent.act, params, (), seen(np.zeros(2, np.int32), [1, 1]), jax.random.key(1))
 
 
 @pytest.mark.parametrize('action', [THREE, BOX, spaces.MultiDiscrete([2, 3])])
@@ -173,23 +168,23 @@ def test_extras_of_other_actions_are_refused() -> None:
 def test_recorded_actions_are_taken(action: Any, share: tuple[int, int]) -> None:
   agent = Logged(bound(BC(ActorCritic(hidden=(4,))), action), share)
   action.seed(0)
-  recorded = jnp.asarray(np.stack([action.sample() for _ in range(4)]))
+  recorded = np.stack([action.sample() for _ in range(4)])
+  recorded = recorded.astype(jax.dtypes.canonicalize_dtype(recorded.dtype))
   flag = [1, 1, 1, 1] if share == (1, 1) else [1, 0, 1, 0]
-  output, _ = agent.act(
-    jax.jit(agent.init)(jax.random.key(0)).params, (), seen(recorded, flag), jax.random.key(1)
-  )
+  params, act = jax.jit(agent.init)(jax.random.key(0)).params, jax.jit(agent.act)
+  output, _ = jax.device_get(act(params, (), seen(recorded, flag), jax.random.key(1)))
   taken = np.asarray(flag) == 1
   np.testing.assert_array_equal(output.action[taken], recorded[taken])
-  assert output.action.dtype == agent.act(
-    jax.jit(agent.init)(jax.random.key(0)).params, (), seen(recorded, [0] * 4), jax.random.key(1)
-  )[0].action.dtype  # fmt: skip
+  own, _ = act(params, (), seen(recorded, [0] * 4), jax.random.key(1))
+  assert output.action.dtype == own.action.dtype
 
 
 def learned(agent: Any, sample: Sample) -> Any:
   """The result of one update on one device."""
   train, key = jax.jit(agent.init)(jax.random.key(0)), jax.random.key(1)
-  step = jax.vmap(lambda train: agent.learn(train, sample, key), axis_name=AXIS, axis_size=1)
-  return step(jax.tree.map(lambda x: x[None], train))
+  sample, train = jax.tree.map(lambda x: np.asarray(x)[None], (sample, train))
+  step = jax.vmap(lambda *x: agent.learn(*x, key), axis_name=AXIS)
+  return jax.device_get(jax.jit(step)(train, sample))
 
 
 def test_learning_sees_the_plain_observation() -> None:
@@ -198,7 +193,7 @@ def test_learning_sees_the_plain_observation() -> None:
   replay = agent.memory(4, 2)
   assert replay.windows.logged == (1, 1) and plain.memory(4, 2).windows.logged == (0, 1)
   timestep = seen(jnp.array([2, 0, 1, 0], jnp.int32), [1] * 4)
-  both = jax.tree.map(lambda x: jnp.stack([x, x]), timestep)
+  both = jax.tree.map(lambda x: np.stack([x, x]), timestep)
   outputs = ActorOutput(timestep.observation[RECORDED][None])
   sample = Sample(Trajectory(both, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
   inner = both._replace(observation=both.observation[INNER])
@@ -209,29 +204,26 @@ def test_learning_sees_the_plain_observation() -> None:
 def test_cloning_maximises_the_likelihood_of_actions_within_episodes() -> None:
   """The loss is the mean surprise, and the step from LAST to FIRST teaches nothing."""
   agent = bound(BC(ActorCritic(hidden=(4,)), Buffer(batch_size=4, min_size=1)))
-  observation = jnp.linspace(-1, 1, 12).reshape(4, 3)
-  kinds = jnp.array([MID, LAST, FIRST, MID], jnp.int8)
+  observation = np.linspace(-1, 1, 12, dtype=np.float32).reshape(4, 3)
+  zero, kinds = np.zeros(4, np.float32), np.array([MID, LAST, FIRST, MID], np.int8)
+  t = TimeStep(observation, zero, zero + 1, kinds)
 
   def sample_of(actions: Any) -> Sample:
-    t = TimeStep(observation, jnp.zeros(4), jnp.ones(4), kinds)
-    window = jax.tree.map(lambda x: jnp.stack([x, x]), t)
+    window = jax.tree.map(lambda x: np.stack([x, x]), t)
     outputs = ActorOutput(jnp.array([actions], jnp.int32))
     return Sample(Trajectory(window, outputs, (), jnp.arange(4)), jnp.ones(4), jnp.arange(4))
 
   train, priority, metrics = learned(agent, sample_of([2, 0, 1, 0]))
   params = jax.jit(agent.init)(jax.random.key(0)).params
-  t = TimeStep(observation, jnp.zeros(4), jnp.ones(4), kinds)
-  log_p = jax.nn.log_softmax(agent.network.step(params, (), t)[0].policy)
-  surprise = -log_p[jnp.arange(4), jnp.array([2, 0, 1, 0])]
-  np.testing.assert_allclose(
-    metrics['loss'][0], surprise[jnp.array([0, 2, 3])].sum() / 4, rtol=1e-5
-  )
-  wrong = log_p.argmax(1) != jnp.array([2, 0, 1, 0])
-  np.testing.assert_allclose(metrics['action_error'][0], wrong[jnp.array([0, 2, 3])].mean())
-  assert priority[0, 1] == 0 and (priority[0, jnp.array([0, 2, 3])] > 0).all()
+  log = jax.jit(lambda params: jax.nn.log_softmax(agent.network.step(params, (), t)[0].policy))
+  log_p = np.asarray(log(params))
+  surprise = -log_p[np.arange(4), [2, 0, 1, 0]]
+  np.testing.assert_allclose(metrics['loss'][0], surprise[[0, 2, 3]].sum() / 4, rtol=1e-5)
+  wrong = log_p.argmax(1) != np.array([2, 0, 1, 0])
+  np.testing.assert_allclose(metrics['action_error'][0], wrong[[0, 2, 3]].mean())
+  assert priority[0, 1] == 0 and (priority[0, [0, 2, 3]] > 0).all()
   other, *_ = learned(agent, sample_of([2, 1, 1, 0]))
   jax.tree.map(np.testing.assert_array_equal, train, other)
   after = jax.tree.map(lambda x: x[0], train).params
-  new = jax.nn.log_softmax(agent.network.step(after, (), t)[0].policy)
-  better = (new - log_p)[jnp.arange(4), jnp.array([2, 0, 1, 0])]
-  assert better[jnp.array([0, 2, 3])].sum() > 0
+  better = (np.asarray(log(after)) - log_p)[np.arange(4), [2, 0, 1, 0]]
+  assert better[[0, 2, 3]].sum() > 0

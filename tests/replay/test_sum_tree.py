@@ -12,10 +12,13 @@ from podrace.replay import sum_tree
 
 
 def filled(priorities: np.ndarray) -> sum_tree.Tree:
-  index = jnp.arange(len(priorities))
-  return sum_tree.assign(
-    sum_tree.empty(len(priorities)), index, jnp.asarray(priorities, jnp.float32)
-  )
+  return fill(np.asarray(priorities, np.float32))
+
+
+@jax.jit
+def fill(priorities: jax.Array) -> sum_tree.Tree:
+  size = len(priorities)
+  return sum_tree.assign(sum_tree.empty(size), jnp.arange(size), priorities)
 
 
 @pytest.mark.parametrize(
@@ -36,7 +39,7 @@ def test_finds_what_the_cumulated_priorities_say(size: int) -> None:
   tree = filled(priorities)
   assert float(sum_tree.total(tree)) == priorities.sum()
   positions = np.arange(int(priorities.sum())) + 0.5
-  found = sum_tree.find(tree, jnp.asarray(positions / priorities.sum(), jnp.float32))
+  found = jax.jit(sum_tree.find)(tree, np.float32(positions / priorities.sum()))
   np.testing.assert_array_equal(found, np.searchsorted(np.cumsum(priorities), positions))
 
 
@@ -46,8 +49,8 @@ def test_a_priority_of_zero_is_never_found() -> None:
   for seed in range(10):
     priorities = np.where(rng.random(3000) < 0.02, 10.0 ** rng.uniform(-12, 6, 3000), 0)
     tree = filled(priorities)
-    u = jax.random.uniform(jax.random.key(seed), [20_000])
-    u = jnp.concatenate([u, jnp.array([0.0, 1 - 2.0**-24, 0.9999999])])
+    u = np.asarray(jax.random.uniform(jax.random.key(seed), [20_000]))
+    u = np.concatenate([u, np.float32([0.0, 1 - 2.0**-24, 0.9999999])])
     assert np.all(priorities[np.asarray(find(tree, u))] > 0)
 
 
@@ -109,6 +112,6 @@ def test_each_of_a_million_small_priorities_can_be_found() -> None:
 def test_indices_beyond_the_tree_are_left_out() -> None:
   tree = filled(np.ones(100))
   beyond = jnp.array([jnp.iinfo(jnp.int32).max, 3])
-  tree = sum_tree.assign(tree, beyond, jnp.array([7.0, 5.0]))
+  tree = jax.jit(sum_tree.assign)(tree, beyond, jnp.array([7.0, 5.0]))
   assert float(sum_tree.total(tree)) == 104
-  np.testing.assert_array_equal(sum_tree.get(tree, jnp.array([2, 3, 4])), [1, 5, 1])
+  np.testing.assert_array_equal(jax.jit(sum_tree.get)(tree, jnp.array([2, 3, 4])), [1, 5, 1])

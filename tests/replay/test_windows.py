@@ -243,15 +243,15 @@ def test_stacks_of_real_games_are_put_together_again(name: str, actions: int) ->
     pool.send(arrival.env_id, rng.integers(0, actions, n).astype(np.int32))
   pool.recv()
   pool.close()
-  timesteps = jax.tree.map(lambda *x: jnp.stack(x), *seen)
+  timesteps = jax.tree.map(lambda *x: np.stack(x), *seen)
   if 'life' in name:
     assert int(timesteps.first.sum()) > n  # lives were lost: stacks that go on from before
-  at, empty = jax.device_get(unstacked(what_is_before(timesteps), 4))
-  frames = np.asarray(timesteps.observation)
+  rebuild = jax.jit(lambda t: unstacked(what_is_before(t), 4))
+  at, empty = jax.device_get(rebuild(timesteps))
+  frames = timesteps.observation
   for t in range(3, steps):
     for b in range(n):
-      rows = np.asarray(at[t - 3, b])
-      again = np.where(np.asarray(empty[t - 3, b])[:, None, None], 0, frames[rows, b, -1])
+      again = np.where(empty[t - 3, b][:, None, None], 0, frames[at[t - 3, b], b, -1])
       np.testing.assert_array_equal(again, frames[t, b])
 
 
@@ -331,18 +331,18 @@ def test_sums_of_priorities_stay_sums(unroll: int, length: int, keep: bool) -> N
     settings(priority_exponent=1.0, capacity=3000), length, B, unroll, keep_state=keep
   )
 
-  def trajectory(key: Any) -> Trajectory:
-    timed = jax.random.normal(key, (unroll + 1, B))
-    steps = TimeStep(timed, timed, timed, jnp.ones((unroll + 1, B), jnp.int8))
-    return Trajectory(steps, ActorOutput(timed[1:]), timed[0], jnp.arange(B))
+  def trajectory(seed: int) -> Trajectory:
+    timed = np.random.default_rng(seed).normal(size=(unroll + 1, B)).astype(np.float32)
+    steps = TimeStep(timed, timed, timed, np.ones((unroll + 1, B), np.int8))
+    return Trajectory(steps, ActorOutput(timed[1:]), timed[0], np.arange(B))
 
-  memory = replay.init(trajectory(jax.random.key(0)))
-  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  memory = replay.init(trajectory(0))
+  add, sample, update = map(jax.jit, (replay.add, replay.sample, replay.update))
   for i in range(3 * memory.timesteps.reward.shape[1] // unroll):
-    memory = add(memory, trajectory(jax.random.key(i)))
+    memory = add(memory, trajectory(i))
     if i * unroll > length + unroll:
       index = sample(memory, jax.random.key(i)).index
-      memory = replay.update(memory, index, jnp.linspace(0.5, 2.0, len(index)))
+      memory = update(memory, index, np.linspace(0.5, 2.0, len(index), dtype=np.float32))
   for below, above in zip(memory.tree, memory.tree[1:], strict=False):
     sums = np.asarray(below).sum(1)
     np.testing.assert_allclose(np.asarray(above).reshape(-1)[: len(sums)], sums, rtol=1e-5)
@@ -370,7 +370,7 @@ def test_samples_per_insert_is_exact(ratio: float, min_size: int) -> None:
   buffer = settings(batch_size=32, samples_per_insert=ratio, min_size=min_size, capacity=1000)
   replay = windows(buffer, 3, B, T)
   learned, ready = 0, None
-  for update, times in enumerate(jax.vmap(replay.times)(jnp.arange(500)).tolist()):
+  for update, times in enumerate(jax.jit(jax.vmap(replay.times))(np.arange(500)).tolist()):
     inserted = (update + 1) * B * T
     if inserted < min_size:
       assert times == 0
@@ -438,13 +438,13 @@ def test_windows_at_first_begin_episodes(exponent: float) -> None:
   replay = windows(settings(priority_exponent=exponent), 5, B, T, at_first=True)
   memory = replay.init(world.unroll())
   world = World(5)
-  add, sample = jax.jit(replay.add), jax.jit(replay.sample)
+  add, sample, update = map(jax.jit, (replay.add, replay.sample, replay.update))
   for i in range(12):
     memory = add(memory, world.unroll())
     if i < 2:
       continue
     drawn = sample(memory, jax.random.key(i))
-    assert (np.asarray(drawn.trajectory.timesteps.step_type[0]) == FIRST).all()
+    assert (np.asarray(drawn.trajectory.timesteps.step_type)[0] == FIRST).all()
     starts = check(world, drawn, 5)
     assert len(set(starts)) > 3
-    memory = replay.update(memory, drawn.index, jnp.full(drawn.index.shape, 2.0))
+    memory = update(memory, drawn.index, np.full(drawn.index.shape, 2, np.float32))

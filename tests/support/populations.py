@@ -72,11 +72,11 @@ def spaces_of(env: str = ENV) -> tuple[Any, Any]:
 
 
 def lpg_rule(seed: int = 0) -> dict[str, Any]:
-  return lpg.init(jax.random.key(seed), LPG_SIZES)
+  return jax.jit(lambda key: lpg.init(key, LPG_SIZES))(jax.random.key(seed))
 
 
 def disco_rule(seed: int = 0) -> dict[str, Any]:
-  return disco.init(jax.random.key(seed), rule_files.SIZES)
+  return jax.jit(lambda key: disco.init(key, rule_files.SIZES))(jax.random.key(seed))
 
 
 def program(**settings: Any) -> Any:

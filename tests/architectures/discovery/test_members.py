@@ -23,7 +23,7 @@ SLOW = pytest.mark.slow
 
 
 def as_doubles(tree: Any) -> Any:
-  return jax.tree.map(lambda x: x.astype(jnp.float64) if x.dtype == jnp.float32 else x, tree)
+  return jax.tree.map(lambda x: np.float64(x) if x.dtype == jnp.float32 else x, tree)
 
 
 def check_against_differences(kind: Any, rule: Any, h: float, rtol: float) -> None:
@@ -37,14 +37,14 @@ def check_against_differences(kind: Any, rule: Any, h: float, rtol: float) -> No
     def outcome(rule: Any) -> Any:  # and its gradient, in one program to compile
       return jax.value_and_grad(lambda r: kind.outcome(r, member, jax.random.key(5))[0])(rule)
 
-    _, gradient = outcome(rule)
-    for seed in range(2):
-      keys = jax.random.split(jax.random.key(seed), len(rule))
-      pairs = zip(sorted(rule), keys, strict=True)
-      along = {name: jax.random.normal(key, rule[name].shape) for name, key in pairs}
-      forth, back = (outcome({k: rule[k] + s * h * along[k] for k in rule})[0] for s in (1, -1))
+    gradient, rng = jax.device_get(outcome(rule)[1]), np.random.default_rng(0)
+    for _ in range(2):
+      along = {name: rng.normal(size=rule[name].shape) for name in sorted(rule)}
+      forth, back = (
+        float(outcome({k: rule[k] + s * h * along[k] for k in rule})[0]) for s in (1, -1)
+      )
       expected = (forth - back) / (2 * h)
-      found = sum(jnp.vdot(gradient[k], along[k]) for k in rule)
+      found = sum(np.vdot(gradient[k], along[k]) for k in rule)
       assert abs(expected) > 1e-6, expected
       np.testing.assert_allclose(found, expected, rtol=rtol)
 
@@ -165,7 +165,7 @@ def group(kind: Any, ages: list[int]) -> Member:
     return ~x if x.dtype == bool else x + jnp.ones_like(x)
 
   kept = dict(age=members.age, lives=members.lives, number=members.number)
-  changed: Member = jax.tree.map(other, members)
+  changed: Member = jax.jit(lambda x: jax.tree.map(other, x))(members)
   return changed._replace(**kept)
 
 
@@ -176,12 +176,13 @@ def test_lives_end_one_by_one_and_wholly(name: str) -> None:
   kind = populations.kind(agent=agent, lifetime=10, replayed=2 * (name == 'disco'))
   before, key = group(kind, [9, 10, 3]), jax.random.key(3)
   after = jax.jit(kind.renew)(before, key)
-  fresh = kind.begin(key, jnp.int32(1), jnp.int32(1), jnp.int32(0))
-  of = lambda i: jax.tree.map(lambda x: x[i], after)  # noqa: E731
+  fresh = jax.jit(kind.begin)(key, jnp.int32(1), jnp.int32(1), jnp.int32(0))
+  each = jax.jit(lambda group: [jax.tree.map(lambda x, i=i: x[i], group) for i in range(3)])
+  was, now = each(before), each(after)
   counted = dict(episodes=0, faults=0)  # of the run
   for i in (0, 2):
-    jax.tree.map(np.testing.assert_array_equal, of(i), jax.tree.map(lambda x, i=i: x[i], before))
-  same, expected = (x._replace(actor=x.actor._replace(**counted)) for x in (of(1), fresh))
+    jax.tree.map(np.testing.assert_array_equal, now[i], was[i])
+  same, expected = (x._replace(actor=x.actor._replace(**counted)) for x in (now[1], fresh))
   assert same.lives == 1 and same.age == 0 and same.number == 1
   jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6), same, expected)
   np.testing.assert_array_equal(after.actor.episodes.finished, before.actor.episodes.finished)
@@ -208,12 +209,13 @@ def test_a_batch_has_the_newest_unrolls_and_windows_of_the_past() -> None:
 
   def unrolled(at: float) -> Trajectory:
     t = act(member, jax.random.key(0))
-    return t._replace(timesteps=t.timesteps._replace(reward=jnp.full_like(t.timesteps.reward, at)))
+    reward = np.full(t.timesteps.reward.shape, at, np.float32)
+    return t._replace(timesteps=t.timesteps._replace(reward=reward))
 
   memory = member.memory
   for at in (1.0, 2.0):
     memory, window = remember(memory, unrolled(at), jax.random.key(int(at)))
-  reward = window.timesteps.reward
+  reward = np.asarray(window.timesteps.reward)
   assert reward.shape == (length + 1, envs + 5) and window.outputs.action.shape[1] == envs + 5
   assert (reward[:, :envs] == 2).all() and set(np.unique(reward[:-1, envs:])) == {1.0, 2.0}
 
@@ -224,11 +226,12 @@ def test_a_batch_has_the_newest_unrolls_and_windows_of_the_past() -> None:
 def one_stream(rewards: list[float], types: list[int], discounts: list[float]) -> Trajectory:
   """A stream of one environment whose observation is the time."""
   t = len(rewards)
-  observation = jnp.zeros((t, 1, 3, 3)).at[:, 0, 0, 0].set(jnp.arange(t))
-  arrays = (jnp.array(x, jnp.float32)[:, None] for x in (rewards, discounts))
-  reward, discount = arrays
-  steps = TimeStep(observation, reward, discount, jnp.array(types, jnp.int8)[:, None])
-  return Trajectory(steps, ActorOutput(jnp.zeros((t - 1, 1), jnp.int32)), (), jnp.zeros(1))
+  observation = np.zeros((t, 1, 3, 3), np.float32)
+  observation[:, 0, 0, 0] = np.arange(t)
+  reward, discount = (np.float32(x)[:, None] for x in (rewards, discounts))
+  steps = TimeStep(observation, reward, discount, np.int8(types)[:, None])
+  action = np.zeros((t - 1, 1), np.int32)
+  return Trajectory(steps, ActorOutput(action), (), np.zeros(1, np.float32))
 
 
 def values_of(numbers: list[float]) -> Any:
@@ -246,8 +249,8 @@ def test_advantages_by_hand() -> None:
   types = [MID, LAST, FIRST, LAST, FIRST, MID]
   stream = one_stream([0, 1, 0, 4, 0, 2], types, [1, 0, 1, 1, 1, 1])
   function = values_of([1.0, 7.0, 2.0, 6.0, 8.0, 10.0])
-  state = function.bind(*populations.spaces_of()).init(jax.random.key(0))
-  found = function.estimate(state, stream)
+  state = jax.jit(function.bind(*populations.spaces_of()).init)(jax.random.key(0))
+  found = jax.device_get(jax.jit(function.estimate)(state, stream))
   np.testing.assert_array_equal(found.mask[:, 0], [1, 0, 1, 0, 1])
   advantage = np.asarray(found.advantage[:, 0])
   np.testing.assert_allclose(advantage[[0, 2, 4]], [1 - 1.0, 4 + 0.5 * 6 - 2, 2 + 0.5 * 10 - 8])
