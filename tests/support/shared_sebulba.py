@@ -81,8 +81,12 @@ def share_acting(acting: ActingProgram) -> None:
     own.infos = Infos()
   key, warm_up = (*key, acting.devices, acting.sizes, 'warm'), acting.warm_up
 
+  stepping = [acting.programs.step if acting.ordered else acting.programs.step_some]
+  stepping += [acting.jax_steps._step] if acting.spec.jax is not None else []
+
   def once() -> None:
-    if key not in SHARED:
+    forgotten = not all(f._cache_size() for f in stepping)  # by `jax.clear_caches`
+    if key not in SHARED or forgotten:
       warm_up()
       SHARED[key] = True
 
