@@ -70,8 +70,14 @@ def exchanged(
   """After so many exchanges from update `first` on; before each, every replica moves by `moves` [R or 1, 1]."""
   n = len(replicas.weight)
   moves = np.broadcast_to(np.asarray(moves, np.float32), (n, 1))
+  return jax.device_get(exchange(gossip, n)(replicas, moves, np.int32(rounds), np.int32(first)))
 
-  def run(own: Replicas, move: Any) -> Replicas:
+
+@functools.cache
+def exchange(gossip: Gossip, n: int) -> Any:
+  """The function of `exchanged`, compiled."""
+
+  def run(own: Replicas, move: Any, rounds: Any, first: Any) -> Replicas:
     own, move = jax.tree.map(lambda x: x[0], (own, move))
 
     def once(k: Any, own: Replicas) -> Replicas:
@@ -82,8 +88,8 @@ def exchanged(
     return jax.tree.map(lambda x: x[None], own)
 
   mesh, split = Mesh(np.array(jax.devices()[:n]), (REPLICAS,)), P(REPLICAS)
-  run = jax.shard_map(run, mesh=mesh, in_specs=split, out_specs=split, check_vma=False)
-  return jax.device_get(quickly(run)(replicas, moves))
+  each = (split, split, P(), P())
+  return quickly(jax.shard_map(run, mesh=mesh, in_specs=each, out_specs=split, check_vma=False))
 
 
 def numbers(n: int) -> np.ndarray:
@@ -185,10 +191,10 @@ def test_with_equal_data_gossip_is_all_reduce(normalize: bool) -> None:
   found = []
   for agree in (AllReduce(), Gossip()):
     learn = quickly(agree.learner(agent, on_policy(), mesh))
-    state = agree.begin(train, 8)
+    state = quickly(functools.partial(agree.begin, replicas=8))(train)
     for k in range(4):
       state, _, metrics, _ = learn(state, (), same, jax.random.key(3 + k), jnp.int32(k))
-    found.append(jax.device_get((agree.finalize(state).params, metrics)))
+    found.append(jax.device_get((quickly(agree.finalize)(state).params, metrics)))
   (params, metrics), (of_gossip, metrics_of_gossip) = found
   moved = max(float(np.abs(x - y).max()) for x, y in zip(
     jax.tree.leaves(params.network), jax.tree.leaves(train.params.network), strict=True))  # fmt: skip

@@ -255,14 +255,16 @@ def test_every_episode_is_counted_once(length: int) -> None:
   agent = bound(AGENTS['impala'], env)
   unroll = jax.jit(functools.partial(actor.unroll, agent, batch(env, num_envs), length=length))
   params = jax.jit(agent.init)(jax.random.key(0)).params
-  state = actor.begin(agent, batch(env, num_envs), jnp.arange(num_envs), jax.random.key(1))
+  begin = jax.jit(functools.partial(actor.begin, agent, batch(env, num_envs)))
+  state = begin(jnp.arange(num_envs), jax.random.key(1))
   stream = [jax.tree.map(lambda x: np.asarray(x)[None], state.timestep)]
   for i in range(75 // length):
     last = state.timestep
     state, trajectory = unroll(params, state, jax.random.key(2 + i))
-    first = jax.tree.map(lambda x: x[0], trajectory.timesteps)
+    timesteps = jax.device_get(trajectory.timesteps)
+    first = jax.tree.map(lambda x: x[0], timesteps)
     jax.tree.map(np.testing.assert_array_equal, first, last)  # they overlap in one timestep
-    stream.append(jax.tree.map(lambda x: np.asarray(x[1:]), trajectory.timesteps))
+    stream.append(jax.tree.map(lambda x: x[1:], timesteps))
   expected = count(jax.tree.map(lambda *xs: np.concatenate(xs), *stream))
   assert expected['finished'].sum() > 50
   e = state.episodes

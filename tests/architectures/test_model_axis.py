@@ -189,7 +189,8 @@ def test_parameters_are_never_gathered() -> None:
 
 
 def test_without_a_model_axis_there_is_one_all_reduce() -> None:
-  anakin, run, _ = compiled(1)
+  anakin = program(Impala(PLAIN), 4, 1)
+  run = anakin.run.lower(anakin.shapes, jax.ShapeDtypeStruct((), jnp.int32)).compile()
   found = collectives(run.as_text())
   size = sum(x.size for x in jax.tree.leaves(anakin.shapes.train.params))
   assert [(c.kind, c.size) for c in found] == [('all-reduce', size + len(anakin.shapes.log.sums))]
@@ -441,11 +442,11 @@ def test_tokens_are_of_patches_and_of_numbers(observation: str) -> None:
   shape = dict(image=(5, 4, 2), board=(5, 4), numbers=(7,))[observation]
   torso = TransformerTorso(SIZES)
   x = np.random.default_rng(0).normal(size=(3, *shape)).astype(np.float32)
-  params = torso.init(jax.random.key(0), x)
+  params, apply = jax.jit(torso.init)(jax.random.key(0), x), jax.jit(torso.apply)
   assert params['params']['tokens']['places'].shape == (dict(numbers=7).get(observation, 6), 16)
-  found = torso.apply(params, x)
+  found = apply(params, x)
   assert found.shape == (3, 16)
-  moved = torso.apply(params, np.roll(x, 1, axis=1))  # a place is seen
+  moved = apply(params, np.roll(x, 1, axis=1))  # a place is seen
   assert float(jnp.abs(moved - found).max()) > 1e-2
 
 

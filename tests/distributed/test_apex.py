@@ -30,6 +30,7 @@ import pytest
 from children import until
 from gymnasium import spaces
 from processes import Podrace, as_users_have_it, cache, checkpoints, lines, summary
+from shared_sebulba import shared_processes
 from test_host_replay import CASES, Both, first_priority, starts_of
 from test_protocol_page import entries, sent
 from test_windows import World, settings
@@ -68,6 +69,8 @@ from podrace.settings.resolved import resolve
 from podrace.system import signals
 from podrace.system.options import Options
 from podrace.types import ActorOutput, TimeStep, Trajectory
+
+pytestmark = pytest.mark.usefixtures('shared_processes')
 
 CATCH = [
   '--agent', 'dqn', '--num-envs', '32', '--unroll-length', '4', '--actor-threads', '1',

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,20 +80,19 @@ def without_plan(window: Trajectory) -> Any:
 def test_targets_are_those_of_searches_with_the_given_parameters() -> None:
   agent = recording(simulations=3, reanalyse_simulations=5)
   window, key = window_of(agent), jax.random.key(2)
-  params, other = (
-    MuZeroParams(jax.jit(agent.network.init)(jax.random.key(i)), jnp.int32(42)) for i in (0, 1)
-  )
+  init = jax.jit(agent.network.init)
+  params, other = (MuZeroParams(init(jax.random.key(i)), jnp.int32(42)) for i in (0, 1))
   refresh = jax.jit(agent.refresh, compiler_options=quick)
   fresh = jax.device_get(refresh(params, window, key))
   plan, old = fresh.outputs.extras.plan, window.outputs.extras.plan
   states = jnp.asarray(window.timesteps.observation[: agent.positions])
   hidden = merge_time(jnp.tanh(states @ params.network['r']))
+  search_with = jax.jit(
+    lambda p, h, k, n: search.plan(agent.search_settings, p, h, merge_time(states), k, n)[1],
+    static_argnums=3, compiler_options=quick,
+  )  # fmt: skip
   for given, n, equal in ((params, 5, True), (params, 3, False), (other, 5, False)):
-    searched = jax.jit(
-      lambda p, h, k, n=n: search.plan(agent.search_settings, p, h, merge_time(states), k, n)[1],
-      compiler_options=quick,
-    )(given, hidden, key)
-    expected = split_time(searched, agent.positions)
+    expected = split_time(search_with(given, hidden, key, n), agent.positions)
     close = np.allclose(plan.weights, expected.weights, atol=1e-5)
     assert close == np.allclose(plan.value, expected.value, atol=1e-5) == equal
   assert (plan.steps == 42).all() and plan.reanalysed.all() and plan.reanalysed.dtype == bool
@@ -183,15 +183,14 @@ class Learner:
   def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
     self.config, self.agent = config, bound(config)
+    self.params = jax.jit(lambda key, steps: self.agent.init(key).params._replace(steps=steps))
     self.publisher = parameters.Publisher(self.addresses.parameters, environments=config.num_envs)
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 
   def publish(self, version: int, *more: Any, run: str = 'one-1') -> None:
     """Parameters that have had as many steps as their version."""
-    params = jax.jit(self.agent.init)(jax.random.key(version)).params._replace(
-      steps=jnp.int32(version)
-    )
+    params = self.params(jax.random.key(version), np.int32(version))
     told = json.dumps({**run_identity.record(self.config), run_identity.RUN: run}).encode()
     record = run_identity.RECORD, np.frombuffer(told, np.uint8)
     self.publisher.publish(version, [*to_leaves(params), record, *more])
@@ -258,6 +257,7 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
     assert len(learner.publisher.clients('act')) == 1
 
     def fresh(steps: int) -> bool:
+      time.sleep(0.05)  # to read all windows takes long
       found = contents(table).values()
       return all((x['extras/plan/steps'] == steps).all() for x in found)
 

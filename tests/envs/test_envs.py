@@ -172,7 +172,7 @@ def _of_jumanji(name: str) -> Any:
 def test_a_search_does_not_foresee_the_chance_of_jumanji() -> None:
   """Its state holds a key, which is not the one of the next step."""
   dynamics = _of_jumanji('Snake-v1')
-  state, _ = dynamics.reset(jax.random.key(0))
+  state, _ = jax.jit(dynamics.reset)(jax.random.key(0))
   step = jax.jit(lambda key: dynamics.step(state, jnp.int32(1), key)[0].key)
   keys = {tuple(np.asarray(step(key))) for key in jax.random.split(jax.random.key(1), 3)}
   assert len(keys) == 3
@@ -193,11 +193,13 @@ def test_a_mask_of_jumanji_that_judges_an_action_as_a_whole(name: str) -> None:
   parts = tuple(np.asarray(dynamics.env.action_spec.num_values))
   assert dynamics.action_space == spaces.Discrete(int(np.prod(parts)), dtype=np.int32)
   key = jax.random.key(0)
-  state, first = dynamics.reset(key)
+  state, first = jax.jit(dynamics.reset)(key)
   action = int(np.flatnonzero(np.ravel(first.observation['action_mask']))[7])
   assert action % parts[1]
-  _, timestep = dynamics.step(state, jnp.int32(action), key)
-  _, expected = dynamics.env.step(state, jnp.array(np.unravel_index(action, parts), jnp.int32))
+  _, timestep = jax.jit(dynamics.step)(state, jnp.int32(action), key)
+  _, expected = jax.jit(dynamics.env.step)(
+    state, np.array(np.unravel_index(action, parts), np.int32)
+  )
   assert timestep.reward == expected.reward
   changed = timestep.observation['action_mask'] != first.observation['action_mask']
   np.testing.assert_array_equal(
@@ -223,7 +225,7 @@ def test_how_episodes_end(name: str, action: Any, step: int | None, discount: fl
 def test_snake_is_truncated_while_alive() -> None:
   env = podrace.envs.make('jumanji:Snake-v1,time_limit=2')
   step = jax.jit(env.step)
-  state, timestep = env.reset(jax.random.key(0))
+  state, timestep = jax.jit(env.reset)(jax.random.key(0))
   for key in jax.random.split(jax.random.key(1), 2):
     state, timestep = step(state, timestep.observation['action_mask'].argmax(), key)
   assert timestep.step_type == LAST and timestep.discount == 1

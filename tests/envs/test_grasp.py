@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -20,15 +21,21 @@ def key(seed: int = 0) -> Any:
   return jax.random.key(seed)
 
 
+@functools.cache
+def compiled(**options: Any) -> tuple[Any, Any]:
+  env = Grasp(**options)
+  return jax.jit(env.reset), jax.jit(env.step)
+
+
 def state_at(place: Any, gripper: Any, time: int = 0) -> GraspState:
-  state, _ = Grasp().reset(key())
+  state, _ = compiled()[0](key())
   return state._replace(
     place=jnp.float32(place), gripper=jnp.float32(gripper), time=jnp.int32(time)
   )
 
 
 def stepped(state: GraspState, action: Any, **options: Any) -> Any:
-  return Grasp(**options).step(state, jnp.float32(action), key())
+  return compiled(**options)[1](state, jnp.float32(action), key())
 
 
 def test_a_move_is_in_pixels_and_degrees() -> None:
@@ -63,14 +70,14 @@ def test_it_is_truncated_and_may_slip() -> None:
   _, timestep = stepped(state_at([8, 8, 0], [8, 8, 0]), [0, 0, 0, 1], slip=1.0)
   assert (timestep.reward, timestep.discount, timestep.last) == (0, 0, True)
   state, close = state_at([8, 8, 0], [8, 8, 0]), jnp.float32([0, 0, 0, 1])
-  held = jax.vmap(lambda k: Grasp(slip=0.3).step(state, close, k)[1].reward)
+  held = jax.jit(jax.vmap(lambda k: Grasp(slip=0.3).step(state, close, k)[1].reward))
   assert abs(float(held(jax.random.split(key(), 2000)).mean()) - 0.7) < 0.04
 
 
 def test_the_image_shows_place_and_angle() -> None:
   """The object's pixels have their centre and their principal axis where the state has them."""
   for i in range(20):
-    state, timestep = Grasp(objects='unseen').reset(key(i))
+    state, timestep = jax.device_get(compiled(objects='unseen')[0](key(i)))
     for plane, (x, y, angle) in ((0, state.place), (1, state.gripper)):
       weight = np.asarray(timestep.observation)[..., plane].astype(float)
       rows, columns = np.indices(weight.shape)
@@ -85,7 +92,8 @@ def test_the_image_shows_place_and_angle() -> None:
 
 
 def test_distractors_stay_away() -> None:
-  state, _ = jax.vmap(Grasp(distractors=3).reset)(jax.random.split(key(), 500))
+  reset = jax.jit(jax.vmap(Grasp(distractors=3).reset))
+  state = jax.device_get(reset(jax.random.split(key(), 500))[0])
   assert len(state.distractors) == 3
   for disc in state.distractors:
     offset = np.asarray(disc[:, :2] - state.place[:, :2])
@@ -96,7 +104,7 @@ def test_no_object_for_testing_is_seen_in_training() -> None:
   train, unseen = OBJECTS['train'], OBJECTS['unseen']
   for column in range(3):
     assert not set(train[:, column]) & set(unseen[:, column])
-  state, _ = jax.vmap(Grasp(objects='unseen').reset)(jax.random.split(key(), 500))
+  state, _ = jax.jit(jax.vmap(Grasp(objects='unseen').reset))(jax.random.split(key(), 500))
   assert {tuple(x) for x in np.asarray(state.shape)} == {tuple(x) for x in unseen}
 
 

@@ -114,11 +114,12 @@ CONTRACT = [
 def test_contract(name: str) -> None:
   """Types and order as declared; rewards and discounts what they may be."""
   spec = host.make(name)
-  before = np.full(4, LAST)
+  n = 2 if name.startswith('ale:breakout') else 4  # a stream that other tests look at, too
+  before = np.full(n, LAST)
   kinds = set()
-  for arrival in recorded(name):
+  for arrival in recorded(name, 900, 2) if n == 2 else recorded(name):
     t = arrival.timestep
-    np.testing.assert_array_equal(arrival.env_id, np.arange(4))
+    np.testing.assert_array_equal(arrival.env_id, np.arange(n))
     assert (t.reward.dtype, t.discount.dtype, t.step_type.dtype) == (
       np.float32,
       np.float32,
@@ -130,7 +131,7 @@ def test_contract(name: str) -> None:
     assert np.all(t.discount[t.step_type != LAST] == 1)
     assert np.all(np.isin(t.discount, (0, 1)))
     assert np.all(arrival.ended <= (t.step_type == LAST))
-    rows = [jax.tree.map(lambda x, i=i: x[i], t.observation) for i in range(4)]
+    rows = [jax.tree.map(lambda x, i=i: x[i], t.observation) for i in range(n)]
     assert all(spec.observation_space.contains(x) for x in rows)
     before = t.step_type
     kinds |= set(t.step_type.tolist())
@@ -164,7 +165,7 @@ def test_arrivals_do_not_change_later() -> None:
   """Libraries reuse their buffers; what was handed out must stay as it was."""
   for name in ('ale:pong', 'envpool:CartPole-v1', 'gymnasium:CartPole-v1'):
     kept, copies = [], []
-    for arrival in arrivals(name, 40):
+    for arrival in arrivals(name, 20):
       kept.append(arrival.timestep.observation)
       copies.append(arrival.timestep.observation.copy())
     for x, y in zip(kept, copies, strict=True):
@@ -189,7 +190,7 @@ def test_termination_and_truncation_are_told_apart() -> None:
 
 
 def test_atari_frames_limit_truncates() -> None:
-  timesteps = [a.timestep for a in recorded('ale:pong,max_frames=400')]
+  timesteps = [a.timestep for a in recorded('ale:pong,max_frames=400', 120, 2)]
   found = np.concatenate([t.discount[t.step_type == LAST] for t in timesteps])
   assert len(found) and np.all(found == 1)
 
@@ -206,7 +207,7 @@ def test_losing_a_life_does_not_end_the_game() -> None:
 def test_atari_has_the_actions_that_were_asked_for() -> None:
   name = 'ale:pong,full_actions=true'
   assert [int(host.make(x).action_space.n) for x in ('ale:pong', name)] == [6, 18]
-  assert len(list(arrivals(name, 30, n=2))) == 30
+  assert len(list(arrivals(name, 20, n=2))) == 20
 
 
 @pytest.mark.slow
@@ -222,7 +223,7 @@ def test_frames_of_atari_have_the_size_that_was_asked_for() -> None:
 def test_sticky_actions_make_other_games() -> None:
   """Of the same seed and the same actions."""
   plain, sticky = (
-    np.stack([a.timestep.observation for a in arrivals(f'ale:pong,sticky={p}', 60, n=2)])
+    np.stack([a.timestep.observation for a in arrivals(f'ale:pong,sticky={p}', 30, n=2)])
     for p in (0.0, 0.9)
   )
   np.testing.assert_array_equal(plain[0], sticky[0])
@@ -308,12 +309,12 @@ def test_episode_counts_are_saved_exactly() -> None:
 def test_some_at_a_time(name: str) -> None:
   """With a batch of 2 of 4, each environment still has a stream of its own.
 
-  How evenly is the library's affair: where a core is short, a thread may stand still for 200 batches.
+  How evenly is the library's affair: where a core is short, a thread may stand still for 100 batches.
   """
   opens = np.ones(4, bool)
   seen = np.zeros(4, int)
   for count, arrival in enumerate(arrivals(name, 100_000, batch=2, threads=4)):
-    if count >= 200 and seen.min() > 0:
+    if count >= 100 and seen.min() > 0:
       break
     ids = arrival.env_id
     assert len(ids) == len(set(ids.tolist())) == 2
@@ -335,7 +336,8 @@ def test_actions_reach_their_environments(name: str) -> None:
   actions = np.random.default_rng(0).integers(0, int(space.n), (4, 1000)).astype(np.int32)
 
   def streams(batch: int) -> list[list[np.ndarray]]:
-    envs, found = pool(name, batch=batch, threads=4), [[] for _ in range(4)]
+    threads = 1 if batch == 4 else 4  # in order, one is as good as four
+    envs, found = pool(name, batch=batch, threads=threads), [[] for _ in range(4)]
     try:
       envs.reset()
       while min(map(len, found)) < 40:

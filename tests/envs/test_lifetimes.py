@@ -32,6 +32,14 @@ def tasks(world: Any, count: int) -> Any:
 
 def states(env: Any, steps: int, num_envs: int = 4, seed: int = 0) -> tuple[LifetimeState, Any]:
   """States and timesteps [steps, num_envs] at random."""
+  run = random_steps(env, steps, num_envs)
+  found: tuple[LifetimeState, Any] = jax.tree.map(np.asarray, run(jax.random.key(seed)))
+  return found
+
+
+@functools.lru_cache(maxsize=1)
+def random_steps(env: Any, steps: int, num_envs: int) -> Any:
+  """A compiled function from a key to `states`."""
 
   @contract.quick_jit
   def run(key: Any) -> Any:
@@ -47,8 +55,7 @@ def states(env: Any, steps: int, num_envs: int = 4, seed: int = 0) -> tuple[Life
     state, _ = many.reset(first_key)
     return jax.lax.scan(step, state, jax.random.split(steps_key, steps))[1]
 
-  found: tuple[LifetimeState, Any] = jax.tree.map(np.asarray, run(jax.random.key(seed)))
-  return found
+  return run
 
 
 @pytest.mark.parametrize(
@@ -83,10 +90,11 @@ def test_a_lifetime_may_have_no_end() -> None:
 
 def test_environments_of_one_agent_share_a_lifetime() -> None:
   env = Lifetimes(EmptyRooms(), episodes=2)
-  goals = [np.asarray(lifetimes.batch(env, 6).reset(jax.random.key(s))[0].task) for s in range(5)]
+  reset = jax.jit(lifetimes.batch(env, 6).reset)
+  goals = [np.asarray(reset(jax.random.key(s))[0].task) for s in range(5)]
   assert all((x == x[0]).all() for x in goals) and len({tuple(x[0]) for x in goals}) > 2
   plain = make('podrace:catch')
-  for x in jax.tree.leaves(lifetimes.batch(plain, 3).reset(KEY())):
+  for x in jax.tree.leaves(jax.eval_shape(lifetimes.batch(plain, 3).reset, KEY())):
     assert x.shape[0] == 3
 
 
@@ -142,9 +150,14 @@ def test_the_goal_is_not_shown() -> None:
 # --- objects ----------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def compiled(world: Objects) -> tuple[Any, Any]:
+  return jax.jit(world.reset), jax.jit(world.step)
+
+
 def walk(world: Objects, task: Any, actions: list[int], episode: int = 0) -> Any:
-  state, timestep = world.reset(task, KEY())
-  step = jax.jit(world.step)
+  reset, step = compiled(world)
+  state, timestep = reset(task, KEY())
   found = [timestep]
   for action in actions:
     state, timestep = step(task, jnp.int32(episode), state, action, KEY())

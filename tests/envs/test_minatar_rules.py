@@ -50,8 +50,6 @@ def played(name: str, steps: int, num_envs: int = 8, randomly: bool = False) -> 
   """Timesteps [steps, num_envs] of doing nothing, or of random actions."""
   env = podrace.envs.make(name)
   both = batch(env, num_envs)
-  reset_key, run_key = jax.random.split(jax.random.key(3))
-  state, _ = both.reset(reset_key)
 
   def step(state: Any, key: Any) -> Any:
     act_key, env_key = jax.random.split(key)
@@ -59,7 +57,13 @@ def played(name: str, steps: int, num_envs: int = 8, randomly: bool = False) -> 
     state, timestep = both.step(state, actions, jax.random.split(env_key, num_envs))
     return state, timestep._replace(observation=())
 
-  return jax.jit(lambda s: jax.lax.scan(step, s, jax.random.split(run_key, steps))[1])(state)
+  @jax.jit
+  def run(key: Any) -> Any:
+    reset_key, run_key = jax.random.split(key)
+    state, _ = both.reset(reset_key)
+    return jax.lax.scan(step, state, jax.random.split(run_key, steps))[1]
+
+  return jax.device_get(run(jax.random.key(3)))
 
 
 @pytest.mark.slow

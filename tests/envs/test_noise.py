@@ -32,7 +32,7 @@ def play(name: str) -> tuple[np.ndarray, np.ndarray]:
     state, timestep = env.step(state, actions, jax.random.split(key, N))
     return state, both(state, timestep)
 
-  state, timestep = env.reset(jax.random.key(0))
+  state, timestep = jax.jit(env.reset)(jax.random.key(0))
   _, later = jax.jit(lambda s, k: jax.lax.scan(step, s, k))(
     state, jax.random.split(jax.random.key(1), STEPS)
   )
@@ -71,7 +71,7 @@ def test_noise_changes_nothing_else() -> None:
   plain, noisy = (make(f'gymnax:CartPole-v1{x}') for x in ('', ',noise=1'))
   ends = []
   for env in (plain, noisy):
-    state, timestep = env.reset(jax.random.key(0))
+    state, timestep = jax.jit(env.reset)(jax.random.key(0))
     state = state._replace(inner=make_still(state.inner))
     step, rewards = jax.jit(env.step), []
     while not timestep.last:

@@ -46,13 +46,19 @@ ALLOWED = {
 
 
 @functools.cache
+def all_nodes() -> dict[Path, list[ast.AST]]:
+  """The nodes of each file of the package."""
+  paths = sorted(PACKAGE.rglob('*.py'))
+  return {p: list(ast.walk(ast.parse(p.read_text(encoding='utf-8')))) for p in paths}
+
+
+@functools.cache
 def sources() -> list[tuple[str, ast.Call]]:
   """Each call in the package, with the name of its file."""
   calls = []
-  for path in sorted(PACKAGE.rglob('*.py')):
+  for path, nodes in all_nodes().items():
     name = path.relative_to(PACKAGE).as_posix()
     if name != 'system/files/__init__.py' and not name.startswith('commands/templates/'):
-      nodes = ast.walk(ast.parse(path.read_text(encoding='utf-8')))
       calls += [(name, node) for node in nodes if isinstance(node, ast.Call)]
   return calls
 
@@ -111,10 +117,9 @@ PASSED_ON = {
 
 def test_no_writer_is_passed_on() -> None:
   """As to `functools.partial`, which the search below would not see."""
-  for path in sorted(PACKAGE.rglob('*.py')):
-    tree = ast.parse(path.read_text(encoding='utf-8'))
-    called = {id(x.func) for x in ast.walk(tree) if isinstance(x, ast.Call)}
-    for node in ast.walk(tree):
+  for path, nodes in all_nodes().items():
+    called = {id(x.func) for x in nodes if isinstance(x, ast.Call)}
+    for node in nodes:
       name = node.attr if isinstance(node, ast.Attribute) else getattr(node, 'id', '')
       of_path = isinstance(node, ast.Attribute) and name in PASSED_ON
       assert id(node) in called or not (

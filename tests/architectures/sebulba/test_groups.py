@@ -238,7 +238,7 @@ def test_one_group_steps_while_another_is_acted_for(
     carry, action = step(*args)
     return carry, Read(action, stepping)
 
-  with Running(program) as run:
+  with Running(program, driver=program.driver) as run:  # nothing is learned
     monkeypatch.setattr(program.programs, 'step', noted)
     for _ in range(12):
       run.actors.take(0, never)
@@ -258,7 +258,7 @@ def test_the_group_that_hangs_is_named(monkeypatch: Patch) -> None:
   def second(*args: Any) -> Any:
     return Sick(plain(*args), 20 if next(count) == 1 else 0, hang)
 
-  program = sebulba(AGENTS['impala'], deadline=0.2, groups=2)
+  program = sebulba(RECURRENT['impala'], deadline=0.2, groups=2, lag='1')
   driver = compiled(program)
   monkeypatch.setattr(jax_pool, 'JaxPool', second)
   with Running(program, driver=driver) as run:
@@ -306,7 +306,8 @@ def test_groups_by_default() -> None:
 
 def test_groups_share_the_threads_of_environments() -> None:
   def pool_threads(**settings: Any) -> int:
-    return int(sebulba(AGENTS['impala'], num_envs=64, **settings).acting.pool_threads)
+    made = sebulba(AGENTS['impala'], 'gymnasium:CartPole-v1', num_envs=64, **settings)
+    return int(made.acting.pool_threads)
 
   assert pool_threads(env_threads=8) == 8
   assert pool_threads(env_threads=8, groups=2) == 4

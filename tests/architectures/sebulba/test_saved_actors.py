@@ -33,7 +33,7 @@ Saved = tuple[Any, dict[str, Any], str]  # a state, its record, and the paramete
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
   'gymnasium': ('gymnasium:CartPole-v1', dict(lag='1', threads=2, env_threads=2)),
-  'envpool': ('envpool:CartPole-v1', dict(lag='1', env_threads=1)),
+  'envpool': ('envpool:CartPole-v1', dict(lag='1', threads=2, env_threads=1)),
   'jax': ('podrace:catch', dict(lag='1', threads=2)),
   'atari': ('ale:breakout', dict(lag='0', env_threads=2)),
 }
@@ -94,10 +94,10 @@ def test_actors_go_on_to_the_bit(
 def test_without_their_states_they_begin_anew_and_say_so(
   tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-  state, record, expected = saved_at(made('envpool', threads=2), tmp_path / '9')
+  state, record, expected = saved_at(made('envpool'), tmp_path / '9')
   other_groups = {**record, 'actors': {**record['actors'], 'groups': 3}}
   none_kept = {**record, 'actors': {'groups': 0, 'life': 0}}
-  driver = compiled(made('envpool', threads=2))
+  driver = compiled(made('envpool'))
   for less in (None, {}, other_groups, none_kept, {**record, 'processes': 2}):
     caplog.clear()
     with caplog.at_level(logging.WARNING):
@@ -160,10 +160,10 @@ def test_states_beyond_the_largest_file_are_left_out(
 
 
 def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-  _, record, _ = saved_at(made('envpool', threads=2), tmp_path / '9', after=0)
+  _, record, _ = saved_at(made('envpool'), tmp_path / '9', after=0)
   file = tmp_path / '9' / FILE
   whole = file.read_bytes()
-  driver = compiled(made('envpool', threads=2))
+  driver = compiled(made('envpool'))
 
   def refused(record: Any = record) -> None:
     with pytest.raises(CheckpointError, match='damaged'):
@@ -202,9 +202,10 @@ def test_an_environment_that_does_not_return_to_its_state_begins_anew(
   """It observes its process's id: the check before a run would have found it."""
   spec = host.make('gymnasium:host_envs:Sequence-v0')
   settings = dict(spec=spec, lag='1', env_threads=1)
-  state, record, _ = saved_at(sebulba(Impala(network=SMALL), **settings), tmp_path / '9')
+  program = sebulba(Impala(network=SMALL), **settings)
+  state, record, _ = saved_at(program, tmp_path / '9', after=0)
   with caplog.at_level(logging.WARNING):
-    resumed(sebulba(Impala(network=SMALL), **settings), tmp_path / '9', state, record)
+    resumed(sebulba(Impala(network=SMALL), **settings), tmp_path / '9', state, record, 1)
   assert caplog.text.count('anew') == 1 and 'observations' in caplog.text
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import rule_files
 from gymnasium import spaces
+from shared_sebulba import shared_driver
 from shorthand import Patch, slow_after
 
 from podrace import topology
@@ -71,9 +72,9 @@ class Sebulba:
 
   def __init__(
     self, agent: Any, spec: Any, replay: Any, topology: Any, num_envs: int, length: int,
-    threads: int = 2, host_replay: bool = False, **settings: Any,
+    threads: int = 2, host_replay: bool = False, build: Any = build.sebulba, **settings: Any,
   ) -> None:  # fmt: skip
-    self.driver = build.sebulba(
+    self.driver = build(
       agent, spec, replay, topology, num_envs, length, host_replay, threads=threads, **settings
     )
     self.learning, self.mesh, self.init, self.shapes = (
@@ -100,7 +101,7 @@ def sebulba(
   **settings: Any,
 ) -> Sebulba:
   spec = spec or host.make(env)
-  settings.setdefault('lag', '0')
+  settings = dict(lag='0', build=shared_driver) | settings
   return Sebulba(
     bind(agent, spec, 100), spec, on_policy(), split_devices(actors, learners),
     num_envs, unroll_length, threads, **settings,
@@ -285,7 +286,7 @@ def lags(program: Sebulba, updates: int) -> tuple[float, int]:
 
 def test_lag_is_what_it_is_set_to() -> None:
   assert lags(sebulba(AGENTS['impala'], lag='0'), 10) == (0.0, 0)
-  mean, most = lags(sebulba(AGENTS['impala'], lag='1', threads=2), 10)
+  mean, most = lags(sebulba(AGENTS['impala'], lag='1', threads=2, actors='0,1', learners='2'), 10)
   assert (mean, most) == (0.9, 1)  # the first unroll has no older parameters to act with
 
 
@@ -303,7 +304,8 @@ def test_a_version_that_is_gone_is_not_replaced() -> None:
 @pytest.mark.parametrize('max_lag', slow_after(1, 3, 1, 2, 5))
 def test_async_lag_is_bounded(max_lag: int, monkeypatch: Patch) -> None:
   jittery(monkeypatch, max_lag)
-  _, most = lags(sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, threads=4), 20)
+  devices: dict[str, Any] = dict(actors='0,1', learners='2', threads=2)
+  _, most = lags(sebulba(AGENTS['impala'], lag='async', max_lag=max_lag, **devices), 20)
   assert most <= max_lag
 
 
@@ -462,7 +464,7 @@ class Moves:
 
 def test_nothing_goes_through_the_host(monkeypatch: Patch) -> None:
   """From actor to learner devices and back, arrays are moved by `device_put` and never read."""
-  program = sebulba(AGENTS['impala'], actors='0,1', learners='2,3', threads=1, lag='async')
+  program = sebulba(AGENTS['impala'], actors='0', learners='2,3', threads=1, lag='async')
   actors, learners = set(program.devices), set(program.destinations)
   driver = compiled(program)
   moves = Moves(monkeypatch)
@@ -562,7 +564,8 @@ def test_an_action_outside_of_the_space_is_told() -> None:
       return output._replace(action=output.action + 7), state
 
   told = pytest.raises(ActorFailed, match=r'Wild.act.*Discrete\(3')
-  with Running(sebulba(Wild(network=SMALL))) as run, told:
+  program = sebulba(Wild(network=SMALL))
+  with Running(program, driver=program.driver) as run, told:  # before anything is learned
     run.advance(5)
 
 
@@ -745,7 +748,8 @@ def test_processes_with_other_numbers_of_devices(monkeypatch: Patch) -> None:
 
 
 def test_steps_are_compiled_before_the_run(caplog: pytest.LogCaptureFixture) -> None:
-  program = sebulba(AGENTS['impala'], actors='0', learners='1', threads=2)
+  own = build.sebulba  # whose programs nothing has compiled
+  program = sebulba(AGENTS['impala'], actors='0', learners='1', threads=2, build=own)
   driver = compiled(program)
   jax.config.update('jax_log_compiles', True)  # in all threads
   try:

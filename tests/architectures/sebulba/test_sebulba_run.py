@@ -235,7 +235,7 @@ def test_out_of_order_gives_the_same_unrolls() -> None:
 def test_no_key_acts_twice_in_any_order(monkeypatch: Patch) -> None:
   """Two of eight environments at a time: four calls for each step of an unroll."""
   used: list[bytes] = []
-  program = shuffled(2, 0)
+  program = shuffled(2, 0, actors='0', learners='1')
   step_some = program.programs.step_some
 
   def noted(params: Any, carry: Any, keys: Any, numbers: Any, observation: Any) -> Any:

@@ -21,6 +21,7 @@ from podrace.distributed.net import session_messages
 from podrace.distributed.net.listener import Listen
 from podrace.envs.host import base as host
 from podrace.envs.host import timesteps
+from podrace.run import build
 from podrace.types import FIRST, LAST, MID, Arrival
 
 
@@ -126,10 +127,10 @@ def test_stragglers_and_the_dead_hold_nobody_up(threads: int) -> None:
   speeds = [1, 1, 0.8, 0.9, 1, 0.1, 1, 0]
   with Running(program(speeds, num_envs=8 * threads, threads=threads)) as run:
     pieces = noted(run)
-    run.advance(60)
+    run.advance(30)
     told, _ = run.driver.read_log(run.state)
   assert_pieces_of_lives(pieces, 8)
-  assert len(pieces) == 60 * 8 * threads
+  assert len(pieces) == 30 * 8 * threads
   counts = np.bincount([p[2] % 8 for p in pieces], minlength=8)
   assert counts[7] == 0 and counts[:5].min() > 30 and told['host']['policy_lag_max'] <= 4
 
@@ -162,7 +163,7 @@ def test_deaths_lose_partial_unrolls_only_and_lag_is_bounded(max_lag: int) -> No
   speeds = [1, 1, 0.5, 0.3, 1, 0.2, 1, 0.05]
   with Running(program(speeds, 0.02, max_lag=max_lag, num_envs=16, threads=2)) as run:
     pieces = noted(run)
-    run.advance(60)
+    run.advance(30)
     told, _ = run.driver.read_log(run.state)
   assert_pieces_of_lives(pieces, 8)
   assert told['host']['env_restarts'] > 20
@@ -196,7 +197,10 @@ def test_whatever_comes_together_nothing_is_compiled_in_the_run() -> None:
 
   server = Server(Listen(ANY), 8, max_wait=0.001)
   spec = server.spec(peers.spec())
-  it = sebulba(Impala(network=SMALL), spec=spec, num_envs=8, unroll_length=5, lag='async')
+  own = build.sebulba  # whose programs nothing has compiled
+  it = sebulba(
+    Impala(network=SMALL), spec=spec, num_envs=8, unroll_length=5, lag='async', build=own
+  )
   assert it.sizes == (1, 2, 4, 8)
   stop = threading.Event()
   with server, Running(it) as run:

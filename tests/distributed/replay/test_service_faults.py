@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -320,8 +321,8 @@ def test_checkpoints_under_traffic_are_whole(tmp_path: Path) -> None:
 def test_items_that_are_gone_leave_no_memory(kept_by: str, tmp_path: Path) -> None:
   shape = (1, 2, 3, 4, 5)  # of no other chunk
 
-  def chunks() -> int:
-    return sum(type(x) is Chunk and x.shape == shape for x in gc.get_objects())
+  def chunks() -> list[Any]:  # this takes long
+    return [x for x in gc.get_objects() if type(x) is Chunk and x.shape == shape]
 
   with ReplayServer(ANY, tmp_path) as server, service.connect(server.address) as client:
     table, empty = all_of(client), all_of(client, 'empty')
@@ -329,7 +330,8 @@ def test_items_that_are_gone_leave_no_memory(kept_by: str, tmp_path: Path) -> No
       for _ in range(9):
         writer.append({'x': np.zeros(shape)})
         writer.create_item(table, 1.0, num_steps=1)
-    assert chunks()
+    seen = list(map(weakref.ref, chunks()))
+    assert seen
     client.checkpoint(timeout=30)
     if kept_by == 'a deadline':
       waiting = client.connections[0].ask(SAMPLE, 'empty', 1, 1, False, end=time.monotonic() + 600)
@@ -338,6 +340,7 @@ def test_items_that_are_gone_leave_no_memory(kept_by: str, tmp_path: Path) -> No
     if kept_by == 'a deadline':
       client.checkpoint(timeout=30)  # of empty tables
       assert not waiting.done
+    until(lambda: not any(x() for x in seen), 10)
     until(lambda: not chunks(), 10)
 
 
