@@ -316,14 +316,12 @@ def test_bad_usage(
 
 
 def test_impala_in_four_processes(tmp_path: Path) -> None:
-  """The supervisor, and three: commands and leases of several that act have tests of their own."""
-  args = ('catch', '--as', 'impala', '--actors', '1', '--total-steps', '2000')
-  with Launch(tmp_path, *args) as launch:
+  with Launch(tmp_path, 'catch', '--as', 'impala', '--total-steps', '2000') as launch:
     assert launch.wait() == 0, launch.output
     assert json.loads((launch.run_dir / 'summary.json').read_text())['step'] >= 2000
     logs = {p.name for p in (launch.run_dir / 'logs').glob('*.log')}
-    assert logs == {'act.log', 'learner.log', 'replay.log'}
-    assert 'complete' in (launch.run_dir / 'logs' / 'act.log').read_text()
+    assert logs == {'act-0.log', 'act-1.log', 'learner.log', 'replay.log'}
+    assert 'complete' in (launch.run_dir / 'logs' / 'act-0.log').read_text()
 
 
 @pytest.mark.slow
