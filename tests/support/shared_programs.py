@@ -19,9 +19,10 @@ check_run, compile_episodes = build.check_run, evaluate._compile_episodes
 def describe(x: Any) -> tuple[type, str]:
   """Return what a program depends on of an agent or environment.
 
-  Only a learning rate that falls over the run depends on the number of updates.
+  Only a learning rate that falls over the run depends on the number of updates. Environments of
+  gymnax are described by their names and parameters, which stand beside them.
   """
-  text = repr(x)
+  text = re.sub(r'<gymnax\.[\w.]+ object at 0x[0-9a-f]+>', '', repr(x))
   if isinstance(x, Impala | PPO) and not x.anneal_learning_rate:
     text = re.sub(r'\btotal_updates=\d+', '', text)
   return type(x), text
