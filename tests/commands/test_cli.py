@@ -549,7 +549,7 @@ def test_devices_that_are_not_there(run: Command, args: list[str], message: str)
 @pytest.mark.parametrize(('learner', 'model'), slow_after(1, ('1', '1'), ('0', '1'), ('1,0', '2')))  # fmt: skip
 def test_bench_sebulba(run: Command, learner: str, model: str) -> None:
   code, out, err = run(
-    'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.2',
+    'bench', 'sebulba', 'catch', '--num-envs', '8', '--unroll-length', '4', '--seconds', '0.1',
     '--agent.network.hidden', '16', '--actor-devices', '0', '--learner-devices', learner,
     '--model-devices', model,
   )  # fmt: skip

@@ -178,7 +178,12 @@ def noisy(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
   """A folder with the run of an environment that prints, in a process of its own and in this one."""
   folder = tmp_path_factory.mktemp('noisy')
   (folder / 'noisy.py').write_text(NOISY)
-  sizes = ['--num-envs', '4', '--unroll-length', '4', '--total-steps', '32', '--devices', '1']
+  sizes = [
+    '--num-envs', '2', '--unroll-length', '4', '--total-steps', '8', '--devices', '1',
+    '--agent.epochs', '1', '--agent.minibatches', '1', '--agent.network.hidden', '8',
+  ]  # fmt: skip
+  if request.param.startswith('gymnasium'):
+    sizes += ['--actor-threads', '1']
   done = within(
     folder, 'train', '--agent', 'ppo', '--env', request.param, *sizes, '--run-dir', 'run'
   )
@@ -195,7 +200,8 @@ def within(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-  'args', slow_after(1, ['eval', 'run', '--episodes', '2'], ['export', 'run', 'policy'])
+  'args',
+  slow_after(1, ['eval', 'run', '--episodes', '1', '--greedy'], ['export', 'run', 'policy']),
 )
 def test_standard_output_holds_the_result_alone(noisy: Path, args: list[str]) -> None:
   done = within(noisy, *args, '--allow-code', 'noisy')

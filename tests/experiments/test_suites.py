@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import json
 import os
 import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,15 @@ def tiny(tmp_path_factory: TempPaths, cache: Path) -> Path:
   assert (result['programs'], result['recorded']) == (5, 5)
   assert '1 of 1 programs done' in err.getvalue()
   return folder
+
+
+@pytest.fixture(scope='module', autouse=True)
+def parsed_once() -> Iterator[None]:
+  """Reading the options of programs is most of a command's time, and they are few."""
+  parse = functools.cache(configure.parse_words)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(configure, 'parse_words', lambda words, prog: parse(tuple(words), prog))
+    yield
 
 
 @pytest.fixture(autouse=True)

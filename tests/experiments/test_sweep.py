@@ -228,7 +228,7 @@ def test_a_sweep_in_one_program(tmp_path: Path, capsys: Capture, several_seeds: 
   assert found['command'].endswith(f'--agent.learning-rate {best}')
   assert (tmp_path / 'sweep/sweep.png').stat().st_size > 5_000
   run_dir = Path(rows[0]['run'])
-  assert evaluate(run_dir, 3)['episodes'] == 12
+  assert evaluate(run_dir, 3, acting=('greedy',))['episodes'] == 12
   assert export(run_dir, tmp_path / 'policy', member=3)['agent'] == 'impala'
   assert podrace.load_policy(tmp_path / 'policy') is not None
   # Again: it is finished. With other values, it is another sweep.

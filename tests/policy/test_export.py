@@ -32,10 +32,9 @@ from podrace.agents.ppo import PPO
 from podrace.agents.pqn import PQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
-from podrace.envs.spaces import map_leaves
 from podrace.errors import PolicyError
 from podrace.networks import Actor, ActorCritic, LearnedModel, QNetwork
-from podrace.policy import RUNTIMES, load_policy
+from podrace.policy import RUNTIMES, export, load_policy
 from podrace.policy.export import write_policy
 from podrace.run.loop import train
 from podrace.settings.agents import bind
@@ -140,16 +139,18 @@ def written(name: str, folder: Path) -> tuple[Any, Any, Any]:
 
 
 @functools.cache
-def files_of(name: str) -> tuple[tuple[Any, Any, Any], dict[str, bytes]]:
+def files_of(name: str, program: bool) -> tuple[tuple[Any, Any, Any], dict[str, bytes]]:
   """An export takes a third of a second: each is made once for all tests."""
-  with tempfile.TemporaryDirectory() as folder:
+  with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+    if not program:
+      patch.setattr(export, '_export_program', lambda *args: b'')
     made = written(name, Path(folder) / 'policy')
     return made, {p.name: p.read_bytes() for p in (Path(folder) / 'policy').iterdir()}
 
 
-def made(name: str, folder: Path) -> tuple[Any, Any, Any]:
-  """As `written`, copied."""
-  made, files = files_of(name)
+def made(name: str, folder: Path, program: bool = True) -> tuple[Any, Any, Any]:
+  """As `written`, copied; the program of JAX may be left out where only NumPy acts."""
+  made, files = files_of(name, program)
   folder.mkdir()
   for file, content in files.items():
     (folder / file).write_bytes(content)
@@ -182,13 +183,12 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
   agent, env, params = made(name, tmp_path / 'policy')
   policy = load_policy(tmp_path / 'policy', runtime)
   act = jax.jit(agent.act)
-  ours = agent.initial_state(jnp.zeros(BATCH, jnp.int32))
+  ours = jax.jit(agent.initial_state)(np.zeros(BATCH, np.int32))
+  zeros, ones = np.zeros(BATCH, np.float32), np.ones(BATCH, np.float32)
   state, seen = None, []
   for t, observation in enumerate(observations(env.observation_space, STEPS, BATCH)):
-    typed = map_leaves(lambda s, x: jnp.asarray(x), env.observation_space, observation)
     first = np.arange(BATCH) % (t + 1) == 0  # all, half of them, a third, ...
-    kind = jnp.where(first, FIRST, MID).astype(jnp.int8)
-    timestep = TimeStep(typed, jnp.zeros(BATCH), jnp.ones(BATCH), kind)
+    timestep = TimeStep(observation, zeros, ones, np.where(first, FIRST, MID).astype(np.int8))
     output, ours = act(params, ours, timestep, jax.random.key(t))
     action, state = policy.act_many(observation, state, first if t else None)
     expected = np.asarray(output.action)
@@ -202,7 +202,7 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
 
 
 def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:
-  _, env, _ = made('ppo, plain', tmp_path / 'policy')
+  _, env, _ = made('ppo, plain', tmp_path / 'policy', program=False)
   seen = observations(env.observation_space, 1, BATCH)[0]
   expected, _ = load_policy(tmp_path / 'policy').act_many(seen)
   about = json.loads((tmp_path / 'policy' / 'policy.json').read_text())
@@ -261,7 +261,7 @@ def test_a_state_of_another_kind_is_refused(runtime: str, state: Any, tmp_path: 
 )  # fmt: skip
 @pytest.mark.parametrize('name', ['impala', 'ppo, a tuple', 'ppo, empty part'])
 def test_batches_that_do_not_fit_are_refused(name: str, wrong: Any, tmp_path: Path) -> None:
-  made(name, tmp_path / 'policy')
+  made(name, tmp_path / 'policy', program=name != 'ppo, a tuple')
   with pytest.raises(ValueError, match='expected'):
     load_policy(tmp_path / 'policy').act_many(wrong)
 
@@ -280,8 +280,8 @@ def test_an_observation_outside_of_its_space_is_refused(
   space: Any, observation: Any, tmp_path: Path
 ) -> None:
   name = f'ppo, {space}'
-  CASES[name] = PPO(), space, THREE
-  made(name, tmp_path / 'policy')
+  CASES[name] = PPO(network=ActorCritic(hidden=(8,))), space, THREE
+  made(name, tmp_path / 'policy', program=False)
   policy = load_policy(tmp_path / 'policy')
   policy.act(space.sample())
   with pytest.raises(ValueError, match=r'expected|has not'):
@@ -480,10 +480,10 @@ def test_keys_that_are_no_texts_are_not_exported(
   as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
   env = 'gymnasium:host_envs:Keys-v0,mixed=False'
-  small = ('--num-envs', '2', '--unroll-length', '8', '--devices', '1', '--actor-threads', '1', '--agent.minibatches', '1', '--agent.network.hidden', '8')  # fmt: skip
+  small = ('--num-envs', '2', '--unroll-length', '4', '--devices', '1', '--actor-threads', '1', '--agent.minibatches', '1', '--agent.epochs', '1', '--agent.network.hidden', '8')  # fmt: skip
   run = str(tmp_path / 'run')
   code, _, err = called(
-    capsys, 'train', '--agent', 'ppo', '--env', env, *small, '--total-steps', '32', '--run-dir', run
+    capsys, 'train', '--agent', 'ppo', '--env', env, *small, '--total-steps', '8', '--run-dir', run
   )
   assert code == 0, err
   for words in (
@@ -507,15 +507,15 @@ def test_a_policy_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_a_run_is_exported(
   as_users_have_it: None, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Patch
 ) -> None:
-  agent = PPO(network=ActorCritic(hidden=(8,)))
-  config = Config(agent=agent, num_envs=8, unroll_length=8, total_steps=640, seeds=2, devices=1)
+  agent = PPO(network=ActorCritic(hidden=(8,)), epochs=1, minibatches=1)
+  config = Config(agent=agent, num_envs=2, unroll_length=4, total_steps=8, seeds=2, devices=1)
   train(config, tmp_path / 'run', quiet=True)
   code, out, _ = called(
     capsys, 'export', str(tmp_path / 'run'), str(tmp_path / 'policy'), '--member', '1'
   )
   about = json.loads(out.splitlines()[-1])
   assert code == 0 and (about['step'], about['agent'], about['env']) == (
-    640,
+    8,
     'ppo',
     'podrace:catch',
   )

@@ -158,7 +158,8 @@ def test_a_finished_run_of_several_processes_leaves_them_itself(
 
   left = []
   monkeypatch.setattr(processes, 'leave_processes', lambda: left.append(True))
-  args = ['train', 'catch', '--devices', '1', '--total-steps', '2000', '--quiet']
+  args = ['train', 'catch', '--devices', '1', '--total-steps', '16', '--quiet']
+  args += ['--num-envs', '4', '--unroll-length', '4', '--agent.network.hidden', '8']
   with pytest.raises(SystemExit) as end:
     cli.main([*args, '--run-dir', str(tmp_path / 'run')])
   assert end.value.code in (0, None) and left == [True]

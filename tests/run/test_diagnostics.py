@@ -281,7 +281,7 @@ def test_a_run_that_collapses_says_so_everywhere(
 ) -> None:
   run = tmp_path / 'run'
   config = podrace.configure(
-    'catch', total_steps=60_000, log_every=3_000, agent=dict(learning_rate=1.0)
+    'catch', total_steps=60_000, log_every=3_000, agent=dict(learning_rate=1.0), devices=1
   )
   result = podrace.train(config, run)
   (entry,) = result.summary['diagnostics']

@@ -153,7 +153,7 @@ def test_sampled_episodes_explore_as_environments_of_the_run_do(
   files.write_json(tmp_path / 'config.json', to_json(config))
 
   def params(resolved: Resolved, *_: Any) -> Any:
-    return 0, resolved.agent.init(jax.random.key(0)).params, []
+    return 0, jax.jit(resolved.agent.init)(jax.random.key(0)).params, []
 
   monkeypatch.setattr('podrace.run.evaluate.restore_params', params)
   EPSILONS.clear()
@@ -230,7 +230,7 @@ def test_parameters_that_were_changed_on_disk_are_not_evaluated(
   content = bytearray(file.read_bytes())
   content[len(content) // 2] ^= 1
   file.write_bytes(content)
-  result = evaluate(run_dir, 2)
+  result = evaluate(run_dir, 2, acting=('greedy',))
   assert result['step'] == before
   assert result['damaged_checkpoints_skipped'] == [newest]
 
@@ -392,9 +392,8 @@ def long_catch() -> Any:
 
 def test_choices_of_64_bits_are_those_of_32(trained: Path) -> None:
   """Gymnasium's default is int64, which JAX does not have."""
-  result = evaluate(
-    trained, 4, env='python:test_evaluate.long_catch', allow_code=['test_evaluate']
-  )  # fmt: skip
+  env = 'python:test_evaluate.long_catch'
+  result = evaluate(trained, 4, acting=('greedy',), env=env, allow_code=['test_evaluate'])
   assert result['episodes'] == 8
 
 
@@ -402,5 +401,5 @@ def test_a_run_in_jax_plays_on_the_host(tmp_path: Path) -> None:
   config = Config(agent=Impala(ActorCritic(hidden=(8,))), env='gymnax:CartPole-v1', num_envs=8, unroll_length=4,
                   total_steps=64, devices=1)  # fmt: skip
   loop.train(config, tmp_path / 'run', quiet=True)
-  result = evaluate(tmp_path / 'run', 3, env='gymnasium:CartPole-v1')
+  result = evaluate(tmp_path / 'run', 3, acting=('greedy',), env='gymnasium:CartPole-v1')
   assert result['episodes'] == 3 and result['episode_return_mean'] > 1

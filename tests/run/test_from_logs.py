@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from data_sets import balance, collected
 from disks import small_disk
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import slow_after
 from test_runs import called
 

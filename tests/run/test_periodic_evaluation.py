@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from shared_programs import shared_programs  # noqa: F401
 
 import podrace
 from podrace.errors import RunError

@@ -112,7 +112,8 @@ def test_a_recorded_sweep_goes_on(runs: Path, capsys: Capture) -> None:
 def test_a_run_does_not_begin_with_parameters_that_were_learned_in_other_units(
   runs: Path, capsys: Capture
 ) -> None:
-  train = ['train', 'catch', *SMALL, '--init-from', 'catch', '--quiet', '--run-dir', 'new']
+  train = ['train', 'catch', *SMALL, '--devices', '1', '--init-from', 'catch', '--quiet']
+  train += ['--run-dir', 'new']
   assert exit_code(*train) == 2
   assert PLAIN in capsys.readouterr().err and not (runs / 'new').exists()
   assert not exit_code(*train, *PLAIN.split())

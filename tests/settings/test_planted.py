@@ -214,7 +214,7 @@ def test_evaluating_writes_nothing_and_waits_for_nothing(
   theirs: Path, outside: Path, capsys: Capture
 ) -> None:
   before = sorted(theirs.rglob('*'))
-  assert called(capsys, 'eval', str(theirs), '--episodes', '2')[0] == 0
+  assert called(capsys, 'eval', str(theirs), '--episodes', '2', '--greedy')[0] == 0
   assert sorted(theirs.rglob('*')) == before
   fifo(theirs / 'checkpoints' / '64' / 'pipe', outside)
   code, _, err = called(capsys, 'eval', str(theirs), '--episodes', '2')
