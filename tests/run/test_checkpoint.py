@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file, signed
+from shared_programs import shared_programs  # noqa: F401
 from shorthand import Patch, slow_after
 
 import podrace
