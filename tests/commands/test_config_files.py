@@ -98,7 +98,7 @@ def test_texts_stay_as_they_are(tmp_path: Path) -> None:
 
 
 def test_the_settings_of_another_run(tmp_path: Path) -> None:
-  config = podrace.configure('catch', total_steps=2048, agent={'learning_rate': 0.007})
+  config = podrace.configure('catch', total_steps=2048, agent={'learning_rate': 0.007}, devices=1)
   podrace.train(config, tmp_path / 'run', quiet=True)
   for path in (tmp_path / 'run', tmp_path / 'run' / 'config.json'):
     assert load(path, '--seed', '9') == dataclasses.replace(config, seed=9)
