@@ -257,7 +257,6 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
     assert len(learner.publisher.clients('act')) == 1
 
     def fresh(steps: int) -> bool:
-      time.sleep(0.05)  # to read all windows takes long
       found = contents(table).values()
       return all((x['extras/plan/steps'] == steps).all() for x in found)
 
