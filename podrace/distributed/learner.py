@@ -19,6 +19,7 @@ from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed, Labelled, Queued, Sampled
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.publishing import Publishing
+from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import HIGHEST, Addresses, check, run_name
 from podrace.distributed.run_tables import (
   episodes_table,
@@ -32,7 +33,7 @@ from podrace.hooks import labels_elsewhere
 from podrace.replay.labels import OFFLINE, TABLE, TRAIN
 from podrace.replay.layout import Layout
 from podrace.settings.config import Config
-from podrace.topology import data_size, everyones, from_first
+from podrace.topology import data_size, everyones, from_first, share
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -80,6 +81,11 @@ class DistributedSource:
     size = self._windows.buffer.batch_size if self._windows else 0
     if size % data_size(mesh):
       raise ValueError(f'batch_size {size} does not divide over {data_size(mesh)} learner devices')
+    if share(rows := size or config.num_envs) > MOST_ITEMS:
+      name = 'batch_size' if size else '--num-envs'
+      raise ValueError(
+        f'{name} {rows}: a process samples at most {MOST_ITEMS} items of a replay service at once'
+      )
     self._client: service.ReplayClient | None = None
     self._publishing: Publishing | None = None
     self._feed: Feed | None = None

@@ -687,6 +687,26 @@ def test_bad_listening_is_refused_at_once(
     assert end.value.code == 2 and message in told and 'compiling' not in told
 
 
+@pytest.mark.parametrize(
+  ('option', 'more', 'message'),
+  [
+    ('--num-envs', ['--agent', 'impala'], '--num-envs 131072'),
+    ('--agent.buffer.batch-size', ['--agent.buffer.capacity', '131072', '--agent', 'dqn'],
+     'batch_size 131072'),
+  ],
+)  # fmt: skip
+def test_a_batch_beyond_a_sample_is_refused(
+  option: str, more: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+  args = ['train', *more, option, '131072', '--architecture', 'sebulba', '--lag', 'async',
+          '--replay', 'service', '--connect-replay', 'tcp://127.0.0.1:1',
+          '--listen', f'unix:{tmp_path}/p', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
+  with pytest.raises(SystemExit) as end:
+    cli.main(args)
+  assert end.value.code == 2 and message in capfd.readouterr().err
+  assert not (tmp_path / 'run').exists()
+
+
 @pytest.mark.slow
 def test_everybody_may_come_and_go(places: Places) -> None:
   learner = places.learn(10_000_000)

@@ -51,7 +51,7 @@ def sample_frames(draws: Draws) -> list[Any]:
             size += chunk.nbytes
           refs.append(number)
       # Checked for each item, because all of them may need far more memory.
-      if size > replay_messages.FRAME_BYTES or len(refs) > replay_messages.MESSAGE_PARTS:
+      if size > replay_messages.FRAME_BYTES or len(refs) > replay_messages.MESSAGE_CHUNKS:
         raise ValueError(_too_large(len(items), size, len(refs)))
   return [drawn, *(np.array(x, '<u4') for x in (parts, refs, chunks)), b''.join(data)]
 
@@ -60,7 +60,7 @@ def _too_large(items: int, size: int, references: int) -> str:
   if size > replay_messages.FRAME_BYTES:
     excess, most = f'{size:,} bytes or more', replay_messages.FRAME_BYTES
   else:
-    excess, most = f'{references:,} chunks or more', replay_messages.MESSAGE_PARTS
+    excess, most = f'{references:,} chunks or more', replay_messages.MESSAGE_CHUNKS
   return (
     f'{items} items of {excess}, of which a sample has at most {most:,}: ask for fewer at a time'
   )

@@ -27,7 +27,7 @@ from podrace.distributed.replay.server import ReplayServer
     (lambda: Publisher(ANY), SERVICE, session_messages.PING, session_messages.GUEST_BYTES),
     (
       lambda: ReplayServer(ANY, most_bytes=2**16),
-      replay_messages.SERVICE, replay_messages.INSERT, 2**16 + 2**24 + 2**20,
+      replay_messages.SERVICE, replay_messages.INSERT, 2**16 + 2**23 + 2**20,
     ),
   ],
   ids=['parameters', 'replay'],
@@ -55,7 +55,7 @@ def test_a_larger_item_is_refused_with_both_sizes() -> None:
     writer = client.writer(history=2, rows_per_chunk=1)
     rng = np.random.default_rng(0)
     writer.append({'x': rng.integers(0, 2**62, 3 * 2**20)})
-    with pytest.raises(ValueError, match=r'25,165,8.. .* 17,891,328'):
+    with pytest.raises(ValueError, match=r'25,165,8.. .* 9,502,720'):
       writer.create_item(table, 1.0, num_steps=1)
       writer.flush(timeout=30)
     assert server.counts['sessions'] == 1  # it did not come back, for ever

@@ -91,7 +91,7 @@ def test_items_times_chunks_are_bounded(
   sample(raw, 1, replay_messages.MESSAGE_PARTS // COLUMNS)
   kind, fields = heard(raw)
   assert kind is replay_messages.ANSWER and not fields[1]
-  monkeypatch.setattr(replay_messages, 'MESSAGE_PARTS', 2 * chunks * COLUMNS)
+  monkeypatch.setattr(replay_messages, 'MESSAGE_CHUNKS', 2 * chunks * COLUMNS)
   for n, expected in ((2, replay_messages.SAMPLES), (3, replay_messages.ANSWER)):
     sample(raw, n, n, peek=True)
     assert heard(raw)[0] is expected
