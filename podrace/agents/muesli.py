@@ -181,20 +181,20 @@ class Muesli:
     goals = make_goals(states, targets, len(states.reward) - self.unroll, self.unroll)
     mask, advantage = goals.policy_mask[0], goals.targets.advantage[0]
     sums = jnp.mean(mask * jnp.square(advantage)), jnp.mean(mask)
-    limited = self.limit_scale(scale, sums[0] / jnp.maximum(sums[1], 1e-6))
+    square, valid = lax.pmean(sums, AXIS)
+    square = square / jnp.maximum(valid, 1e-6)
+    limited = self.limit_scale(scale, square)
 
     def loss(network: Any) -> tuple[Array, Any]:
       total, metrics = self.losses(network, window, goals, limited)
-      return total, (dict(loss=total, **metrics), sums)
+      return total, dict(loss=total, **metrics)
 
-    network, opt_state, (metrics, (square, valid)) = sgd(
-      loss, self.optimiser(), train.params, rest.opt_state
-    )
+    network, opt_state, metrics = sgd(loss, self.optimiser(), train.params, rest.opt_state)
     metrics['advantage_std'] = jnp.sqrt(variance)
     new = MuesliRest(
       optax.incremental_update(network, rest.target, self.target_rate),
       opt_state,
-      self.move_average(rest.square, square / jnp.maximum(valid, 1e-6)),
+      self.move_average(rest.square, square),
       self.move_average(rest.weight, jnp.float32(1)),
     )
     return TrainState(network, new), jnp.ones_like(sample.weight), metrics

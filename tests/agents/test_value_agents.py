@@ -189,10 +189,10 @@ def test_the_same_under_both_architectures(name: str) -> None:
   [n if n == 'dqn' else pytest.param(n, marks=SLOW) for n in AGENTS | MEMORY],
 )
 def test_collectives_and_copies(name: str) -> None:
-  """One all-reduce for each gradient step, two for Disco, on four devices; nothing of what replay keeps is copied."""
+  """One all-reduce for each gradient step, two for Disco and Muesli, on four devices; nothing of what replay keeps is copied."""
   program = anakin((AGENTS | MEMORY)[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
-  expected = 2 if name == 'disco' else 1  # its advantages are scaled by this batch's of all devices
+  expected = 2 if name in ('disco', 'muesli') else 1  # its advantages are scaled by this batch's of all devices
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == expected
   for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
     assert f' {other}(' not in text and f' {other}-start(' not in text
