@@ -86,7 +86,7 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
     NORMALIZED | {'learning_rate': 1e-3, 'epochs': 10, 'minibatches': 8, 'entropy_cost': 0.0},
   ),
   ('impala', 'vector'): Defaults(
-    64, 16, {'learning_rate': 1e-3, 'max_grad_norm': 0.5, 'normalize_rewards': True}
+    32, 16, {'learning_rate': 1e-3, 'max_grad_norm': 0.5, 'normalize_rewards': True}
   ),
   ('impala', 'grid'): Defaults(
     64, 16, SMALL_CONVOLUTIONS | {'learning_rate': 1e-3, 'max_grad_norm': 1.0}
@@ -100,7 +100,8 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ('dqn', 'vector'): Defaults(
     16, 4,
     _buffer(capacity=50_000, batch_size=128, min_size=2_000, samples_per_insert=16.0)
-    | {'network.hidden': (128, 128), 'n_step': 3, 'epsilon': 0.02, 'epsilon_steps': 5_000},
+    | {'network.hidden': (128, 128), 'network.layer_norm': True}
+    | {'n_step': 3, 'epsilon': 0.02, 'epsilon_steps': 5_000},
   ),
   ('dqn', 'grid'): Defaults(
     16, 4,
