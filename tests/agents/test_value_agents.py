@@ -192,7 +192,8 @@ def test_collectives_and_copies(name: str) -> None:
   """One all-reduce for each gradient step, two for Disco and Muesli, on four devices; nothing of what replay keeps is copied."""
   program = anakin((AGENTS | MEMORY)[name], env_of(name), 4)
   text = program.run.lower(program.shapes, jnp.int32(1)).compile().as_text()
-  expected = 2 if name in ('disco', 'muesli') else 1  # its advantages are scaled by this batch's of all devices
+  # Disco's and Muesli's advantages are scaled by this batch's of all devices.
+  expected = 2 if name in ('disco', 'muesli') else 1
   assert text.count(' all-reduce(') + text.count(' all-reduce-start(') == expected
   for other in ('all-gather', 'collective-permute', 'all-to-all', 'reduce-scatter'):
     assert f' {other}(' not in text and f' {other}-start(' not in text
