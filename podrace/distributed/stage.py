@@ -52,10 +52,6 @@ class Options:
   batch_size: int = 0
   patience: Patience = Patience()
 
-  def __post_init__(self) -> None:
-    if self.batch_size > MOST_ITEMS:
-      raise UsageError(f'--batch-size must be at most {MOST_ITEMS}, not {self.batch_size}')
-
 
 class Batch(NamedTuple):
   """Windows from a source."""
@@ -148,7 +144,9 @@ class Stage:
     assert windows is not None  # as the command has accepted the agent
     example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
     self._duty, self._layout, self._space = duty, Layout(windows, example), spec.action_space
-    self._batch_size = options.batch_size or windows.buffer.batch_size
+    self._batch_size = n = options.batch_size or windows.buffer.batch_size
+    if n > MOST_ITEMS:
+      raise UsageError(f'--batch-size must be at most {MOST_ITEMS}, not {n}')
     self._rate = Rate(duty, searches(agent, windows.length) if duty.searches else 0)
     self._refresh: Any = jax.jit(Refresh(agent, self._layout))
     self._key = jax.random.key(int.from_bytes(os.urandom(4), 'little'))

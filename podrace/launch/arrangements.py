@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 
 from podrace.envs.libraries import HOST_LIBRARIES
 from podrace.errors import UsageError
-from podrace.hooks import learns_from_replay
+from podrace.hooks import can_refresh, labels_elsewhere, learns_from_replay
 from podrace.launch.program import Node, Program, literal
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
@@ -178,9 +178,10 @@ def apex(request: LaunchRequest) -> Program:
 
 def reanalyse(request: LaunchRequest) -> Program:
   """Return MuZero Reanalyse (Schrittwieser et al. 2021, arXiv 2104.06294): newer targets."""
-  if agent_name(request.config.agent) != 'muzero':
+  agent = request.config.agent
+  if labels_elsewhere(agent) or not can_refresh(agent):
     raise UsageError(
-      f'--as reanalyse: {agent_name(request.config.agent)} has no search; take --agent muzero'
+      f'--as reanalyse: {agent_name(agent)} has no targets to refresh; take --agent muzero'
     )
   return Program(
     (*_over_service('reanalyse', request), _stage('reanalyse', request, request.reanalysers))

@@ -64,7 +64,7 @@ def import_user_module(context: str, module: str) -> types.ModuleType:
     raise UsageError(
       f'{context}: no module {e.name!r}, neither in this directory ({os.getcwd()}) nor installed'
     ) from e
-  except Exception as e:
+  except (Exception, SystemExit) as e:  # of a script that ends by sys.exit
     raise UsageError(f'{context}: {explain(e)}') from e
 
 
@@ -103,7 +103,7 @@ def why_not(context: str, extra: str, error: Exception) -> str:
   )
 
 
-def explain(error: Exception) -> str:
+def explain(error: BaseException) -> str:
   """Return an exception of the user's code, with the lines in the user's files that led to it."""
   if isinstance(error, SyntaxError) and error.filename:
     text = f'\n  {error.text.strip()}' if error.text else ''

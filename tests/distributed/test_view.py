@@ -20,7 +20,6 @@ from podrace.distributed.net import reports, session_messages
 from podrace.distributed.net.dashboard import Asker, counters, table
 from podrace.distributed.net.frame import WireError
 from podrace.distributed.parameters import parameter_messages, reader
-from podrace.distributed.replay import replay_messages
 from podrace.distributed.replay.server import ReplayServer
 
 
@@ -61,11 +60,11 @@ def test_a_report_that_is_none(change: dict[str, Any]) -> None:
   with ReplayServer(ANY) as server, replay.connect(server.address) as client:
     all_of(client)
     report = dict(server.report(), clients=[])
-    kept = replay_messages.read_report(report)
+    kept = reports.read_shard(report)
     assert kept.keys() == reports.OF_SHARD.keys()
     assert kept['tables'][0].keys() == reports.OF_TABLE.keys()
     with pytest.raises(WireError):
-      replay_messages.read_report(report | change)
+      reports.read_shard(report | change)
 
 
 def test_top_shows_the_whole_program(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,7 @@ from children import ROOT, Process, until
 
 import podrace
 from podrace import cli
+from podrace.agents.muzero import MuZero
 from podrace.errors import UsageError
 from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.program import Program
@@ -213,6 +214,15 @@ def test_what_is_refused(arrangement: str, preset: str, counts: dict[str, int], 
   with pytest.raises(UsageError) as e:
     ARRANGEMENTS[arrangement](asked(preset, **counts))
   assert said in str(e.value)
+
+
+def test_an_agent_of_the_users_with_targets_is_reanalysed() -> None:
+  class Mine(MuZero):
+    pass
+
+  config = dataclasses.replace(podrace.configure('muzero-catch'), agent=Mine())
+  program = ARRANGEMENTS['reanalyse'](LaunchRequest(config, None, (), 'runs/one'))
+  assert [node.name for node in program.nodes] == ['replay', 'learner', 'act', 'reanalyse']
 
 
 @pytest.mark.parametrize(

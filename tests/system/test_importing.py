@@ -20,6 +20,7 @@ BROKEN = {
   'broken_import': ('import jax\nfrom podrace.agents import sgd\n', 2, ImportError),
   'broken_module': ('from podrace.learners import sgd\n', 1, ModuleNotFoundError),
   'broken_syntax': ('x = 1\ndef f(self)\n  pass\n', 2, SyntaxError),
+  'broken_script': ('import sys\nsys.exit(0)\n', 2, SystemExit),
   'broken_name': ('class C:\n  x = np.zeros(3)\n', 2, NameError),
   'broken_fields': (
     'import dataclasses\n@dataclasses.dataclass\nclass C:\n  a: int = 1\n  b: int\n', 2, TypeError

@@ -46,6 +46,10 @@ class ClientOptions:
         f'--num-envs {self.num_envs}: each of the {len(self.addresses)} learner processes of '
         '--connect needs at least one'
       )
+    if self.groups > (limit := min(self.num_envs // len(self.addresses), GROUPS)):
+      raise ValueError(
+        f'--groups {self.groups}: the environments for a learner process are at most {limit} groups'
+      )
 
   @property
   def addresses(self) -> list[str]:
@@ -101,7 +105,7 @@ def group_sizes(num_envs: int, groups: int, largest: int, best: int) -> list[int
       f'--groups {groups}: an actor thread of the learner takes groups of at most {largest} '
       f'environments, which makes {minimum} of {num_envs}'
     )
-  count = min(groups or max(best, minimum), num_envs, GROUPS)
+  count = groups or min(max(best, minimum), num_envs, GROUPS)
   if -(-num_envs // count) > largest:
     raise ValueError(
       f'--num-envs {num_envs}: a client has at most {GROUPS} groups of {largest} environments'

@@ -16,6 +16,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from podrace.distributed.net.safe_text import label
 from podrace.errors import SecurityError
 from podrace.system import files
 
@@ -36,23 +37,23 @@ def new_keys(directory: Path) -> None:
     SecurityError: if the directory is not empty, or cannot be made.
   """
   _new_directory(directory)
-  _make(directory, AUTHORITY, 'podrace authority', directory)
-  _make(directory, SERVER, 'podrace server', directory)
-  allow(directory, _make(directory, CLIENT, CLIENT, directory), CLIENT)
+  _make(directory, AUTHORITY, directory)
+  _make(directory, SERVER, directory)
+  allow(directory, _make(directory, CLIENT, directory), CLIENT)
 
 
 def new_client(directory: Path, to: Path) -> None:
   """Make keys of another client in the directory `to`, and allow them.
 
   Raises:
-    SecurityError: if `directory` has no authority, or `to` is not empty.
+    SecurityError: if `directory` has no valid authority, or `to` is not empty.
   """
   for name in (f'{AUTHORITY}.pem', f'{AUTHORITY}.key', ALLOWED):
     readable(directory / name)
   _new_directory(to)
-  fingerprint = _make(to, CLIENT, to.name[:60] or CLIENT, directory)
+  fingerprint = _make(to, CLIENT, directory)
   _write(to / f'{AUTHORITY}.pem', (directory / f'{AUTHORITY}.pem').read_bytes())
-  allow(directory, fingerprint, to.name)
+  allow(directory, fingerprint, label(to.name))
 
 
 def _new_directory(directory: Path) -> None:
@@ -73,20 +74,24 @@ def allow(directory: Path, fingerprint: str, name: str) -> None:
     file.write(('' if ended else '\n') + f'{fingerprint}  # {name}\n')
 
 
-def _make(directory: Path, role: str, name: str, signed_by: Path) -> str:
+def _make(directory: Path, role: str, signed_by: Path) -> str:
   """Make a key and its certificate, signed by the authority; return its fingerprint."""
   from cryptography import x509
   from cryptography.hazmat.primitives import serialization
   from cryptography.hazmat.primitives.asymmetric import ed25519
 
   key = ed25519.Ed25519PrivateKey.generate()
-  subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+  subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, f'podrace {role}')])
   signer: Any = key
   issuer = subject
   if role != AUTHORITY:
-    text = (signed_by / f'{AUTHORITY}.key').read_bytes()
-    signer = serialization.load_pem_private_key(text, None)
-    issuer = x509.load_pem_x509_certificate((signed_by / f'{AUTHORITY}.pem').read_bytes()).subject
+    authority = signed_by / f'{AUTHORITY}.pem'
+    try:
+      issuer = x509.load_pem_x509_certificate(authority.read_bytes()).subject
+      text = authority.with_suffix('.key').read_bytes()
+      signer = serialization.load_pem_private_key(text, None)
+    except (ValueError, TypeError) as e:  # TypeError: the key has a password
+      raise SecurityError(f'{authority} and its key cannot sign: {e}') from e
   certificate = _certificate(role, key, subject, signer, issuer)
   pem, der = (certificate.public_bytes(getattr(serialization.Encoding, x)) for x in ('PEM', 'DER'))
   _write(directory / f'{role}.pem', pem)

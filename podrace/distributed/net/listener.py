@@ -199,8 +199,7 @@ class Serving:
   """A thread that serves a listener.
 
   Owner: the service, which calls `start` and `stop`.
-  Ends when: `ask_to_stop` or `stop` is called, or an exception ends it.
-  Raises: `stop` raises the exception that ended it.
+  Ends when: `ask_to_stop` or `stop` is called, or an exception ends it: see `failure`.
 
   Args:
     wait: returns the seconds until the handler's `turned` is due without messages.

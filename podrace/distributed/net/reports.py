@@ -43,9 +43,9 @@ def read(report: Any) -> dict[str, Any]:
     for role in report['program'].get('missing', []):
       check_fields('missing', [role], (str,))
     for shard in report['program'].get('replay', []):
-      _check_shard(shard)
+      read_shard(shard)
   else:
-    _check_shard(report)
+    read_shard(report)
   for client in report['clients']:
     read_map('client of a report', client, OF_CLIENT)
     process_metrics.check(client['metrics'])
@@ -56,10 +56,11 @@ def read(report: Any) -> dict[str, Any]:
   return report
 
 
-def _check_shard(report: Any) -> None:
-  read_map('report of a replay service', report, OF_SHARD)
-  for table in report['tables']:
-    read_map('table of a report', table, OF_TABLE)
+def read_shard(report: Any) -> dict[str, Any]:
+  """Return the known entries of a replay service's report; raises as `read`."""
+  _check_json(report)
+  known = read_map('report of a replay service', report, OF_SHARD)
+  return known | {'tables': [read_map('table of a report', t, OF_TABLE) for t in known['tables']]}
 
 
 def _check_json(x: Any) -> None:

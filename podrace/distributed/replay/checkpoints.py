@@ -14,6 +14,7 @@ from podrace.distributed.net.listener import Listener
 from podrace.distributed.net.safe_text import TokenBucket
 from podrace.distributed.replay import replay_messages
 from podrace.system import files
+from podrace.system.files.schema import is_step
 from podrace.system.locks import lock
 from podrace.system.threads import Worker
 from podrace.tables import CheckpointError, checkpoint
@@ -58,7 +59,7 @@ class ReplayCheckpoints:
       for partial in dir.glob('.*.partial-*'):  # of a process that was killed while it wrote
         files.remove(partial)
         listener.log(f'removed {partial}, which was half-written')
-      self.saved = sorted(p for p in dir.iterdir() if p.name.isdigit())
+      self.saved = sorted(p for p in dir.iterdir() if is_step(p.name))
     self._number = int(self.saved[-1].name) if self.saved else 0
     self._writer: Worker | None = None
     self.requests: list[tuple[Peer, int]] = []

@@ -15,6 +15,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
+from podrace.distributed.net import reports
 from podrace.distributed.net.frame import HEADER_BYTES, Kind, WireError, read_map, short
 from podrace.distributed.net.link import Link, LinkHandler, Refused
 from podrace.distributed.net.safe_text import plain_lines
@@ -315,7 +316,7 @@ class ReplayConnection(LinkHandler):
       number, signature = fields
       self._signatures[number] = replay_messages.read_signature(signature)
     elif kind is REPORT:
-      self.report = replay_messages.read_report(fields[0])
+      self.report = reports.read_shard(fields[0])
     else:
       number, accepted, value = fields
       if not accepted:

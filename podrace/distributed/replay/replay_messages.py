@@ -250,15 +250,6 @@ def check_answer(kind: Kind, value: Any) -> None:
       check_fields(what, [value['max_bytes']], (int,))
 
 
-def read_report(details: dict[str, Any]) -> dict[str, Any]:
-  """Return the known fields of a REPORT; raise WireError if one is missing or malformed."""
-  report = read_map('report', details, reports.OF_SHARD)
-  if not math.isfinite(report['resident_mb']):
-    raise WireError('a report with a memory that is not finite')
-  tables = [read_map('table of a report', t, reports.OF_TABLE) for t in report['tables']]
-  return report | {'tables': tables}
-
-
 def check_part(leaf: Leaf, chunks: Sequence[Chunk], offset: int, rows: int) -> int:
   """Check the rows of a part and return the number of rows of its chunks.
 

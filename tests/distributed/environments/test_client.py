@@ -466,6 +466,17 @@ def test_group_sizes(num_envs: int, groups: int, largest: int, best: int, sizes:
   assert group_sizes(num_envs, groups, largest, best) == sizes
 
 
+@pytest.mark.parametrize(
+  ('num_envs', 'groups', 'address'),
+  [(4, 5, 'unix:/x'), (4, 3, 'unix:/x,unix:/y'), (1000, 257, 'unix:/x')],
+)
+def test_more_groups_than_there_can_be_are_refused(
+  num_envs: int, groups: int, address: str
+) -> None:
+  with pytest.raises(ValueError, match=f'--groups {groups}'):
+    ClientOptions(address, 'test:spec', num_envs, groups=groups)
+
+
 def test_group_sizes_that_cannot_be() -> None:
   for sizes, part in (((64, 2, 16, 2), '--groups 2'), ((1000, 0, 1, 2), '256 groups of 1')):
     with pytest.raises(ValueError, match=part):

@@ -80,6 +80,20 @@ def test_a_client_is_added_after_a_line_without_its_end(directory: Path, tmp_pat
   assert [len(line.split()[0]) for line in allowed.read_text().splitlines()] == [64, 64]
 
 
+def test_the_name_of_a_client_is_one_line_of_ascii(directory: Path, tmp_path: Path) -> None:
+  keys.new_client(directory, tmp_path / f'a\n{"0" * 64}\udcff')
+  lines = (directory / keys.ALLOWED).read_text(encoding='ascii').splitlines()
+  assert len(lines) == len(keys.Allowed(directory / keys.ALLOWED)) == 2
+
+
+@pytest.mark.parametrize('name', ['authority.pem', 'authority.key'])
+def test_a_damaged_authority_is_named(name: str, directory: Path, tmp_path: Path) -> None:
+  (directory / name).write_text('nonsense')
+  with pytest.raises(SecurityError, match=r'authority\.pem'):
+    keys.new_client(directory, tmp_path / 'other')
+  assert not list((tmp_path / 'other').iterdir())
+
+
 def joined(link: Link) -> bool:
   until(lambda: link.check() or link.session is not None, 20)
   return True

@@ -445,8 +445,9 @@ def test_what_was_half_written_is_removed(tmp_path: Path) -> None:
   partial = tmp_path / '.00000007.partial-123'
   partial.mkdir()
   (partial / 'chunks.bin').write_text('half')
+  (tmp_path / '²').mkdir()  # a digit, and the number of no checkpoint
   with ReplayServer(ANY, tmp_path) as server:
-    assert not partial.exists()
+    assert not partial.exists() and not server.saving.saved
     assert any('half-written' in line for line in server.listener.lines.events)
 
 
