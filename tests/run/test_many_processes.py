@@ -267,9 +267,13 @@ def saved(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('env', ['gymnasium:CartPole-v1', 'podrace:catch'])
-def test_actors_of_two_processes_go_on_to_the_bit(env: str, tmp_path: Path, pair: Any) -> None:
-  args = ['--architecture', 'sebulba', '--env', env, '--env-threads', '2', '--actor-threads', '1',
+@pytest.mark.parametrize(
+  'env', [['gymnasium:CartPole-v1', '--env-threads', '2'], ['podrace:catch']], ids=['host', 'jax']
+)
+def test_actors_of_two_processes_go_on_to_the_bit(
+  env: list[str], tmp_path: Path, pair: Any
+) -> None:
+  args = ['--architecture', 'sebulba', '--env', *env, '--actor-threads', '1',
           '--agent.no-anneal-learning-rate']  # fmt: skip
 
   def run(name: str, steps: int) -> list[Any]:
