@@ -289,6 +289,10 @@ def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> N
     (['classic', '--page', 'x.html'], '--page x.html'),
     (['classic', '--page', '/dev/null/x.md'], '--page /dev/null'),
     (['classic', '--page', '/'], '--page /'),
+    (['classic', '--page', 'x.md', '--only', 'cartpole/ppo'], '--only'),
+    (['classic', '--page', 'x.md', '--list'], '--list'),
+    (['classic', '--list', '--again', '--to', 'x'], '--again'),
+    (['--list', '--seeds', '1'], '--seeds'),
     (['classic', '--task', 'x'], '--only TASK/AGENT'),
   ],
 )
@@ -744,6 +748,19 @@ def test_a_page_of_one_agent_whose_tasks_share_an_environment(
   rows = [x for x in page.read_text().splitlines() if x.startswith(('| catch |', '| again |'))]
   assert len(rows) == 2 and panels == ['catch', 'again']
   assert '| version 0.1.0 |' in page.read_text()
+
+
+def test_a_page_names_the_agents_that_have_not_run(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder, texts = copy(tiny, tmp_path), []
+  for lacking in ((), ('catch.ppo.1',), ('catch.ppo.0', 'cartpole.ppo.0')):
+    for name in lacking:
+      (folder / f'records/{name}.json').unlink()
+    page = tmp_path / 'x.md'
+    assert called(capsys, 'reproduce', *arguments(folder, '--page', str(page)))[0] == 0
+    texts.append('catch by ppo, cartpole by ppo' in page.read_text())
+  assert texts == [False, False, True]
 
 
 def test_a_page_of_records_without_scores_or_curves(

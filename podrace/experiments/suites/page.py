@@ -145,10 +145,11 @@ def _table(suite: Suite, pairs: Pairs) -> str:
       describe(scores_of(some, 'training')), f'{hours:.2f}',
     ])  # fmt: skip
   head = ['task', 'agent', 'seeds', 'steps', 'final evaluation', 'training, last tenth', 'hours']
+  lacking = [f'{task} by {agent}' for task, agent in programs if (task, agent) not in pairs]
   return (
     '## Scores\n\nMean over the seeds, and its 95% bootstrap interval. Hours are of all seeds.\n\n'
-    + _rows(head, rows)
-  )
+    + _rows(head, rows) + (f'\n\nNot run yet: {", ".join(lacking)}.' if lacking else '')
+  )  # fmt: skip
 
 
 def _hashes(suite: Suite, pairs: Pairs) -> str:
