@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 X = ('steps', 'wall', 'gradient-steps')
 CENTERS = ('mean', 'median', 'iqm')
+USED = {  # options besides --out, by the option that chooses the picture; '': curves
+  '--suite': {'--records'}, '--aggregate': {'--metric', '--x', '--normalize'},
+  '': {'--metric', '--x', '--center'},
+}  # fmt: skip
 COMMAND = Command(
   'plot',
   'RUN... [OPTIONS]',
@@ -60,8 +64,12 @@ def run(args: list[str]) -> int:
   options = Options(args, COMMAND)
   if not options.arguments:
     raise UsageError('plot needs runs, or directories of runs: podrace plot RUN...')
-  if '--records' in options and '--suite' not in options:
-    raise UsageError('--records is for --suite: name the suite, or leave it out')
+  kind = next((name for name in USED if name in options), '')
+  if unused := sorted({*options.names} - USED[kind] - {kind, '--out'}):
+    if kind:
+      raise UsageError(f'{kind} does not use {", ".join(unused)}: leave out {unused[0]}')
+    user = '--suite' if unused[0] in USED['--suite'] else '--aggregate'
+    raise UsageError(f'{unused[0]} is for {user}: add that, or leave it out')
   out = Path(options.text('--out'))
   x, center = options.text('--x'), options.text('--center')
   _check('--x', x, X)
@@ -80,11 +88,9 @@ def run(args: list[str]) -> int:
   result: dict[str, Any] = {'out': str(out)}
   result['runs'] = len({c.run for g in groups for c in g.curves})
   result['curves'] = sum(len(g.curves) for g in groups)
-  if '--suite' in options:
-    if others := {'--metric', '--x', '--center', '--aggregate', '--normalize'} & {*options.names}:
-      raise UsageError(f'--suite compares returns by its own scale: leave out {min(others)}')
+  if kind == '--suite':
     result |= _compare(options, groups, out)
-  elif '--aggregate' in options:
+  elif kind == '--aggregate':
     from podrace.experiments import scores
 
     result |= scores.aggregate(groups, options.text('--normalize'), out)

@@ -68,6 +68,7 @@ line printed is JSON.
 def run(args: list[str]) -> int:
   """Run the suite."""
   options = Options(args, COMMAND)
+  _check_used(options)
   if '--list' in options and not options.arguments:
     _list()
     return 0
@@ -105,6 +106,15 @@ def run(args: list[str]) -> int:
   configs = _configure_all(suite, programs)
   plan = Reproduction(suite, programs, configs, folder, to, jobs, '--again' in options)
   return _run_alone(plan) if '--program' in options else _run_all(plan)
+
+
+def _check_used(options: Options) -> None:
+  """Raise UsageError for options that a list or a page does not use."""
+  unused = {'--page': {'--only', '--seeds', '--program', '--again', '--list'}}
+  unused['--list'] = {'--jobs', '--again'} if options.arguments else {*options.names} - {'--list'}
+  for name, others in unused.items():
+    if name in options and (wrong := sorted(others.intersection(options.names))):
+      raise UsageError(f'{name} does not use {", ".join(wrong)}: leave it out')
 
 
 def default_records(suite: suites.Suite) -> Path:

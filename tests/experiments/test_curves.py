@@ -333,6 +333,8 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
     (('--aggregate', '--normalize', 'human'), 'podrace:catch'),
     (('--aggregate', '--normalize', 'z'), '--normalize'),
     (('--aggregate',), 'all runs have the same score'),
+    (('--aggregate', '--center', 'median'), '--center'),
+    (('--normalize', 'minmax'), '--aggregate'),
   ],
 )
 def test_what_plot_refuses(
