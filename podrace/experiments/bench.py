@@ -44,6 +44,8 @@ def bench_sebulba(config: Config, seconds: float) -> dict[str, Any]:
   Raises:
     RunError: if the environments do not answer.
   """
+  if config.architecture != 'sebulba':
+    raise UsageError(f'bench measures sebulba: leave out --architecture {config.architecture}')
   resolved = resolve(config)
   if config.replay != 'device':
     raise UsageError(

@@ -590,6 +590,7 @@ def test_bench_takes_actions_that_masks_allow(run: Command) -> None:
     (['sebulba', 'catch', '--seconds', 'x'], '--seconds'),
     (['sebulba', 'catch', '--run-dir', 'x'], '--run-dir'),
     (['sebulba', 'catch', '--replay', 'host'], '--replay host'),
+    (['sebulba', 'catch', '--architecture', 'anakin'], '--architecture anakin'),
     (['sebulba', '--replay', 'service', '--lag', 'async'], '--replay service'),
   ],
 )

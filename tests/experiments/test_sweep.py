@@ -440,6 +440,7 @@ def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> 
   [
     (['catch'], '--vary'),
     (['catch', '--vary', 'x=1', '--method', 'best'], '--method'),
+    (['catch', '--vary', 'agent=ppo,impala'], '--vary agent'),
     (['catch', '--vary', 'x=1', '--prune'], '--method tpe'),
     (['catch', '--vary', 'x=1', '--trials', '3'], 'not grid'),
     (['catch', '--vary', 'x=1', '--every', '3', '--method', 'random'], '--method pbt'),

@@ -109,7 +109,7 @@ def parse(texts: Sequence[str]) -> Spaces:
       raise UsageError(f'--vary {text}: expected FIELD=VALUES, as agent.learning-rate=1e-4,1e-3')
     if name in spaces:
       raise UsageError(f'--vary {name} is given twice; give all its values at once')
-    if name in ('seed', 'seeds', 'run-dir', 'total-steps'):
+    if name in ('agent', 'seed', 'seeds', 'run-dir', 'total-steps'):
       raise UsageError(f'--vary {name}: a sweep compares settings with the same one; give --{name}')
     spaces[name] = (
       _parse_range(text, values)
