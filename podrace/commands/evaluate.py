@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from podrace.commands.configure import agent_settings, parse
@@ -15,7 +14,7 @@ from podrace.commands.shared_options import (
 from podrace.errors import UsageError
 from podrace.run import compile_cache
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import print_json, print_text, results_alone, tell
+from podrace.system.output import print_json, results_alone, tell
 
 COMMAND = Command(
   'eval',
@@ -71,7 +70,7 @@ def run(args: list[str]) -> int:
   from podrace.run.directory import load_config
 
   if '--no-compile-cache' not in options:
-    compile_cache.enable(lambda text: print_text(f'podrace eval: {text}', file=sys.stderr))
+    compile_cache.enable(tell)
   only = evaluate.GREEDY if '--greedy' in options else ''
   only = evaluate.SAMPLED if '--sample' in options else only
   acting = (only,) if only else evaluate.ACTING

@@ -63,16 +63,15 @@ def read(path: Path) -> Rates:
   Raises:
     UsageError: if the file cannot be read, or has no rates.
   """
+  command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
   try:
     lines = read_bytes(path, RECORD_BYTES, follow=True).splitlines()
     record = parse_json(lines[-1])
   except FileNotFoundError as e:
-    command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
     raise UsageError(f'{path} is no file of rates, which `{command}` writes: {e.strerror}') from e
   except UnreadableFile:
     raise
   except (ValueError, IndexError) as e:
-    command = f'podrace bench sebulba PRESET > {shlex.quote(str(path))}'
     raise UsageError(f'{path}: its last line is no JSON; `{command}` writes rates') from e
   return Rates.from_bench(record)
 

@@ -270,8 +270,11 @@ class Band:
   count: Floats  # [P] number of curves
 
 
-def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0.95) -> Band:
-  """Aggregate curves at common positions. Each counts as far as it goes, linearly interpolated."""
+def make_band(curves: Sequence[RunCurve], center: str = 'mean') -> Band:
+  """Aggregate curves at common positions, with 95% intervals.
+
+  Each curve counts as far as it goes, linearly interpolated.
+  """
   start = max(min(c.x[0] for c in curves), 0.0)
   grid = np.linspace(start, max(c.x[-1] for c in curves), GRID)
   if len(curves) == 1:
@@ -288,20 +291,17 @@ def make_band(curves: Sequence[RunCurve], center: str = 'mean', level: float = 0
       rows[0, part] = CENTERS[center](values, axis=0)
     if len(values) > 1:
       rows[1:3, part] = interval(
-        lambda tasks: CENTERS[center](tasks[0], axis=0),
-        [values],
-        level=level,
-        resamples=CURVE_RESAMPLES,
+        lambda tasks: CENTERS[center](tasks[0], axis=0), [values], resamples=CURVE_RESAMPLES
       )
   kept = rows[3] > 0
   return Band(grid[kept], *(row[kept] for row in rows))
 
 
-def final_mean(curve: RunCurve, part: float = 0.1) -> float:
-  """Return the mean of a curve's last `part`, a tenth of its range.
+def final_mean(curve: RunCurve) -> float:
+  """Return the mean of a curve's last tenth.
 
   The mean of a return weighs episodes alike, as in summary.json. Any other weighs lines alike.
   """
   if curve.final is not None:
     return curve.final
-  return float(np.mean(curve.y[curve.x >= (1 - part) * curve.x[-1]]))
+  return float(np.mean(curve.y[curve.x >= 0.9 * curve.x[-1]]))

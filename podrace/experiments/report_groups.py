@@ -60,7 +60,8 @@ def _collect_group(
   agent = agent_of((read_record(runs[0].path) or {}).get('agent') or {'name': ''})[0]
   returns = _curves(runs, 'episode_return', 'steps')
   final = [] if config.log else [curves.final_mean(c) for c in returns]
-  names = {n for run in runs for line in run.lines for n, x in line.items() if not _is_list(x)}
+  pairs = (pair for run in runs for line in run.lines for pair in line.items())
+  names = {n for n, x in pairs if not isinstance(x, list)}
   bands = {n: _bands(runs, n) for n in sorted(names.difference(POSITIONS))}
   evaluated = [
     dataclasses.replace(r, lines=take_seeds(lines, r.seeds))
@@ -84,10 +85,6 @@ def _collect_group(
     'telling': MOST_TELLING.get(agent, ''),
     'meanings': meanings_of(agent),
   }
-
-
-def _is_list(x: Any) -> bool:
-  return isinstance(x, list)
 
 
 def _curves(runs: Sequence[LoggedRun], metric: str, x: curves.X) -> list[RunCurve]:

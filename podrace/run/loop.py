@@ -16,7 +16,7 @@ import numpy as np
 from podrace import hooks
 from podrace.architectures.hashes import machine, params_sha256
 from podrace.architectures.protocol import Architecture
-from podrace.errors import CheckpointError, Stopped, UnreadableFile
+from podrace.errors import CheckpointError, UnreadableFile
 from podrace.run import metrics
 from podrace.run.build import assemble, build_discovery, describe_devices, make_server
 from podrace.run.callbacks import Callback, Callbacks
@@ -107,13 +107,12 @@ def discover(
   override: bool = False,
   sinks: tuple[str | metrics.Sink, ...] = (),
   quiet: bool = False,
-  callbacks: Sequence[Callback] = (),
 ) -> dict[str, Any]:
   """Train a rule, as `train` trains an agent; the rule is `rule.npz` in the run directory."""
   from podrace.architectures.discovery.program import write_rule
 
   config = continued(config, Path(run_dir))
-  options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks(callbacks, override))
+  options = RunOptions(Path(run_dir), override, sinks, quiet, Callbacks((), override))
   program = build_discovery(config)
   with open_run(config, options) as console:
     run = Run(config, program, options, console)
@@ -198,7 +197,7 @@ class Run:
         return summary
       self._listen(stack)
       self._open(stack, is_ours)
-      noted = note_end(self.run_dir, Stopped, is_ours, lambda: self.has_begun)
+      noted = note_end(self.run_dir, is_ours, lambda: self.has_begun)
       with noted if self.leader else contextlib.nullcontext():
         self._compile(stack)
         state, keys = self._restore_or_init()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from podrace.errors import CheckpointError, RunError, UnreadableFile, UsageError
+from podrace.errors import CheckpointError, RunError, Stopped, UnreadableFile, UsageError
 from podrace.system.files import write_whole
 from podrace.system.files.reading import read_object
 from podrace.system.files.schema import TEXT
@@ -24,7 +24,6 @@ END = 'end.json'  # in a run directory without a summary
 @contextlib.contextmanager
 def note_end(
   path: Path,
-  stopped: type[Exception],
   is_ours: Callable[[], bool] = lambda: True,
   has_begun: Callable[[], bool] = lambda: False,
 ) -> Iterator[None]:
@@ -34,7 +33,6 @@ def note_end(
 
   Args:
     path: the run directory.
-    stopped: the exception that a signal raises.
     is_ours: returns whether the directory is still the run's. Else nothing is written.
     has_begun: returns whether training has begun.
   """
@@ -53,7 +51,7 @@ def note_end(
 
   try:
     yield
-  except stopped as e:
+  except Stopped as e:
     note(STOPPED, str(e))
     raise
   except UsageError as e:

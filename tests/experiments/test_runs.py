@@ -145,25 +145,25 @@ def test_how_a_life_ended_is_kept_until_the_next(tmp_path: Path) -> None:
     (ValueError('Traceback\n  the disk is full\n\n'), ('failed', 'ValueError: the disk is full')),
     (ValueError(), ('failed', 'ValueError()')),
   ):
-    with pytest.raises(type(error)), run_end.note_end(path, Stopped):
+    with pytest.raises(type(error)), run_end.note_end(path):
       assert runs.inspect_run(path).state == 'killed'  # as if it ended here
       raise error
     found = runs.inspect_run(path)
     assert (found.state, found.why) == expected
-  with pytest.raises(UsageError), run_end.note_end(path, Stopped):
+  with pytest.raises(UsageError), run_end.note_end(path):
     raise UsageError('refused')
   assert (runs.inspect_run(path).state, runs.inspect_run(path).why) == ('failed', 'ValueError()')
-  with pytest.raises(OSError), run_end.note_end(path, Stopped, lambda: False):
+  with pytest.raises(OSError), run_end.note_end(path, lambda: False):
     raise OSError("the directory is another run's")
   assert not (path / 'end.json').exists()
-  with run_end.note_end(path, Stopped):
+  with run_end.note_end(path):
     pass
   assert not (path / 'end.json').exists()
 
 
 def test_the_reason_is_the_first_cause(tmp_path: Path) -> None:
   path = make(tmp_path / 'a', line(300))
-  with pytest.raises(RunError), run_end.note_end(path, Stopped):
+  with pytest.raises(RunError), run_end.note_end(path):
     try:
       raise ZeroDivisionError('of my own')
     except ZeroDivisionError as e:

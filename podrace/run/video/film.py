@@ -19,7 +19,7 @@ from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import spread_env_ids
 from podrace.run.saved_params import restore_params
 from podrace.run.video import stages
-from podrace.run.video.pictures import NumericObservation, draw_numbers
+from podrace.run.video.pictures import NumericObservation, draw_numbers, enlarge
 from podrace.run.video.stages import Stage
 from podrace.settings.resolved import Resolved
 from podrace.system.files import make_folder, make_user_folder, write_whole
@@ -31,7 +31,6 @@ from podrace.system.process import scratch_directory
 BAR = 24  # height of the caption above a picture, in pixels
 GIF_FRAMES = 600  # most frames; longer episodes lose frames evenly
 GIF_WIDTH = 320
-SIDE = 256  # pixels that the longer side of a small frame is enlarged to, at most
 RATES = 2, 30  # least and largest frames per second that are chosen for an episode
 SECONDS = 4  # that a short episode should last
 HOLD = 1  # second that the last frame is shown for
@@ -156,12 +155,6 @@ def pad_to_even(picture: np.ndarray) -> np.ndarray:
   """Pad a picture to even sides, as H.264 requires."""
   h, w = picture.shape[:2]
   return np.ascontiguousarray(np.pad(picture, ((0, h % 2), (0, w % 2), (0, 0))))
-
-
-def enlarge(picture: np.ndarray) -> np.ndarray:
-  """Repeat the pixels of a small picture, up to SIDE for its longer side."""
-  factor = max(1, SIDE // max(picture.shape[:2]))
-  return picture.repeat(factor, 0).repeat(factor, 1)
 
 
 def add_caption(picture: np.ndarray, words: str) -> np.ndarray:
