@@ -87,8 +87,11 @@ def class_and_file(word: str) -> tuple[str, str]:
   Raises:
     UsageError: if it is no name in Python.
   """
-  if not word.isidentifier() or keyword.iskeyword(word) or word.startswith('_'):
-    raise UsageError(f'{word!r} is no name for a class: take letters, digits and _')
   name = ''.join(part[:1].upper() + part[1:] for part in word.split('_'))
   file = re.sub(r'(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])', '_', name).lower()
+  if not word.isidentifier() or {word, file} & {*keyword.kwlist} or word.startswith('_'):
+    raise UsageError(
+      f'{word!r} is no name for a class and its module: take letters, digits and _, and no word of '
+      'Python'
+    )
   return name, file

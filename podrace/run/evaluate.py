@@ -155,10 +155,10 @@ def evaluate(
     UsageError: if there is no checkpoint, or a module or `env` is refused.
     RunError: if an environment fails, or does not end its episode.
   """
-  _check_numbers(episodes, max_steps, seed)
+  check_numbers(episodes, max_steps, seed)
   resolved = Resolved(config or load_config(run_dir, allow_code), run_dir).acting
   config, stage = resolved.config, stage_of(resolved, env)
-  _check_acting(resolved.agent, acting)
+  check_acting(resolved.agent, acting)
   step, params, skipped = restore_params(resolved, run_dir, checkpoint, member)
   config = config if member is None else dataclasses.replace(config, seeds=1)
   plan = f'{episodes:,} episodes, {" and ".join(acting)}'
@@ -189,7 +189,7 @@ def _name_statistics(statistics: dict[str, Any], prefix: str) -> dict[str, Any]:
   return {f'{prefix}{name}': x for name, x in statistics.items()}
 
 
-def _check_acting(agent: Any, acting: Sequence[str]) -> None:
+def check_acting(agent: Any, acting: Sequence[str]) -> None:
   """Raise UsageError for a way of acting that is unknown, or that the agent does not have."""
   if strange := [way for way in acting if way not in ACTING]:
     raise UsageError(f'acting must be greedy or sampled, not {strange[0]!r:.100}')
@@ -197,7 +197,7 @@ def _check_acting(agent: Any, acting: Sequence[str]) -> None:
     raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
 
 
-def _check_numbers(episodes: int, max_steps: int, seed: int) -> None:
+def check_numbers(episodes: int, max_steps: int, seed: int) -> None:
   """Raise UsageError for a number out of bounds."""
   for name, value, low, high in (
     ('--episodes', episodes, 1, 2**31 - 1),

@@ -89,6 +89,7 @@ def test_nothing_is_overwritten_or_hidden(tmp_path: Path, capsys: Capture) -> No
     (('agent', 'Random'), 'there is a module random already'),
     (('agent', '3d'), 'is no name for a class'),
     (('agent', 'class'), 'is no name for a class'),
+    (('agent', 'Lambda'), 'is no name for a class'),  # its test would import a module lambda
     (('agents', 'X'), 'init takes agent, env, network or cenv'),
     (('agent',), 'init takes agent, env, network or cenv'),
   ):

@@ -265,6 +265,16 @@ def test_an_environment_that_cannot_evaluate_is_named_before_training(
   assert not list((tmp_path / 'runs').glob('*/checkpoints'))
 
 
+def test_an_evaluation_out_of_bounds_is_refused_before_training(
+  tmp_path: Path, capsys: Capture
+) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY.replace('max_steps = 600', 'max_steps = 3_000_000_000'))
+  program = arguments(tmp_path, '--program', 'catch.impala.0')
+  code, _, err = called(capsys, 'reproduce', *program)
+  assert code == 2 and '--max-steps' in err
+  assert not (tmp_path / 'runs/catch.impala.0').exists()
+
+
 def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> None:
   (tmp_path / 'tiny.toml').write_text('a = ' + '[' * 5_000)
   assert called(capsys, 'reproduce', *arguments(tmp_path))[0] == 2

@@ -235,19 +235,21 @@ def run_program(
     change: returns a configuration with options of the agent, for the evaluation.
     say: receives progress messages.
   """
-  from podrace.run.evaluate import eval_env, evaluate
+  from podrace.run.evaluate import check_acting, check_numbers, evaluate, stage_of
   from podrace.run.loop import train
 
   config, run_dir = plan.configs[program.name], plan.run_dir(program)
   make_user_folder(plan.folder)
-  if program.evaluation.env:  # a mistake shows before training
-    eval_env(Resolved(config).acting, program.evaluation.env, 'eval_env')
+  how, seed = program.evaluation, EVALUATION_SEED + program.first
+  check_numbers(how.episodes, how.max_steps, seed)  # a mistake shows before training
+  acting = Resolved(config).acting
+  check_acting(acting.agent, (how.acting,))
+  stage_of(acting, how.env)
   killed_at = kill_repeatedly(program, run_dir, say) if program.kills else []
   summary = train(config, run_dir)
   with locked(run_dir):  # so that another `podrace reproduce` waits
-    how = program.evaluation
     evaluated = evaluate(
-      run_dir, how.episodes, EVALUATION_SEED + program.first, (how.acting,), how.max_steps,
+      run_dir, how.episodes, seed, (how.acting,), how.max_steps,
       config=change(continued(config, run_dir), how.options), say=say, env=how.env,
     )  # fmt: skip
     record = make_record(
