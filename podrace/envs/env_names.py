@@ -121,7 +121,11 @@ def _not_of_type(env: str, option: str, value: Value, expected: str, is_text: bo
 def read_options(
   env: str, options: Mapping[str, Value], defaults: Mapping[str, Value]
 ) -> dict[str, Any]:
-  """Return `defaults` updated with `options` of the same types; an int may stand for a float."""
+  """Return `defaults` updated with `options` of the same types; an int may stand for a float.
+
+  Raises:
+    UnknownName: if an option is unknown, of another type, or an int that 32 bits do not hold.
+  """
   takes = ', '.join(f'{k}={values.text_of(v)}' for k, v in sorted(defaults.items())) or 'no options'
   result: dict[str, Any] = dict(defaults)
   for option, value in options.items():
@@ -134,6 +138,8 @@ def read_options(
       value = float(value)
     if type(value) is not kind:
       raise _not_of_type(env, option, value, f'{kind.__name__} ({takes})', kind is str)
+    if kind is int and abs(value) >= 2**31:
+      raise UnknownName(f'option {option}={value} of {env} is not within 32 bits')
     result[option] = value
   return result
 

@@ -61,10 +61,11 @@ def _wrappers(name: str, options: dict[str, Any]) -> list[Callable[[Any], Any]]:
   shows_state = read_options(name, {k: options.pop(k) for k in SHOWN if k in options}, SHOWN)
   key, env, _ = parse(name)
   wrappers: list[Callable[[Any], Any]] = []
-  if 'hide' in options:
+  ours = {} if key == 'python' else options  # a function may take options of these names itself
+  if 'hide' in ours:
     hidden = importlib.import_module('podrace.envs.hidden')
     wrappers.append(functools.partial(hidden.without_velocities, hidden.read(key, env, options)))
-  if 'noise' in options and key != 'python':  # a function may take it itself
+  if 'noise' in ours:
     noise = importlib.import_module('podrace.envs.noise')
     wrappers.append(functools.partial(noise.with_noise, f'{key}:{env}', options.pop('noise')))
   if shows_state['state']:

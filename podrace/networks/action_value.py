@@ -15,7 +15,6 @@ from podrace import distributions
 from podrace.networks.layers import Conv, Dense, flat, unit
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.recurrent_body import RecurrentBody
-from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
 
 CHANNELS = 64  # of each convolution of the paper's network
@@ -30,7 +29,7 @@ class _SmallValue(nn.Module):
   def setup(self) -> None:
     s = self.settings
     first, *rest = s.head_hidden
-    self.torso, self.mlp = s.make_torso(), Mlp(tuple(rest), s.activate, s.kernel_init)
+    self.torso, self.mlp = s.make_torso(), s.mlp(tuple(rest))
     self.rnn = s.make_core()
     self.state, self.action, self.output = (
       Dense(n, kernel_init=s.kernel_init) for n in (first, first, 1)

@@ -155,6 +155,10 @@ class Body:
     layers = self.image_torso, sizes, self.activate, self.kernel_init, self.transformer
     return Torso(*layers, layer_norm)
 
+  def mlp(self, hidden: tuple[int, ...]) -> nn.Module:
+    """Return an MLP with the settings of the network."""
+    return torsos.Mlp(hidden, self.activate, self.kernel_init)
+
   def make_core(self) -> Core | TransformerCore | None:
     """Return the recurrent core; None if there is none."""
     if self.core == 'transformer':

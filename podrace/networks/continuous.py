@@ -16,7 +16,6 @@ from podrace import distributions
 from podrace.networks.layers import Dense, flat
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.recurrent_body import RecurrentBody
-from podrace.networks.torsos import Mlp
 from podrace.types import Array, TimeStep
 
 
@@ -32,7 +31,7 @@ class _Actor(nn.Module):
     else:
       x = s.make_torso(hidden=())(observation)
       x, state = s.remember(s.make_core(), state, x, timesteps, previous)
-      x = Mlp(s.hidden, s.activate, s.kernel_init)(x)
+      x = s.mlp(s.hidden)(x)
     size = s.distribution.size // (2 if s.deterministic else 1)
     return split_time(Dense(size, kernel_init=s.kernel_init)(x), length), state
 
@@ -68,8 +67,7 @@ class _Critic(nn.Module):
     x = jnp.concatenate([*features, action], axis=-1)
     outputs = []
     for _ in range(s.critics):
-      y = Mlp(s.hidden, s.activate, s.kernel_init)(x)
-      outputs.append(Dense(s.atoms, kernel_init=s.kernel_init)(y))
+      outputs.append(Dense(s.atoms, kernel_init=s.kernel_init)(s.mlp(s.hidden)(x)))
     return jnp.stack(outputs)
 
 

@@ -20,7 +20,6 @@ from podrace.networks.body import Body
 from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, flat
 from podrace.networks.protocol import merge_time, split_time
-from podrace.networks.torsos import Mlp
 from podrace.networks.towers import Convolution, Downsample, Tower
 from podrace.types import Array, TimeStep
 
@@ -291,10 +290,6 @@ class LearnedModel(Body):
       return None
     low, high = returns.rescale(jnp.array([self.v_min, self.v_max], jnp.float32))
     return jnp.linspace(low, high, self.bins)
-
-  def mlp(self, hidden: tuple[int, ...]) -> nn.Module:
-    """Return an MLP with the settings of the network."""
-    return Mlp(hidden, self.activate, self.kernel_init)
 
   def encode_action(self, action: Array) -> Array:
     """Raw samples [B, ...] as the numbers [B, n] that the dynamics are given."""

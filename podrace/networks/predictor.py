@@ -15,7 +15,6 @@ from podrace.networks.body import Body
 from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, product
 from podrace.networks.protocol import merge_time, split_time
-from podrace.networks.torsos import Mlp, Torso
 from podrace.types import Array, TimeStep
 
 
@@ -35,7 +34,7 @@ class _Predictor(nn.Module):
   def setup(self) -> None:
     s = self.settings
     actions, small = s.distribution.size, nn.initializers.truncated_normal(0.01)
-    self.torso = Torso(s.image_torso, s.hidden[:-1], s.activate, s.kernel_init, s.transformer)
+    self.torso = s.make_torso(hidden=s.hidden[:-1])
     # Linear, as in google-deepmind/disco_rl.
     self.features = [Dense(n, kernel_init=s.kernel_init) for n in s.hidden[-1:]]
     self.rnn = s.make_core()
@@ -50,8 +49,7 @@ class _Predictor(nn.Module):
 
   def _head(self, size: int) -> nn.Module:
     s = self.settings
-    hidden = Mlp(s.head_hidden, s.activate, s.kernel_init)
-    return nn.Sequential([hidden, Dense(size, kernel_init=s.kernel_init)])
+    return nn.Sequential([s.mlp(s.head_hidden), Dense(size, kernel_init=s.kernel_init)])
 
   def __call__(
     self, state: Any, timesteps: TimeStep, action: Array | None = None

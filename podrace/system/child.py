@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import IO, Any
 
 
@@ -20,6 +21,11 @@ def python(*arguments: str) -> tuple[str, ...]:
   modules.
   """
   return sys.executable, '-P', *arguments
+
+
+def import_path() -> list[str]:
+  """Return the `sys.path` for a child: that of this process, and then podrace's directory."""
+  return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(__file__).parents[2])]))
 
 
 def exit_code(code: int) -> int:

@@ -20,17 +20,8 @@ WAITING_FOR_INSERTS, WAITING_FOR_SAMPLES = 'waiting_for_inserts', 'waiting_for_s
 REPORT_AFTER = 10.0  # seconds before a waiting call is reported
 
 
-class Closed(Exception):
-  """Error of a call on a table that was closed before or during the call.
-
-  `taken` holds the samples that the call had drawn already, as in RateLimited.
-  """
-
-  taken: Samples | None = None
-
-
-class RateLimited(TimeoutError):
-  """Error of a call that reached its timeout. The message names the condition it waited for.
+class Interrupted(Exception):
+  """Base of the errors that end a call.
 
   `taken` holds the samples that the call had drawn already. They count as sampled. None if the
   call had drawn nothing.
@@ -39,13 +30,16 @@ class RateLimited(TimeoutError):
   taken: Samples | None = None
 
 
-class Cancelled(Exception):
-  """Error of a call that was waiting when `Table.cancel` was called.
+class Closed(Interrupted):
+  """Error of a call on a table that was closed before or during the call."""
 
-  `taken` holds the samples that the call had drawn already, as in RateLimited.
-  """
 
-  taken: Samples | None = None
+class RateLimited(Interrupted, TimeoutError):
+  """Error of a call that reached its timeout. The message names the condition it waited for."""
+
+
+class Cancelled(Interrupted):
+  """Error of a call that was waiting when `Table.cancel` was called."""
 
 
 class Pending:

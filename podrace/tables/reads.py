@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from podrace.tables.blocking import Cancelled, Closed, Desk, RateLimited, Wait, deadline_of
+from podrace.tables.blocking import Desk, Interrupted, Wait, deadline_of
 from podrace.tables.contents import Contents
 from podrace.tables.inserts import Inserts
 from podrace.tables.items import Draws, Samples
@@ -26,7 +26,7 @@ class Reads:
     draws = Draws([], [])
     try:
       self._take(draws, n, least, deadline_of(timeout), peek)
-    except (RateLimited, Cancelled, Closed) as e:
+    except Interrupted as e:
       if draws.items:
         e.taken = self._read(draws)
       raise

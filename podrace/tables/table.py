@@ -11,15 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podrace.tables.blocking import (
-  REPORT_AFTER,
-  Closed,
-  Desk,
-  InFlight,
-  Pending,
-  Wait,
-  log,
-)
+from podrace.tables.blocking import REPORT_AFTER, Closed, Desk, InFlight, Pending, log
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.contents import Contents, read_updates
 from podrace.tables.inserts import Inserts
@@ -114,10 +106,6 @@ class Table:
   def submit(self, item: Item, writer: InFlight) -> Pending | None:
     """Insert an item or queue it, as Inserts.submit."""
     return self.inserts.submit(item, writer)
-
-  def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
-    """Wait for an item that `submit` queued, as Inserts.wait_for."""
-    self.inserts.wait_for(pending, most, wait)
 
   # --- sampling ---------------------------------------------------------------------------------
 

@@ -114,9 +114,9 @@ def test_the_command_ends_with_2_and_one_line(env: str, capsys: pytest.CaptureFi
   assert exit_.value.code == 2 and 'noise' in error and error.count('\n') == 1
 
 
-def noisy(noise: float = 0.5) -> Any:
-  return podrace.envs.make(f'podrace:catch,rows={int(noise * 10)}')
+def noisy(noise: float = 0.5, hide: str = '') -> Any:
+  return podrace.envs.make(f'podrace:catch,rows={int(noise * 10)},columns={len(hide)}')
 
 
-def test_functions_of_the_users_may_have_the_option_themselves() -> None:
-  assert make(f'python:{__name__}.noisy,noise=0.7').observation_space.shape == (7, 5)
+def test_functions_of_the_users_may_have_the_options_themselves() -> None:
+  assert make(f'python:{__name__}.noisy,noise=0.7,hide=ab').observation_space.shape == (7, 2)

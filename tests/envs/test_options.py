@@ -163,6 +163,8 @@ def test_functions_of_the_users(make: Any) -> None:
     'podrace:catch,state=1',
     'gymnax:CartPole-v1,gravity=None',
     f'gymnax:CartPole-v1,gravity={10**400}',
+    f'podrace:memory,length={2**31}',
+    f'ale:pong,max_frames={2**31}',
     'jumanji:Snake-v1,time_limit=007',
     'navix:Navix-Empty-5x5-v0,max_steps=1e2',
     'brax:ant,backend=5',

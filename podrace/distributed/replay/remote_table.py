@@ -81,7 +81,7 @@ class RemoteTable:
     return item.parts[0][0][0].store.submit(self, item, writer)  # type: ignore[attr-defined]
 
   def wait_for(self, pending: Pending, most: int, wait: Wait) -> None:
-    """Wait as podrace.tables.Table.wait_for. Raise Closed if the client is closed."""
+    """Wait as podrace.tables.inserts.Inserts.wait_for. Raise Closed if the client is closed."""
     assert isinstance(pending, Sending)
     pending.store.wait_for(pending, most, wait)
 

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from podrace.envs.base import infos
 from podrace.envs.hidden import DynamicsWrapper
 from podrace.envs.spaces import map_leaves
 from podrace.errors import UnknownName
@@ -124,4 +123,4 @@ class TimeLimit(DynamicsWrapper):
 
   def infos(self, state: LimitedState) -> dict[str, Array]:
     """Return numbers to log about the episode that ends in `state`."""
-    return infos(self.dynamics, state.inner)
+    return super().infos(state.inner)

@@ -106,20 +106,7 @@ def make(name: str) -> HostSpec:
   key, env, options = env_names.parse(name)
   library = libraries.HOST_LIBRARIES.get(key)
   if library is None:
-    if key not in libraries.LIBRARIES:
-      known = [*libraries.HOST_LIBRARIES, *libraries.LIBRARIES]
-      raise UnknownName(
-        f'no library {key!r} in environment {name!r}{env_names.nearest(key, known)}; '
-        f'the libraries are {", ".join(known)}'
-      )
-    pure = registry.make(name)
-    refused = 'environments in JAX make their pool from keys, see podrace.envs.host.jax'
-
-    def no_pool(args: PoolArgs) -> HostEnvironment:
-      raise TypeError(refused)
-
-    observation, action = (convert(i32, s) for s in (pure.observation_space, pure.action_space))
-    return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=pure)
+    return make_jax_spec(name, registry.make(name))
   module = registry.load_adapter(library, f"environment '{key}:{env}'")
   try:
     return module.make(env, options)
@@ -127,6 +114,19 @@ def make(name: str) -> HostSpec:
     raise UnknownName(
       f"environment '{key}:{env}' needs what is no part of podrace: {error}"
     ) from error
+
+
+def make_jax_spec(name: str, env: Any, multiple: int = 1) -> HostSpec:
+  """Return the specification of an environment in JAX, whose pool is made from keys.
+
+  See podrace.envs.host.jax.
+  """
+
+  def no_pool(args: PoolArgs) -> HostEnvironment:
+    raise TypeError('environments in JAX make their pool from keys, see podrace.envs.host.jax')
+
+  observation, action = (convert(i32, s) for s in (env.observation_space, env.action_space))
+  return HostSpec(name, observation, action, no_pool, ordered_only=True, jax=env, multiple=multiple)
 
 
 SIZES = 4  # padded sizes of batches: all environments of a thread, half of them, ...

@@ -22,7 +22,7 @@ from podrace.envs.host import registered, trial
 from podrace.envs.host import worker as w
 from podrace.envs.host.base import HostSpec, PoolArgs
 from podrace.envs.host.checker import Checker
-from podrace.envs.host.infos import FIELDS, Infos
+from podrace.envs.host.infos import Infos
 from podrace.envs.host.spaces import WRAPPER, action_bounds, allowed_choices, best_choices, in_jax
 from podrace.envs.host.worker_pool import EnvironmentFailed, WorkerPool
 from podrace.envs.options import Value
@@ -130,11 +130,11 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
     check = Checker(spec, 1)
     pool.reset()
     arrival = pool.recv()
-    check(_of_first(spec, arrival))
+    check(_of(spec, arrival, 0))
     name = 'step'
     _send(spec, pool, arrival)
     arrival = pool.recv()
-    check(_of_first(spec, arrival))
+    check(_of(spec, arrival, 0))
     return _repeats(spec, pool, arrival)
   except EnvironmentFailed as error:
     raise UsageError(str(error)) from error
@@ -142,11 +142,6 @@ def _try_out(spec: HostSpec, pool: WorkerPool, methods: Mapping[str, str]) -> bo
     raise UsageError(f'{methods[name]}, tried out once before the run: {error}') from error
   finally:
     pool.close()
-
-
-def _of_first(spec: HostSpec, arrival: Arrival) -> Arrival:
-  """Return the arrival of the first environment alone."""
-  return _of(spec, arrival, 0)
 
 
 def _of(spec: HostSpec, arrival: Arrival, i: int) -> Arrival:
@@ -221,11 +216,4 @@ def _fields(name: str, observation_space: Any, action_space: Any) -> list[w.Fiel
       advice = f'{WRAPPER} make it of numbers' if where == w.ACTION else LEAVE_OUT
       raise UnknownName(f'{name}: no arrays of numbers for {where}, which is {space}; {advice}')
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in parts]
-  return [
-    *fields,
-    (w.REWARD, '<f8', []),
-    (w.TERMINATED, '|b1', []),
-    (w.TRUNCATED, '|b1', []),
-    (w.SEED, '<i8', []),
-    *FIELDS,
-  ]
+  return [*fields, (w.REWARD, '<f8', []), *w.ENDS]

@@ -25,7 +25,7 @@ from gymnasium import spaces
 
 from podrace.envs import env_names
 from podrace.envs.hidden import make_gymnasium
-from podrace.envs.host.infos import InfoAdder
+from podrace.envs.host.infos import FIELDS, InfoAdder
 from podrace.envs.host.trial import blame_exception, owner, watch_layers
 from podrace.envs.spaces import leaves, values
 from podrace.errors import HostError, RunError, UsageError
@@ -41,6 +41,7 @@ SCORE = 'score'  # of environments whose rewards for learning differ from those 
 SEED = 'seed'  # of the next reset; -1: the environment goes on with its own random numbers
 
 Field = tuple[str, str, list[int]]  # name, dtype, shape of one environment's
+ENDS: list[Field] = [(TERMINATED, '|b1', []), (TRUNCATED, '|b1', []), (SEED, '<i8', []), *FIELDS]
 
 
 def arrays(memory: mmap.mmap, fields: list[Field], n: int) -> dict[str, np.ndarray]:

@@ -8,11 +8,9 @@ import os
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,7 +19,7 @@ from podrace.envs.host import worker as w
 from podrace.envs.host.action_log import ActionLog
 from podrace.envs.host.answer_timer import START_SECONDS
 from podrace.errors import HostError
-from podrace.system.child import python
+from podrace.system.child import import_path, python
 
 TELL_SECONDS = 5.0  # time for a worker to send its exception
 KILL_SECONDS = 30.0  # time for a killed process to end
@@ -67,11 +65,6 @@ def memory_file(length: int) -> Any:
     file.close()
     raise
   return file
-
-
-def _path() -> list[str]:
-  """Return the module path of a worker: this process's, and then podrace's directory."""
-  return list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(w.__file__).parents[3])]))
 
 
 class History:
@@ -138,7 +131,7 @@ class WorkerProcess:
       'start': self.first,
     }
     settings['parent'] = os.getpid()
-    settings['path'] = _path()
+    settings['path'] = import_path()
     if history is not None:
       settings['history'] = history.settings(self.ids)
     text = json.dumps(settings).encode()

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from podrace.envs.host.base import HostSpec, PoolArgs, SavedPool
+from podrace.envs.host.base import HostSpec, PoolArgs, SavedPool, make_jax_spec
 from podrace.envs.host.spaces import i32
 from podrace.envs.host.timesteps import everyone
 from podrace.envs.logs.log_environment import (
@@ -41,11 +41,7 @@ def host_spec(log: Log, share: Share, env: HostSpec | None) -> HostSpec:
   """
   if env is None or env.jax is not None or share[0] == share[1]:
     pure = LogEnvironment(log, share, None if env is None else env.jax)
-    observation, action = (convert(i32, s) for s in (pure.observation_space, pure.action_space))
-    name = log.name if env is None else env.name
-    return HostSpec(
-      name, observation, action, _no_pool, ordered_only=True, jax=pure, multiple=share[1]
-    )
+    return make_jax_spec(log.name if env is None else env.name, pure, share[1])
   return dataclasses.replace(
     env,
     observation_space=convert(i32, observation_space(env)),
@@ -54,10 +50,6 @@ def host_spec(log: Log, share: Share, env: HostSpec | None) -> HostSpec:
     frame_stack=0,  # replay stores whole stacks, as the log has recorded actions beside them
     multiple=share[1],
   )
-
-
-def _no_pool(args: PoolArgs) -> HostEnvironment:
-  raise TypeError('environments in JAX make their pool from keys, see podrace.envs.host.jax')
 
 
 class _HostLog:

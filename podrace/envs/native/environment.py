@@ -17,7 +17,7 @@ import numpy as np
 from podrace.envs.env_names import full_name, nearest, read_options
 from podrace.envs.host import worker as w
 from podrace.envs.host.base import HostSpec, PoolArgs
-from podrace.envs.host.infos import FIELDS, Infos
+from podrace.envs.host.infos import Infos
 from podrace.envs.host.worker_pool import WorkerPool
 from podrace.envs.libraries import NATIVE_EXAMPLES
 from podrace.envs.native.build import HERE, compile_library
@@ -112,7 +112,6 @@ def _isolated_pool(label: str, spec: NativeSpec, infos: Infos, args: PoolArgs) -
   space = spec.observation_space()
   parts = [*leaves(space), (w.ACTION, spec.action.space())]
   fields: list[w.Field] = [(n, np.dtype(s.dtype).str, list(s.shape)) for n, s in parts]
-  fields += [(w.REWARD, '<f4', []), (w.SCORE, '<f4', [])]
-  fields += [(w.TERMINATED, '|b1', []), (w.TRUNCATED, '|b1', []), (w.SEED, '<i8', []), *FIELDS]
+  fields += [(w.REWARD, '<f4', []), (w.SCORE, '<f4', []), *w.ENDS]
   args = dataclasses.replace(args, saves=False)
   return WorkerPool(label, fields, space, args, infos, maker='podrace.envs.native.isolated')

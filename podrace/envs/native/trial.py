@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from podrace.envs.native.library import TEXT, EnvironmentLibrary, NativeSpec, te
 from podrace.envs.spaces import bounds
 from podrace.envs.timestep_rules import choices_of, is_outside
 from podrace.errors import UsageError
-from podrace.system.child import python
+from podrace.system.child import import_path, python
 
 STEPS = 100  # of each part of the check
 SPEC_SECONDS = 60.0
@@ -56,7 +55,7 @@ def run_trial(
   settings = dict(
     name=name, library=str(library.absolute()), options=options.decode(),
     check=deadline is not None,
-    path=list(dict.fromkeys([*map(os.path.abspath, sys.path), str(Path(__file__).parents[3])])),
+    path=import_path(),
   )  # fmt: skip
   seconds = SPEC_SECONDS if deadline is None else SPEC_SECONDS + deadline
   child = subprocess.Popen(
