@@ -153,7 +153,9 @@ def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
   at = np.array([ends[i][0].center[-1] for i in order])
   for i in range(1, len(at)):
     at[i] = max(at[i], at[i - 1] + gap)
-  at -= max(0.0, at[-1] - high)  # move names above the picture down, with the names below them
+  at[-1] = min(at[-1], high)  # a name above the picture pushes down those that it meets
+  for i in reversed(range(len(at) - 1)):
+    at[i] = min(at[i], at[i + 1] - gap)
   right = max(band.x[-1] for band, _, _ in ends)
   for i, y in zip(order, at, strict=True):
     _, text, color = ends[i]
