@@ -57,7 +57,7 @@ class Stream:
     self.receive = self.reader.receive
     self.shake, self.tls = channel.shake, channel.tls
     self.say_plain, self.end_writing = channel.say_plain, channel.end_writing
-    self._queue = SendQueue()
+    self._queue, self._ended = SendQueue(), False
 
   @property
   def shaken(self) -> bool:
@@ -86,11 +86,12 @@ class Stream:
     """
     return self.send_packed(kind.pack(fields, arrays))
 
-  def send_packed(self, buffers: Sequence[Buffer]) -> bool:
-    """Send the buffers of `Kind.pack`, as `send`."""
+  def send_packed(self, buffers: Sequence[Buffer], last: bool = False) -> bool:
+    """Send the buffers of `Kind.pack`, as `send`. Nothing can be sent after the `last`."""
     with self._channel.lock:
-      if self.closed:
+      if self.closed or self._ended:
         raise ConnectionClosed('it is closed')
+      self._ended = last
       if self._queue:
         if len(self._queue) >= self.max_queued or self._queue.answer_bytes > ANSWER_BYTES:
           raise SendQueueFull('it does not read what it is sent')
