@@ -54,8 +54,10 @@ def run(args: list[str]) -> int:
   if folder is None:
     raise UsageError('record needs --to DIRECTORY, a new directory for the data set')
   ways = [name for name in ('--scripted', '--random') if name in options]
-  if len(ways) > 1 or (ways and '--greedy' in options):
-    raise UsageError('--scripted, --random and --greedy: give one of them')
+  if len(ways) > 1:
+    raise UsageError('--scripted and --random: give one of them')
+  if ways and (unused := sorted({'--checkpoint', '--greedy', '--member'} & {*options.names})):
+    raise UsageError(f'{ways[0]} does not use {", ".join(unused)}: leave it out')
   env, allowed = options.text('--env'), allowed_modules(options)
   name = _name(options, bool(ways and env))
   from podrace.run import record

@@ -55,6 +55,8 @@ def run(args: list[str]) -> int:
   for name, value in (('--episodes', episodes), ('--max-steps', max_steps)):
     if value < 1:
       raise UsageError(f'{name} must be at least 1, not {value}')
+  if {'--live', '--out'} <= {*options.names}:
+    raise UsageError('--live writes nothing: leave out --out')
   show = window(fps or 30) if '--live' in options else None
   allowed = allowed_modules(options)
   from podrace.run.video import film
