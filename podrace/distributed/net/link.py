@@ -250,9 +250,8 @@ class Link:
 
   def _leave(self) -> None:
     """Say BYE."""
-    connection, self._open = self._open, None  # other threads send no more
-    if connection is not None:
-      connection.leave(session_messages.BYE, self._bye)
+    if self._open is not None:
+      self._open.leave(session_messages.BYE, self._bye)
 
   def _lose(self, reason: str, connection: Outgoing | None = None) -> None:
     """End the connection, unless it has been replaced. A new one follows."""
