@@ -153,7 +153,7 @@ def _label_ends(axis: Any, ends: Sequence[tuple[Band, str, str]]) -> None:
   at = np.array([ends[i][0].center[-1] for i in order])
   for i in range(1, len(at)):
     at[i] = max(at[i], at[i - 1] + gap)
-  at[-1] = min(at[-1], high)  # a name above the picture pushes down those that it meets
+  at[-1] = min(at[-1], high)  # a name above the picture moves down, with the names it meets
   for i in reversed(range(len(at) - 1)):
     at[i] = min(at[i], at[i + 1] - gap)
   right = max(band.x[-1] for band, _, _ in ends)

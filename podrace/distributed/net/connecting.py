@@ -115,7 +115,7 @@ class Outgoing:
     """Send a last message, and wait until it is read."""
     stream, until = self.stream, time.monotonic() + BYE_SECONDS
     try:
-      stream.send_packed(bye.pack((reason,), ()), last=True)
+      stream.send_packed(bye.pack((reason,)), last=True)
       stream.socket.settimeout(BYE_SECONDS)
       while not stream.flush() and time.monotonic() < until:
         pass  # the socket waits for room, up to its timeout

@@ -117,10 +117,7 @@ def make(name: str) -> HostSpec:
 
 
 def make_jax_spec(name: str, env: Any, multiple: int = 1) -> HostSpec:
-  """Return the specification of an environment in JAX, whose pool is made from keys.
-
-  See podrace.envs.host.jax.
-  """
+  """Return the specification of an environment in JAX; `podrace.envs.host.jax` makes its pool."""
 
   def no_pool(args: PoolArgs) -> HostEnvironment:
     raise TypeError('environments in JAX make their pool from keys, see podrace.envs.host.jax')

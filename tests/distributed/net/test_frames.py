@@ -242,6 +242,16 @@ def test_the_other_end_is_gone(keys: Path | None) -> None:
       pair.one.send(SHORT, 1, 'x')
 
 
+def test_nothing_follows_the_last_message() -> None:
+  with Pair() as pair:
+    pair.one.send_packed(SHORT.pack([1, 'bye']), last=True)
+    with pytest.raises(ConnectionClosed):
+      pair.one.send(SHORT, 2, 'late')
+    pair.one.close()
+    pair.two.receive()
+    assert [fields for _, fields, _ in pair.heard] == [[1, 'bye']]
+
+
 def test_kinds_have_different_numbers() -> None:
   with pytest.raises(ValueError, match='7'):
     numbered(SHORT, packed(7, 'OTHER'))
