@@ -158,6 +158,7 @@ class Server(ServiceHandler):
     """Release the client's groups, after its last timesteps."""
     self.turned()
     self.slots.leave(peer.state.groups.values())
+    peer.state.groups.clear()  # they hold the peer: without this cycle its memory is freed at once
 
   # --- messages ---------------------------------------------------------------------------------
 
