@@ -105,8 +105,9 @@ TABLE: Mapping[tuple[str, Kind], Defaults] = {
   ),
   ('dqn', 'grid'): Defaults(
     16, 4,
-    _buffer(batch_size=64, min_size=5_000, samples_per_insert=8.0)
-    | {'network.hidden': (128,), 'n_step': 3, 'epsilon': 0.01},
+    SMALL_CONVOLUTIONS
+    | _buffer(batch_size=64, min_size=5_000, samples_per_insert=8.0)
+    | {'n_step': 3, 'epsilon': 0.01},
   ),
   ('dqn', 'pixels'): Defaults(
     16, 8,
