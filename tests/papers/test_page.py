@@ -41,9 +41,9 @@ def nas_rows() -> Iterator[str]:
 
 def avril_rows() -> Iterator[str]:
   for task, methods in results('avril')['returns'].items():
-    for size, returns in methods['AVRIL'].items():
-      both = ' | '.join(interval(x, 1) for x in (returns, methods['bc'][size]))
-      yield f'{task} | {np.mean(methods["expert"]):.0f} | {size} | {both} |'
+    for name, title in {'AVRIL': 'AVRIL', 'bc': '`bc`'}.items():
+      cells = ' | '.join(interval(returns, 1) for returns in methods[name].values())
+      yield f'{task} | {np.mean(methods["expert"]):.0f} | {title} | {cells} |'
 
 
 def himo_rows() -> Iterator[str]:
