@@ -90,9 +90,8 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
   plot.check_out(curves)
   with failing(out):
     make_user_folder(out.parent)
-  panels = _panels(suite)
   groups = [
-    CurveGroup({'env': panels[task], NAME: agent}, [c for r in some for c in r.curves()])
+    CurveGroup({'env': task, NAME: agent}, [c for r in some for c in r.curves()])
     for (task, agent), some in pairs.items()
   ]
   picture = []
@@ -109,12 +108,6 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
   with failing(out):
     write_whole(out, '\n\n'.join(sections) + '\n')
   return {'page': str(out), 'recorded': len(records), 'programs': len(suite.programs)}
-
-
-def _panels(suite: Suite) -> dict[str, str]:
-  """Return the titles of the panels: the environments of tasks, or the tasks if some share one."""
-  envs = {name: task.env for name, task in suite.tasks.items()}
-  return envs if len({*envs.values()}) == len(envs) else {name: name for name in envs}
 
 
 def _head(suite: Suite) -> str:
@@ -284,13 +277,16 @@ def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
   for program in suite.programs:
     if program.name in records:
       shown.setdefault((program.task, program.agent), program)
-  ways = dict.fromkeys(
-    f'{e.episodes:,} {e.acting} episodes for each seed,'
-    + (f' in `{e.env}`' if e.env else f' of at most {e.max_steps:,} steps')
-    for e in (p.evaluation for p in shown.values())
-  )
+  ways: dict[str, dict[str, None]] = {}
+  for evaluation in (p.evaluation for p in shown.values()):
+    way = f'{evaluation.episodes:,} {evaluation.acting} episodes for each seed'
+    where = (
+      f'in `{evaluation.env}`' if evaluation.env else f'of at most {evaluation.max_steps:,} steps'
+    )
+    ways.setdefault(way, {})[where] = None
+  final = '; '.join(', '.join([way, *places]) for way, places in ways.items())
   notes = [
-    f'Final evaluation: {"; ".join(ways)}. The training return is the mean over the episodes that '
+    f'Final evaluation: {final}. The training return is the mean over the episodes that '
     'end in the last tenth of a run.',
     f'Normalization: {suite.scale}. '
     + '; '.join(f'{t.name} {t.low:g} to {t.high:g}' for t in suite.tasks.values()) + '.',
