@@ -19,13 +19,16 @@ from podrace.distributed import replay as service
 from podrace.distributed.batches import Feed, Labelled, Queued, Sampled
 from podrace.distributed.net.process_metrics import Measures, resident_mb
 from podrace.distributed.publishing import Publishing
-from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import HIGHEST, Addresses, check, run_name
 from podrace.distributed.run_tables import (
+  check_sample,
   episodes_table,
+  label_contents,
   replay_table,
   train_table,
+  unroll_contents,
   unrolls_table,
+  window_contents,
 )
 from podrace.envs.host.base import HostSpec
 from podrace.envs.host.episodes import Totals
@@ -33,7 +36,7 @@ from podrace.hooks import labels_elsewhere
 from podrace.replay.labels import OFFLINE, TABLE, TRAIN
 from podrace.replay.layout import Layout
 from podrace.settings.config import Config
-from podrace.topology import data_size, everyones, from_first, share
+from podrace.topology import everyones, from_first, per_device
 from podrace.types import Array
 
 PUBLISH_SECONDS = 0.25  # between versions of the parameters
@@ -79,25 +82,28 @@ class DistributedSource:
     check(addresses, listens=jax.process_index() == 0)  # before programs are compiled
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
-    if size % data_size(mesh):
-      raise ValueError(f'batch_size {size} does not divide over {data_size(mesh)} learner devices')
-    if share(rows := size or config.num_envs) > MOST_ITEMS:
-      name = 'batch_size' if size else '--num-envs'
-      raise ValueError(
-        f'{name} {rows}: a process samples at most {MOST_ITEMS} items of a replay service at once'
-      )
+    self._labelled = labels_elsewhere(learning.agent)
+    name = 'agent.buffer.batch-size' if size else 'num-envs'
+    per_device(mesh, size or config.num_envs, name)
+    check_sample(f'--{name}', size or config.num_envs, self._contents())
     self._client: service.ReplayClient | None = None
     self._publishing: Publishing | None = None
     self._feed: Feed | None = None
     self._episodes = Totals()
     self.parts = {'statistics': Part(self._save_statistics, self._restore_statistics)}
-    self._labelled = labels_elsewhere(learning.agent)
     self._waited = False  # for the first experience, which is logged once
     self._lags: list[np.ndarray] = []  # of unrolls or labels, in updates, since the last `read`
     self._steps = 0  # environment steps so far
     self._taken = 0  # batches of the update at hand
     self._first_highest = 1.0  # priority, when this process begins
     self._cancelled: Callable[[], bool] = lambda: False
+
+  def _contents(self) -> list[Any]:
+    """Return the columns of the items of a batch."""
+    replay, space = self._learning.replay, self._spec.action_space
+    if not isinstance(replay, Layout):
+      return unroll_contents(self._learning.example, space)
+    return label_contents(replay, space) if self._labelled else window_contents(replay, space)
 
   def open(self) -> None:
     """Listen for acting processes, and connect to the replay service."""

@@ -10,11 +10,14 @@ import numpy as np
 from podrace import tables
 from podrace.distributed import replay
 from podrace.distributed.replay import item_schema
+from podrace.distributed.replay.replay_messages import MESSAGE_PARTS, MOST_ITEMS
 from podrace.envs.host.spaces import action_bounds
+from podrace.errors import UsageError
 from podrace.replay.frame_stacks import CONTINUED, REPEATED
 from podrace.replay.host_tables import selector
 from podrace.replay.labels import LOGGED, OFFLINE, TABLE, TRAIN, VERSION, Mix
 from podrace.replay.layout import Layout, is_single, named
+from podrace.topology import share
 from podrace.types import (
   FIRST,
   LARGEST_OBSERVATION,
@@ -81,6 +84,28 @@ def unroll_contents(example: Trajectory, space: Any) -> list[Any]:
   return columns + [
     item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', 'version')
   ]
+
+
+def label_contents(layout: Layout, space: Any) -> list[Any]:
+  """Return the columns of each labelled window, with actions of `space`."""
+  ids = [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', VERSION)]
+  return [*window_contents(layout, space), *ids, item_schema.pack_column(LOGGED, np.bool_, ())]
+
+
+def check_sample(name: str, items: int, contents: list[Any]) -> None:
+  """Raise UsageError if a process's share of a batch is more than one sample can have.
+
+  Args:
+    name: the option that sets the size of the batch.
+    items: the size of the batch, over all processes.
+    contents: the columns of each item.
+  """
+  limit = min(MOST_ITEMS, MESSAGE_PARTS // len(contents))
+  if share(items) > limit:
+    raise UsageError(
+      f'{name} {items}: a process samples at most {limit} items of {len(contents)} columns each of '
+      'a replay service at once: give a smaller number'
+    )
 
 
 def replay_table(
@@ -152,10 +177,7 @@ def train_table(client: replay.ReplayClient, layout: Layout, space: Any, run: st
   It has room for few batches, so labels are not much older than the parameters.
   """
   size = QUEUED * layout.windows.buffer.batch_size
-  ids = [item_schema.pack_column(k, np.int64, ()) for k in ('source', 'number', VERSION)]
-  logged = item_schema.pack_column(LOGGED, np.bool_, ())
-  contents = [*window_contents(layout, space), *ids, logged]
-  return _queue(client, TRAIN, size, tables.queue(size), run, contents)
+  return _queue(client, TRAIN, size, tables.queue(size), run, label_contents(layout, space))
 
 
 def unrolls_table(

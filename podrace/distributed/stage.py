@@ -22,9 +22,8 @@ from podrace.architectures.sebulba import example_trajectory
 from podrace.distributed import learner_client, replay
 from podrace.distributed.learner_client import Ending, Newest, Patience
 from podrace.distributed.net.process_metrics import Meter
-from podrace.distributed.replay.replay_messages import MOST_ITEMS
 from podrace.distributed.run_identity import COMMON, OF_LOG, Addresses
-from podrace.errors import UsageError
+from podrace.distributed.run_tables import check_sample, window_contents
 from podrace.hooks import searches
 from podrace.replay.layout import Columns, Layout
 from podrace.replay.refresh import Refresh
@@ -145,8 +144,8 @@ class Stage:
     example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
     self._duty, self._layout, self._space = duty, Layout(windows, example), spec.action_space
     self._batch_size = n = options.batch_size or windows.buffer.batch_size
-    if n > MOST_ITEMS:
-      raise UsageError(f'--batch-size must be at most {MOST_ITEMS}, not {n}')
+    name = '--batch-size' if options.batch_size else '--agent.buffer.batch-size'
+    check_sample(name, n, window_contents(self._layout, self._space))
     self._rate = Rate(duty, searches(agent, windows.length) if duty.searches else 0)
     self._refresh: Any = jax.jit(Refresh(agent, self._layout))
     self._key = jax.random.key(int.from_bytes(os.urandom(4), 'little'))

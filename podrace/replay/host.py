@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from podrace import tables
-from podrace.replay.host_checkpoint import checksum, write_snapshot
+from podrace.errors import UsageError
+from podrace.replay.host_checkpoint import UNCHANGEABLE, check_columns, checksum, write_snapshot
 from podrace.replay.host_labels import HostLabels, LabelRequest, Learned
 from podrace.replay.host_tables import HostTables, make_tables
 from podrace.replay.layout import Columns, Layout
@@ -279,15 +280,22 @@ class HostReplay:
       streams: whether the environments resume where they were.
 
     Raises:
-      tables.CheckpointError: the directory is missing or damaged, or its settings differ. Replay
-        is unchanged.
+      tables.CheckpointError: the directory is missing or damaged.
+      UsageError: its tables have other settings or columns.
+
+    After either error replay is unchanged.
     """
     if not path.is_dir():
       raise tables.CheckpointError(f'{path} is not there')
     if (sha256 := checksum(path)) != record['sha256']:
       raise tables.CheckpointError(f'{path}: its checksum is {sha256}, expected {record["sha256"]}')
     made = make_tables(self._layout, self._seed, self.labels)
-    tables.restore(made.store, path / 'tables')
+    try:
+      tables.restore(made.store, path / 'tables')
+    except tables.OtherTables as e:
+      raise UsageError(f'{e}, which {UNCHANGEABLE}') from e
+    for table in made.sources.values():
+      check_columns(path, self._layout, table)
     try:
       if streams:
         with open_regular(path / 'streams.npz') as file:

@@ -96,14 +96,24 @@ class Resolved:
     """The replay of the agent, with the sizes of the run.
 
     Raises:
-      ValueError: if windows of whole episodes are longer than any episode.
+      ValueError: if windows of whole episodes are longer than any episode, or if replay could be
+        without the beginning of an episode.
     """
     replay = memory(self.agent, self.env, self.config.num_envs, self.config.unroll_length)
     w, longest = replay.windows, longest_episode(self.env)
-    if w is not None and w.at_first and longest is not None and w.length > longest:
+    if w is None or not w.at_first or longest is None:
+      return replay
+    if w.length > longest:
       raise ValueError(
         f'a sequence of {w.length} steps is longer than the episodes of {self.config.env}, of at '
         f'most {longest}: take --agent.recurrence.sequence {longest} or less'
+      )
+    if w.buffer.capacity < (least := w.num_envs * (longest + w.length)):
+      raise ValueError(
+        f'a capacity of {w.buffer.capacity} for {w.num_envs} environments has no room for an '
+        f'episode of {longest} steps and a sequence of {w.length} of each: replay would at times '
+        'hold no window that begins with an episode, and nothing would be learned; give '
+        f'--agent.buffer.capacity {least} or more, or fewer environments'
       )
     return replay
 

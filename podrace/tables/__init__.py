@@ -6,7 +6,15 @@ items. docs/tables.md is the manual.
 """
 
 from podrace.tables.blocking import Cancelled, Closed, RateLimited
-from podrace.tables.checkpoint import CheckpointError, Snapshot, restore, save, snapshot, write
+from podrace.tables.checkpoint import (
+  CheckpointError,
+  OtherTables,
+  Snapshot,
+  restore,
+  save,
+  snapshot,
+  write,
+)
 from podrace.tables.chunks import ChunkStore
 from podrace.tables.items import Samples, TableInfo
 from podrace.tables.limiters import RateLimiter, min_size, queue, sample_to_insert_ratio, stack
@@ -19,6 +27,7 @@ __all__ = [
   'CheckpointError',
   'ChunkStore',
   'Closed',
+  'OtherTables',
   'RateLimited',
   'RateLimiter',
   'Samples',

@@ -48,6 +48,10 @@ UNPACKED_BYTES = 2**31  # largest chunk; a writer ends a chunk at 2**18 bytes, o
 Spec = tuple[np.dtype, tuple[int, ...]]  # dtype and shape of a row
 
 
+class OtherTables(CheckpointError):
+  """The checkpoint is whole, and its tables have other names or settings than the store's."""
+
+
 class Snapshot(NamedTuple):
   """Consistent state of all tables of a store, with the caller's `extra` data."""
 
@@ -129,8 +133,8 @@ def restore(store: ChunkStore, path: Path) -> None:
   its packed size.
 
   Raises:
-    CheckpointError: If the checkpoint is damaged, has another version or belongs to different
-      tables. The store is unchanged then.
+    CheckpointError: If the checkpoint is damaged, has another version or, as OtherTables, belongs
+      to different tables. The store is unchanged then.
   """
   path = Path(path)
   manifest = _read_manifest(path)
@@ -284,7 +288,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
   saved = {table['name']: table['config'] for table in manifest['tables']}
   if set(saved) != set(store.tables):
-    raise CheckpointError(
+    raise OtherTables(
       f'checkpoint {path} has tables {sorted(saved)}, the store has {sorted(store.tables)}'
     )
   for name, config in saved.items():
@@ -296,7 +300,7 @@ def _compare(store: ChunkStore, path: Path, manifest: dict[str, Any]) -> None:
       f'{k} {config.get(k)}, now {now[k]}' for k in now if k != passed and config.get(k) != now[k]
     ]
     if differ:
-      raise CheckpointError(f'checkpoint {path}: table {name!r} had {"; ".join(differ)}')
+      raise OtherTables(f'checkpoint {path}: table {name!r} had {"; ".join(differ)}')
     if table.contents.counts.inserts:
       raise CheckpointError(f'table {name!r} has been used; a checkpoint is read into a fresh one')
 

@@ -688,22 +688,32 @@ def test_bad_listening_is_refused_at_once(
 
 
 @pytest.mark.parametrize(
-  ('option', 'more', 'message'),
+  ('option', 'size', 'more', 'limit'),
   [
-    ('--num-envs', ['--agent', 'impala'], '--num-envs 131072'),
-    ('--agent.buffer.batch-size', ['--agent.buffer.capacity', '131072', '--agent', 'dqn'],
-     'batch_size 131072'),
+    ('--num-envs', '131072', ['--agent', 'impala'], '40329'),
+    ('--num-envs', '40336', ['--agent', 'impala'], '40329'),  # 13 columns each
+    ('--num-envs', '64', ['--agent', 'impala', '--devices', '3'], '3 devices'),
+    ('--agent.buffer.batch-size', '131072',
+     ['--agent.buffer.capacity', '131072', '--agent', 'dqn'], '65536'),
+    ('--agent.buffer.batch-size', '47664',
+     ['--agent.buffer.capacity', '131072', '--agent', 'r2d2', '--num-envs', '64'], '47662'),
   ],
 )  # fmt: skip
 def test_a_batch_beyond_a_sample_is_refused(
-  option: str, more: list[str], message: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+  option: str,
+  size: str,
+  more: list[str],
+  limit: str,
+  tmp_path: Path,
+  capfd: pytest.CaptureFixture[str],
 ) -> None:
-  args = ['train', *more, option, '131072', '--architecture', 'sebulba', '--lag', 'async',
+  args = ['train', *more, option, size, '--architecture', 'sebulba', '--lag', 'async',
           '--replay', 'service', '--connect-replay', 'tcp://127.0.0.1:1',
           '--listen', f'unix:{tmp_path}/p', '--run-dir', str(tmp_path / 'run')]  # fmt: skip
   with pytest.raises(SystemExit) as end:
     cli.main(args)
-  assert end.value.code == 2 and message in capfd.readouterr().err
+  error = capfd.readouterr().err
+  assert end.value.code == 2 and f'{option} {size}' in error and limit in error, error
   assert not (tmp_path / 'run').exists()
 
 

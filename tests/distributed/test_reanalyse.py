@@ -417,9 +417,9 @@ ENDS = ['--connect-replay', 'tcp://127.0.0.1:1', '--params', 'tcp://127.0.0.1:2'
     (['muzero-catch', *ENDS, '--agent.simulations', '0'], 'simulations 0'),
     (['muzero-catch', *ENDS, '--agent.simulations', '0', '--agent.reanalyse', '1'], 'simulations 0'),
     (['muzero-catch', *ENDS, '--batch-size', '0'], '--batch-size'),
-    (['muzero-catch', *ENDS, '--batch-size', '70_000'], '65536'),
     (['muzero-catch', *ENDS, '--agent.buffer.capacity', '80_000', '--agent.buffer.batch-size',
-      '70_000'], '65536'),
+      '70_000'], '47662'),
+    (['muzero-catch', *ENDS, '--batch-size', '47663'], '47662'),  # 11 columns
     (['muzero-catch', *ENDS, '--max-staleness', '0'], '--max-staleness'),
     (['muzero-catch', *ENDS, '--total-steps', '9'], '--total-steps'),
     (['muzero-catch', *ENDS, '--actor-threads', '2'], '--actor-threads'),

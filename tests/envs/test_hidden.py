@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from gymnasium import spaces
 
-from podrace import cli, envs
+from podrace import cli, configure, envs
+from podrace.agents.recurrent import Recurrence
 from podrace.envs.hidden import POSITIONS
 from podrace.envs.host import base as host
 from podrace.envs.host import registered
 from podrace.errors import UnknownName
+from podrace.replay import Buffer
+from podrace.settings.resolved import Resolved, resolve
 
 KEPT = {  # by the documentation of each environment
   'gymnax:CartPole-v1': [0, 2],
@@ -96,6 +101,26 @@ def test_windows_longer_than_episodes_are_refused(capsys: pytest.CaptureFixture[
       cli.main(command)
     error = capsys.readouterr().err
     assert exit_.value.code == 2 and f'at most {longest}' in error, error
+
+
+@pytest.mark.parametrize('replay', ['device', 'host'])
+def test_replay_holds_the_beginnings_of_episodes(replay: str) -> None:
+  """Else every gradient is 0 while it holds none."""
+  config = configure(
+    agent='sac', env='podrace:memory,length=4,continuous=true', architecture='sebulba',
+    replay=replay, num_envs=8, unroll_length=2,
+  )  # fmt: skip
+  recurrence, least = Recurrence('episode', 3), 8 * (5 + 3)
+
+  def resolved(capacity: int) -> Resolved:
+    actor = dataclasses.replace(config.agent.actor, core='gru')
+    buffer = Buffer(capacity, batch_size=8, min_size=8)
+    agent = dataclasses.replace(config.agent, actor=actor, buffer=buffer, recurrence=recurrence)
+    return resolve(dataclasses.replace(config, agent=agent))
+
+  assert resolved(least).replay.windows.starts >= 5 + 3
+  with pytest.raises(ValueError, match=f'--agent.buffer.capacity {least}'):
+    _ = resolved(least - 1).replay
 
 
 def test_memory_with_a_number() -> None:

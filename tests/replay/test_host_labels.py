@@ -166,6 +166,24 @@ def test_the_tables_are_in_the_checkpoint(tmp_path: Path) -> None:
   jax.tree.map(np.testing.assert_array_equal, jax.device_get(actual.train), expected)
 
 
+def test_labels_of_another_lag_are_used_up(tmp_path: Path) -> None:
+  """With --override the lag may change from one under which labels are made ahead."""
+  with Running(program('async')) as run:
+    state = run.advance(12)
+    record = run.driver.source.save(tmp_path / '12')()
+    saved = jax.tree.map(jnp.copy, state)
+  driver = compiled(program('0'))
+  driver.source.restore(tmp_path / '12', record)
+  driver.start(saved, keys(0))
+  ages = []
+  for updates in (1, 2):
+    saved, _ = driver.advance(saved, updates, lambda: False)
+    log, saved = driver.read_log(saved)
+    ages.append(log['host']['labels_age_max'])
+  driver.close()
+  assert ages[0] > ages[1] == 0
+
+
 @pytest.mark.slow
 def test_timing_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
   actual = []

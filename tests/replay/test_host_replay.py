@@ -18,7 +18,7 @@ from shorthand import slow_after
 from test_windows import B, T, World, settings
 
 from podrace import tables, topology
-from podrace.errors import ReplayFailed
+from podrace.errors import ReplayFailed, UsageError
 from podrace.replay import host, host_tables, windows
 from podrace.replay.host import HostReplay
 from podrace.replay.layout import Layout
@@ -374,7 +374,7 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
     other.add(times=2)
     record = one.hosted.save(tmp_path / '3', streams=True)()
     count = len(other.hosted.table)
-    with pytest.raises(tables.CheckpointError, match='max_size'):
+    with pytest.raises(UsageError, match='max_size'):
       other.hosted.restore(tmp_path / '3', record)
     assert len(other.hosted.table) == count > 0
     other.add()
@@ -382,6 +382,22 @@ def test_a_checkpoint_of_other_settings_is_refused(tmp_path: Path) -> None:
   finally:
     one.close()
     other.close()
+
+
+def test_a_checkpoint_of_other_columns_is_refused(tmp_path: Path) -> None:
+  """It is not damaged: `Saves` would move it aside."""
+  with contextlib.closing(Both(World(4), 2)) as one:
+    one.add(times=3)
+    record = one.hosted.save(tmp_path / '3', streams=True)()
+    example = one.layout.example
+    more = {'value': jax.ShapeDtypeStruct((T, B, 3), np.float32)}
+    example = example._replace(outputs=example.outputs._replace(extras=more))
+    layout = dataclasses.replace(one.layout, example=example)
+  other = HostReplay(layout, topology.learner_mesh(1), seed=1)
+  with pytest.raises(UsageError, match=r'extras/value: none -> float32\[3\]'):
+    other.restore(tmp_path / '3', record)
+  assert len(other.table) == 0
+  other.close()
 
 
 def test_a_failing_thread_is_told_to_whoever_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from test_value_agents import AGENTS, CATCH, env_of, sebulba
 from podrace import cli
 from podrace.agents.r2d2 import R2D2
 from podrace.envs.host import base as host
-from podrace.errors import ReplayFailed
+from podrace.envs.host.episodes import Totals
+from podrace.errors import ReplayFailed, UsageError
 from podrace.networks import QNetwork
 from podrace.replay import Buffer, host_checkpoint
 from podrace.replay import host as host_replay
@@ -103,6 +104,20 @@ def test_timing_changes_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> N
         assert run.driver.read_log(run.state)[0]['host']['replay_samples'] > 200
   for other in found[1:]:
     assert_same(found[0], other)
+
+
+def test_a_checkpoint_without_replay_is_of_other_settings(tmp_path: Path) -> None:
+  """Such as one of a run with --replay service: it is not damaged."""
+  program = remembering(CATCH, 'podrace:catch', '0', '0', 1, 8, 4)
+  with pytest.raises(UsageError, match='--replay host'):
+    program.driver.saved_replay.restore(tmp_path / '9', None)
+
+
+def test_statistics_of_a_run_with_a_service_are_taken_over() -> None:
+  part = remembering(CATCH, 'podrace:catch', '0', '0', 1, 8, 4).driver.parts['statistics']
+  episodes = dataclasses.asdict(Totals(3, 1.5, 2.0, 12))
+  part.restore({'episodes': episodes, 'highest': 2.0})
+  assert part.save()['episodes'] == episodes
 
 
 def test_a_failure_before_learning_keeps_the_updates_that_were_made() -> None:

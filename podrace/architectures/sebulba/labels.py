@@ -30,7 +30,7 @@ class LabelOrder:
 
   def __init__(self, replay: HostReplay, at_once: bool) -> None:
     self._replay, self._at_once = replay, at_once
-    self._ahead = 0  # batches that are labelled for the next update
+    self._ahead = 0  # batches that are labelled for updates to come
     self._version, self._params, self._run_key = 0, None, np.zeros(0)
     self._key: Any = jax.jit(_label_key)
 
@@ -39,7 +39,7 @@ class LabelOrder:
     assert self._replay.labels is not None
     self._run_key = on_host(jax.random.key_data(state.key))
     self.publish(int(jax.device_get(state.update)), state.train.params)
-    self._ahead = 0 if self._at_once else self._replay.labels.batches
+    self._ahead = self._replay.labels.batches
 
   def publish(self, update: int, params: Any) -> None:
     """Take the parameters after `update` updates."""
@@ -53,16 +53,25 @@ class LabelOrder:
   def samples(self, update: int, count: int) -> Iterator[Draw]:
     """Yield the labelled samples of an update, as `HostReplay.samples`."""
     if self._at_once:
-      yield from self._replay.samples(count, functools.partial(self._request, update))
+      yield from self._replay.samples(count, functools.partial(self._request_missing, update))
       return
     for i in range(self._ahead, count):  # only in the first update that learns
       self._request(update, i)
-    self._ahead = following = self._replay.due(update + 1)
+    left = max(self._ahead - count, 0)  # of a run that went on with fewer batches an update
+    following = max(self._replay.due(update + 1) - left, 0)
+    self._ahead = left + following
     if not count:
       self._request_range(update + 1, 0, following)
     for i, draw in enumerate(self._replay.samples(count)):
       self._request_range(update + 1, following * i // count, following * (i + 1) // count)
       yield draw
+
+  def _request_missing(self, update: int, i: int) -> None:
+    """Request the i-th batch of an update, unless a life with another lag has left one."""
+    if self._ahead:
+      self._ahead -= 1
+    else:
+      self._request(update, i)
 
   def _request_range(self, update: int, first: int, end: int) -> None:
     for i in range(first, end):

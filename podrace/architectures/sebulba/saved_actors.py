@@ -184,8 +184,12 @@ class SavedActors:
         '--actor-groups)'
       )
     else:
-      self.states = _read(part / FILE, saved, self._acting)
-      self.life = int(saved['life'])
+      arrays = _read(part / FILE, saved)
+      try:
+        self.states = tuple(_state(_within(arrays, str(i)), self._acting) for i in range(now))
+        self.life = int(saved['life'])
+      except ValueError as e:
+        self.reason = f'the checkpoint has states of other settings: {e}'
 
 
 def part_of(folder: Path) -> Path:
@@ -243,7 +247,8 @@ def _stored(leaf: Any) -> np.ndarray:
   return x.view(f'u{x.dtype.itemsize}') if x.dtype.kind == 'V' else x  # such as bfloat16
 
 
-def _read(path: Path, record: dict[str, Any], acting: ActingProgram) -> tuple[ActorState, ...]:
+def _read(path: Path, record: dict[str, Any]) -> dict[str, np.ndarray]:
+  """Return the arrays of a file that is as it was written."""
   try:
     size, life = record.get('bytes'), record.get('life')
     if not isinstance(size, int) or not 0 < size <= BYTES or not isinstance(life, int) or life < 0:
@@ -251,8 +256,7 @@ def _read(path: Path, record: dict[str, Any], acting: ActingProgram) -> tuple[Ac
     data = read_bytes(path, size)
     if (sha256 := hashlib.sha256(data).hexdigest()) != record.get('sha256'):
       raise ValueError(f'its checksum is {sha256}, expected {record.get("sha256")}')
-    arrays = read_npz(data)
-    return tuple(_state(_within(arrays, str(i)), acting) for i in range(acting.local_groups))
+    return read_npz(data)
   except (OSError, ValueError) as e:
     raise CheckpointError(f'{path} is damaged: {e}') from e
 
@@ -291,8 +295,9 @@ def _within(arrays: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray
 def _tree(arrays: Mapping[str, np.ndarray], name: str, shapes: Any) -> Any:
   """Undo `_numbered` for a tree of these shapes."""
   leaves, structure = jax.tree.flatten(shapes)
-  own = _within(arrays, name)
-  return jax.tree.unflatten(structure, [_leaf(own, str(i), x) for i, x in enumerate(leaves)])
+  return jax.tree.unflatten(
+    structure, [_leaf(arrays, f'{name}/{i}', x) for i, x in enumerate(leaves)]
+  )
 
 
 def _leaf(arrays: Mapping[str, np.ndarray], name: str, like: Any) -> Any:

@@ -114,7 +114,8 @@ class ActorSource:
 
   def _restore_statistics(self, saved: dict[str, Any]) -> None:
     if jax.process_index() == 0:  # they are the sum over all processes
-      self._statistics = Statistics(**saved)
+      known = {f.name for f in dataclasses.fields(Statistics)}  # of --replay service there are more
+      self._statistics = Statistics(**{k: x for k, x in saved.items() if k in known})
 
   def start(self, state: State, key: Array) -> None:
     """Start the actor threads."""
@@ -311,7 +312,10 @@ class HostReplaySource:
   def restore(self, folder: Path, record: dict[str, Any] | None) -> None:
     """Read this process's part of `folder`."""
     if record is None:
-      raise CheckpointError(f'checkpoint {folder.name} is of a run with replay on the device')
+      raise UsageError(
+        f'the checkpoint at step {folder.name} has no replay of --replay host: give the --replay '
+        'that the run had, or begin another run with --init-from'
+      )
     if (were := record.get('processes', 1)) != jax.process_count():
       raise UsageError(
         f'the checkpoint at step {folder.name} has the replay of {were} process(es), each its own '
