@@ -21,6 +21,7 @@ REBOUND = (
 )
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
 MASKED = -1e9  # the logit of an action that the environment forbids
+MASKED_VALUE = -1e17  # likewise its value: returns of the largest rewards are within 1e16
 
 
 def allowed(mask: Array, kind: Distribution | None = None) -> Array:
@@ -80,11 +81,17 @@ class Categorical:
   def sample(self, params: Array, key: Array) -> Array:
     """By inverting the distribution function: one random number a sample instead of A.
 
-    `u * total < total`, so an action of probability 0 is never taken, not even by rounding.
+    It is the first possible action whose sum is beyond the random number, else the last one. So an
+    action of probability 0 is never taken. Sums of many numbers are made in parts, so by rounding
+    they may rise at such an action.
     """
-    cdf = jnp.cumsum(jax.nn.softmax(params.astype(jnp.float32)), axis=-1)
+    p, n = jax.nn.softmax(params.astype(jnp.float32)), self.num_actions
+    cdf = jnp.cumsum(p, axis=-1)
     u = jax.random.uniform(key, params.shape[:-1])
-    return jnp.sum(cdf <= u[..., None] * cdf[..., -1:], axis=-1, dtype=jnp.int32)
+    index = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (p.ndim - 1) + (n,))
+    order = jnp.where(cdf > u[..., None] * cdf[..., -1:], index, 2 * n - 1 - index)
+    first = jnp.min(jnp.where(p > 0, order, 2 * n - 1), axis=-1)
+    return jnp.where(first < n, first, 2 * n - 1 - first)
 
   def mode(self, params: Array) -> Array:
     """Return the most probable raw samples."""
