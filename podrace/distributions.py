@@ -81,13 +81,11 @@ class Categorical:
   def sample(self, params: Array, key: Array) -> Array:
     """By inverting the distribution function: one random number a sample instead of A.
 
-    It is the first possible action whose sum is beyond the random number, else the last one. So an
-    action of probability 0 is never taken. Sums of many numbers are made in parts, so by rounding
-    they may rise at such an action.
+    It is the first possible action with a sum beyond the number, else the last one: by rounding,
+    sums of many numbers also rise at an action of probability 0, which is never taken.
     """
     p, n = jax.nn.softmax(params.astype(jnp.float32)), self.num_actions
-    cdf = jnp.cumsum(p, axis=-1)
-    u = jax.random.uniform(key, params.shape[:-1])
+    cdf, u = jnp.cumsum(p, axis=-1), jax.random.uniform(key, params.shape[:-1])
     index = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (p.ndim - 1) + (n,))
     order = jnp.where(cdf > u[..., None] * cdf[..., -1:], index, 2 * n - 1 - index)
     first = jnp.min(jnp.where(p > 0, order, 2 * n - 1), axis=-1)
@@ -128,8 +126,7 @@ class MultiCategorical:
     return sum(self.num_actions)
 
   def _parts(self, params: Array) -> list[tuple[Categorical, Array]]:
-    ends = [sum(self.num_actions[: i + 1]) for i in range(len(self.num_actions) - 1)]
-    logits = jnp.split(params, ends, axis=-1)
+    logits = jnp.split(params, np.cumsum(self.num_actions[:-1]).tolist(), axis=-1)
     return [(Categorical(n), part) for n, part in zip(self.num_actions, logits, strict=True)]
 
   def sample(self, params: Array, key: Array) -> Array:
@@ -229,8 +226,7 @@ class Normal:
       x = x * jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
     if any(self.centre):
       x = x + jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
-    action = jnp.clip(x, low, high)
-    return action.reshape((*x.shape[:-1], *self.shape))
+    return jnp.clip(x, low, high).reshape((*x.shape[:-1], *self.shape))
 
   def from_action(self, action: Array) -> Array:
     """Return the raw samples [..., n] of actions [..., *shape]."""
@@ -279,8 +275,7 @@ class TanhNormal(Normal):
 
   def log_prob(self, params: Array, x: Array) -> Array:
     """Return the log-probabilities of raw samples."""
-    mean, log_std = self.mean_and_log_std(params)
-    each = _normal_log_prob(mean, log_std, x) - self._log_det(x)
+    each = _normal_log_prob(*self.mean_and_log_std(params), x) - self._log_det(x)
     return jnp.sum(self.only_free(each), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
@@ -299,10 +294,8 @@ class TanhNormal(Normal):
   def from_unit(self, x: Array) -> Array:
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
     low, high = self.bounds(x)
-    half = 0.5 * high - 0.5 * low  # without overflow
-    action = low + (jnp.clip(x, -1.0, 1.0) + 1.0) * half
-    action = jnp.clip(action, low, high)  # rounding may go beyond
-    return action.reshape((*x.shape[:-1], *self.shape))
+    action = low + (jnp.clip(x, -1.0, 1.0) + 1.0) * (0.5 * high - 0.5 * low)  # without overflow
+    return jnp.clip(action, low, high).reshape((*x.shape[:-1], *self.shape))  # against rounding
 
   def to_unit(self, action: Array) -> Array:
     """Actions [..., *shape] as [..., n] within [-1, 1]: tanh of their raw samples."""
