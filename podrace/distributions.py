@@ -21,6 +21,7 @@ REBOUND = (
 )
 UNBOUNDED = 1e18  # a bound beyond is none: float32 has no square of it
 MASKED = -1e9  # the logit of an action that the environment forbids
+MASKED_VALUE = -1e17  # likewise its value: returns of the largest rewards are within 1e16
 
 
 def allowed(mask: Array, kind: Distribution | None = None) -> Array:
@@ -80,11 +81,15 @@ class Categorical:
   def sample(self, params: Array, key: Array) -> Array:
     """By inverting the distribution function: one random number a sample instead of A.
 
-    `u * total < total`, so an action of probability 0 is never taken, not even by rounding.
+    It is the first possible action with a sum beyond the number, else the last one: by rounding,
+    sums of many numbers also rise at an action of probability 0, which is never taken.
     """
-    cdf = jnp.cumsum(jax.nn.softmax(params.astype(jnp.float32)), axis=-1)
-    u = jax.random.uniform(key, params.shape[:-1])
-    return jnp.sum(cdf <= u[..., None] * cdf[..., -1:], axis=-1, dtype=jnp.int32)
+    p, n = jax.nn.softmax(params.astype(jnp.float32)), self.num_actions
+    cdf, u = jnp.cumsum(p, axis=-1), jax.random.uniform(key, params.shape[:-1])
+    index = jnp.arange(n, dtype=jnp.int32).reshape((1,) * (p.ndim - 1) + (n,))
+    order = jnp.where(cdf > u[..., None] * cdf[..., -1:], index, 2 * n - 1 - index)
+    first = jnp.min(jnp.where(p > 0, order, 2 * n - 1), axis=-1)
+    return jnp.where(first < n, first, 2 * n - 1 - first)
 
   def mode(self, params: Array) -> Array:
     """Return the most probable raw samples."""
@@ -121,8 +126,7 @@ class MultiCategorical:
     return sum(self.num_actions)
 
   def _parts(self, params: Array) -> list[tuple[Categorical, Array]]:
-    ends = [sum(self.num_actions[: i + 1]) for i in range(len(self.num_actions) - 1)]
-    logits = jnp.split(params, ends, axis=-1)
+    logits = jnp.split(params, np.cumsum(self.num_actions[:-1]).tolist(), axis=-1)
     return [(Categorical(n), part) for n, part in zip(self.num_actions, logits, strict=True)]
 
   def sample(self, params: Array, key: Array) -> Array:
@@ -222,8 +226,7 @@ class Normal:
       x = x * jnp.broadcast_to(jnp.asarray(self.scale, jnp.float32), x.shape)
     if any(self.centre):
       x = x + jnp.broadcast_to(jnp.asarray(self.centre, jnp.float32), x.shape)
-    action = jnp.clip(x, low, high)
-    return action.reshape((*x.shape[:-1], *self.shape))
+    return jnp.clip(x, low, high).reshape((*x.shape[:-1], *self.shape))
 
   def from_action(self, action: Array) -> Array:
     """Return the raw samples [..., n] of actions [..., *shape]."""
@@ -272,8 +275,7 @@ class TanhNormal(Normal):
 
   def log_prob(self, params: Array, x: Array) -> Array:
     """Return the log-probabilities of raw samples."""
-    mean, log_std = self.mean_and_log_std(params)
-    each = _normal_log_prob(mean, log_std, x) - self._log_det(x)
+    each = _normal_log_prob(*self.mean_and_log_std(params), x) - self._log_det(x)
     return jnp.sum(self.only_free(each), axis=-1)
 
   def entropy(self, params: Array, key: Array) -> Array:
@@ -292,10 +294,8 @@ class TanhNormal(Normal):
   def from_unit(self, x: Array) -> Array:
     """Actions [..., *shape] from [..., n], which is clipped to [-1, 1]."""
     low, high = self.bounds(x)
-    half = 0.5 * high - 0.5 * low  # without overflow
-    action = low + (jnp.clip(x, -1.0, 1.0) + 1.0) * half
-    action = jnp.clip(action, low, high)  # rounding may go beyond
-    return action.reshape((*x.shape[:-1], *self.shape))
+    action = low + (jnp.clip(x, -1.0, 1.0) + 1.0) * (0.5 * high - 0.5 * low)  # without overflow
+    return jnp.clip(action, low, high).reshape((*x.shape[:-1], *self.shape))  # against rounding
 
   def to_unit(self, action: Array) -> Array:
     """Actions [..., *shape] as [..., n] within [-1, 1]: tanh of their raw samples."""

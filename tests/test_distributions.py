@@ -238,6 +238,24 @@ def test_masked_actions_are_never_sampled_whatever_the_random_number() -> None:
       assert mask[int(ours.sample(logits, key()))]
 
 
+def test_masked_actions_among_many_are_never_sampled() -> None:
+  """Sums of a thousand probabilities rise by rounding at actions of probability 0."""
+  rng = np.random.default_rng(0)
+  mask = rng.random((400, 1000)) < 0.5
+  logits = np.where(mask, rng.normal(size=mask.shape), MASKED).astype(np.float32)
+  cdf = run(lambda x: jnp.cumsum(jax.nn.softmax(x), axis=-1), logits)
+  rises = (np.diff(cdf, axis=-1) > 0) & ~mask[:, 1:]
+  rows = np.flatnonzero(rises.any(-1))
+  assert len(rows) > 20
+  before = cdf[rows, rises[rows].argmax(-1)]
+  for away in (-1, 0, 1):  # u * total is rounded
+    u = before / cdf[rows, -1] * np.float32(1 + away * 2**-23)
+    with pytest.MonkeyPatch.context() as patch:
+      patch.setattr(jax.random, 'uniform', lambda key, shape, u=u: jnp.asarray(u, jnp.float32))
+      x = run(Categorical(1000).sample, logits[rows], key())
+    assert mask[rows, x].all()
+
+
 def test_masked_gradients_are_finite() -> None:
   ours, mask = Categorical(3), jnp.array([True, False, True])
 

@@ -292,7 +292,8 @@ class Disco:
     costs = self.policy_cost, self.y_cost, self.z_cost, self.next_policy_cost, self.value_cost
     total = sum((c * x for c, x in zip(costs, means.values(), strict=True)), jnp.float32(0))
     cut = outside_support(q_target, self.network.support)
-    return total, means | entropies(predictions, weight) | {k: jnp.mean(x) for k, x in cut.items()}
+    means |= {name: jnp.mean(weight * x) for name, x in cut.items()}
+    return total, means | entropies(predictions, weight)
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""

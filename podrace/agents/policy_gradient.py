@@ -188,7 +188,8 @@ def transitions(
 def new_moments(params: PolicyParams, trajectory: Trajectory) -> Any:
   """Return the contribution of this device's trajectory to the statistics.
 
-  Each timestep is counted once.
+  Each timestep is counted once, also FIRST, with a return of 0: in episodes of one step with equal
+  rewards there would be no other deviation.
   """
   observation: Any = ()
   if params.observation:

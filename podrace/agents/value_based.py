@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import optax
 
 from podrace import returns
-from podrace.distributions import MASKED
+from podrace.distributions import MASKED_VALUE
 from podrace.types import Array, TimeStep, Trajectory
 
 
@@ -79,7 +79,7 @@ def epsilon_greedy(values: Array, epsilon: Array, key: Array) -> Array:
   """
   explore_key, random_key = jax.random.split(key)
   noise = jax.random.uniform(random_key, values.shape)
-  allowed = values > MASKED / 2
+  allowed = values > MASKED_VALUE / 2
   best = allowed & (values == jnp.max(values, axis=-1, keepdims=True))
   explore = jax.random.uniform(explore_key, epsilon.shape) < epsilon
   among = jnp.where(explore[:, None], allowed, best)

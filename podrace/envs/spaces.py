@@ -16,6 +16,7 @@ MASK = 'action_mask'  # an entry of observations: which choices are allowed
 STATE = 'podrace_state'  # likewise: the environment's state
 UNSEEN = (MASK, STATE)  # entries that are no input of a network's layers
 PIXELS = 36  # a side; smaller images are grids
+KERNEL = 3  # side of the convolutions of the torso `grid`, and of the smallest image for them
 LOG_OF_BYTES = math.log(256)  # divides the logarithms of a grid's bytes
 
 

@@ -15,7 +15,7 @@ import tyro
 from flax import linen as nn
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, PIXELS, leaves, map_leaves, seen
+from podrace.envs.spaces import KERNEL, MASK, PIXELS, leaves, map_leaves, seen
 from podrace.fields import PlainText, check_fields
 from podrace.networks import attention, torsos, transformer
 from podrace.networks.attention import Attention, TransformerCore
@@ -123,9 +123,10 @@ class Body:
       )
     if self.torso != 'auto' or not images:
       return 'mlp' if self.torso == 'auto' else self.torso
-    if min(image_sides(self.observation_space)) >= PIXELS:
+    least = min(image_sides(self.observation_space))
+    if least >= PIXELS:
       return 'nature'
-    return 'mlp' if math.prod(images[0].shape) <= FLAT else 'grid'
+    return 'mlp' if math.prod(images[0].shape) <= FLAT or least < KERNEL else 'grid'
 
   @property
   def sharding_rules(self) -> tuple[tuple[str, int], ...]:

@@ -27,11 +27,9 @@ def images_in(space: Any) -> list[Any]:
 
 
 def image_sides(space: Any) -> tuple[int, ...]:
-  """Height and width of the first image in an observation space; () if there is none."""
-  images = images_in(space)
-  if not images:
-    return ()
-  return tuple(images[0].shape[1:] if channels_first(images[0]) else images[0].shape[:2])
+  """The least height and width of the images in a space, which share a torso; () without any."""
+  sides = [s.shape[1:] if channels_first(s) else s.shape[:2] for s in images_in(space)]
+  return tuple(map(min, zip(*sides, strict=True)))
 
 
 def as_floats(space: Any, x: Array, plain: bool = False) -> Array:

@@ -49,7 +49,7 @@ class _QNetwork(nn.Module):
     if mask is not None:
       if s.categorical:
         raise ValueError('a categorical head takes no action_mask; the others do')
-      q = jnp.where(mask.reshape(*q.shape[:2], 1), q, distributions.MASKED)
+      q = jnp.where(mask.reshape(*q.shape[:2], 1), q, distributions.MASKED_VALUE)
     return split_time(q, length), state
 
   def _stream(self, x: Array, hidden: Any, head: Any) -> Array:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 MASKED = np.float32(-1e9)  # the logit of an action that the environment forbids
+MASKED_VALUE = np.float32(-1e17)  # likewise its value
 STATES = {'none': 0, 'gru': 1, 'lstm': 2}  # number of arrays [B, core_size] in a core's state
 IMAGES = {
   'nature': 'Nature',
@@ -283,7 +284,7 @@ class PolicyNetwork:
     if self._net['dueling']:
       q = q - ops.mean(q, 1) + ops.reshape(self._stream('value', x), (1, atoms))
     if mask is not None:
-      q = ops.where(ops.reshape(mask, (-1, 1)), q, MASKED)
+      q = ops.where(ops.reshape(mask, (-1, 1)), q, MASKED_VALUE)
     if self._net['support'] is not None:
       return ops.sum(ops.softmax(q) * np.array(self._net['support'], np.float32))
     return ops.reshape(ops.mean(q, 2), (-1,))

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from podrace.fields import check_fields
 from podrace.types import Array
 
+SETTINGS_OF_RATE = '; replay_share of muesli and replay_ratio of disco make such a number, too'
+
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
@@ -117,8 +119,8 @@ class Schedule:
     """
     if self.rate.numerator * self.rate.denominator >= 2**31:
       raise ValueError(
-        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} '
-        'samples in an update: too odd a number to keep exactly'
+        f'samples_per_insert {self.buffer.samples_per_insert} makes {self.rate} samples in an '
+        f'update: too odd a number to keep exactly{SETTINGS_OF_RATE}'
       )
     due = self.due(jnp.maximum(update - self.ready, 0))
     return jnp.where(update >= self.ready, due, 0).astype(jnp.int32)
@@ -149,6 +151,6 @@ class Schedule:
     if abs(ratio - exact) > exact / 1_000_000:
       raise ValueError(
         f'samples_per_insert {b.samples_per_insert} is too odd a number to keep exactly: '
-        'take a fraction with a denominator of at most a million'
+        f'take a fraction with a denominator of at most a million{SETTINGS_OF_RATE}'
       )
     return ratio * steps / b.batch_size

@@ -44,7 +44,6 @@ class Defaults:
 
 _buffer = functools.partial(of_part, 'buffer')
 
-KERNEL = 3  # side of the convolutions of the torso `grid`, and of the smallest image for them
 # Without them positions on a board are learned slowly: benchmarks/notes.md.
 SMALL_CONVOLUTIONS = {'network.torso': 'grid', 'network.hidden': (128,)}
 CONVOLUTIONS = {'network.torso': 'impala', 'network.hidden': (256,)}
@@ -289,7 +288,7 @@ def kind_of(observation_space: Any, action_space: Any) -> Kind:
   """Return the kind of environment that has these spaces."""
   from gymnasium import spaces
 
-  from podrace.envs.spaces import PIXELS
+  from podrace.envs.spaces import KERNEL, PIXELS
   from podrace.networks.observations import image_sides
 
   if isinstance(action_space, spaces.Box):

@@ -106,6 +106,8 @@ def _complaints(config: Discovery) -> Iterator[str]:
       yield f'{env} is not in JAX, and meta-training needs a library of {", ".join(LIBRARIES)}'
   if config.widths and min(config.widths) < 1:
     yield f'--widths must be at least 1, not {min(config.widths)}'
+  if config.widths and not config.agent.network.hidden:
+    yield '--widths are of the layers of --agent.network.hidden, of which there are none'
   if config.lifetime < config.agent_updates:
     yield f'--lifetime {config.lifetime} is less than --agent-updates {config.agent_updates}'
   if config.replayed and not learns_from_replay(config.agent):

@@ -210,6 +210,27 @@ def test_devices_learn_the_same_together() -> None:
     np.testing.assert_allclose(one, other, rtol=1e-3, atol=2e-5)
 
 
+def test_the_share_outside_of_the_atoms_is_of_valid_steps() -> None:
+  """The values are near 0 and the atoms end at 24. The reward of FIRST stands for its wrong values."""
+  agent, window = bound(small(lambda_=0.0)), random_window()
+  t = window.timesteps
+  high = jnp.where(t.step_type == 1, t.reward, 1e3)
+  window = window._replace(timesteps=t._replace(reward=high))
+  weight = 1.0 - t.last[:-1]
+
+  @jax.jit
+  def metrics(key: Any) -> Any:
+    params = agent.network.init(key)
+    said, _ = agent.network.unroll(params, (), window.timesteps)
+    found, now = agent.estimates(said, said, window), agent.unroll_taken(params, window)
+    aims = rules.DiscoTargets(said.policy[:-1], said.y[:-1], now.z[:-1])
+    return agent.losses(now, aims, found.q_target, weight / weight.mean(), window)[1]
+
+  expected = np.sum(weight * (high[1:] == 1e3)) / np.sum(weight)
+  assert 0.1 < expected < 0.9
+  assert float(metrics(jax.random.key(0))['outside_support']) == pytest.approx(expected)
+
+
 @pytest.mark.slow
 def test_past_a_time_limit_a_value_is_bootstrapped_from() -> None:
   agent, window = bound(small()), random_window()

@@ -89,6 +89,25 @@ def test_targets_of_dqn_by_hand(end: int) -> None:
   assert np.abs(best).max() < 100
 
 
+@pytest.mark.parametrize('head', ['value', pytest.param('quantile', marks=pytest.mark.slow)])
+def test_actions_of_low_values_are_above_forbidden_ones(head: Any) -> None:
+  """Rewards may be as low as -1e12, and returns lower. Acting and targets take what is allowed."""
+  network = QNetwork(hidden=(), head=head, num_atoms=51)
+  env = SimpleNamespace(observation_space=SPACE, action_space=spaces.Discrete(3))
+  agent = bind(DQN(network=network, greedy=True), env)
+  t = jax.tree.map(lambda x: jnp.asarray(x)[2], masked(1))
+
+  def run(key: Any) -> Any:
+    params = agent.init(key).params
+    params.network['advantage_head']['bias'] -= 1e14
+    return agent.act(params, (), t, key)[0].action, agent.network.step(params.network, (), t)[0]
+
+  action, q = jax.jit(run)(jax.random.key(0))
+  mask = np.asarray(t.observation['action_mask'])
+  assert (mask == 0).any() and mask[np.arange(B), action].all()
+  assert (np.take_along_axis(mask, np.asarray(q).mean(-1).argmax(-1)[:, None], -1) == 1).all()
+
+
 # --- the contract ---------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
+from podrace.distributions import MASKED_VALUE
 from podrace.learner import learner
 from podrace.networks import LearnedModel, Predictor, QNetwork
 from podrace.types import FIRST, LAST, MID, ActorOutput, Replay, Sample, TimeStep, Trajectory
@@ -182,7 +183,7 @@ def test_epsilon_ladder_is_ape_x_s() -> None:
 
 
 def test_epsilon_greedy() -> None:
-  values = jnp.tile(jnp.array([[0.0, 2.0, -1e9, 2.0, 1.0]]), (40_000, 1))
+  values = jnp.tile(jnp.array([[0.0, 2.0, MASKED_VALUE, 2.0, 1.0]]), (40_000, 1))
   epsilon = jnp.full(40_000, 0.2)
   action = value_based.epsilon_greedy(values, epsilon, jax.random.key(0))
   share = np.bincount(action, minlength=5) / 40_000

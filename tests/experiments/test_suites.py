@@ -792,6 +792,20 @@ def test_a_page_of_records_without_scores_or_curves(
     assert '| impala | 0.' not in page.read_text()
 
 
+def test_a_page_names_the_seeds_that_have_a_score(
+  tiny: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  folder = copy(tiny, tmp_path)
+  record = records(folder)['catch.impala.0']
+  record['evaluated'][0] = None
+  (folder / 'records/catch.impala.0.json').write_text(json.dumps(record))
+  page = tmp_path / 'x.md'
+  assert called(capsys, 'reproduce', *arguments(folder, '--page', str(page)))[0] == 0
+  (row,) = [x for x in page.read_text().splitlines() if x.startswith('| catch | impala |')]
+  cells = [x.strip() for x in row.split('|')]
+  assert cells[3] == '2' and '1 of 2' in cells[5] and ' of ' not in cells[6]
+
+
 def test_a_run_counts_in_each_task_of_its_environment(
   tiny: Path, tmp_path: Path, capsys: Capture
 ) -> None:

@@ -564,6 +564,18 @@ def test_auto_torso(size: tuple[int, ...], torso: str) -> None:
   assert network(spaces.Box(0, 255, size, np.uint8)).image_torso == torso
 
 
+@pytest.mark.parametrize(
+  ('sides', 'torso'),
+  [
+    ([(84, 84), (9, 9)], 'grid'), ([(9, 9), (84, 84)], 'mlp'), ([(84, 84), (40, 40)], 'nature'),
+    ([(2, 2000)], 'mlp'), ([(84, 84), (2, 9)], 'mlp'),
+  ],
+)  # fmt: skip
+def test_auto_torso_fits_all_images(sides: list[tuple[int, int]], torso: str) -> None:
+  images = {f'image_{i}': spaces.Box(0, 255, (*x, 1), np.uint8) for i, x in enumerate(sides)}
+  assert network(spaces.Dict(images)).image_torso == torso
+
+
 def test_squashed_actions_take_their_deviation_from_the_network() -> None:
   net = network(vector(), spaces.Box(-1, 1, (2,)), squash=True)
   assert 'log_std' not in paths(net) and paths(net)['policy_head/kernel'] == (8, 4)

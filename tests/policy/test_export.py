@@ -34,8 +34,9 @@ from podrace.agents.r2d2 import R2D2
 from podrace.agents.sac import SAC
 from podrace.errors import PolicyError
 from podrace.networks import Actor, ActorCritic, LearnedModel, QNetwork
-from podrace.policy import RUNTIMES, export, load_policy
-from podrace.policy.export import write_policy
+from podrace.policy import RUNTIMES, Policy, export, load_policy
+from podrace.policy.export import name_params, write_policy
+from podrace.policy.load import make_numpy_step
 from podrace.run.loop import train
 from podrace.settings.agents import bind
 from podrace.settings.config import Config
@@ -199,6 +200,17 @@ def test_it_acts_as_its_agent(name: str, runtime: str, tmp_path: Path) -> None:
       np.testing.assert_allclose(action, expected, atol=1e-4, rtol=1e-4)
     seen.append(expected)
   assert len(np.unique(np.concatenate(seen).reshape(STEPS * BATCH, -1), axis=0)) > 1
+
+
+def test_actions_of_low_values_are_above_forbidden_ones(tmp_path: Path) -> None:
+  _, env, params = made('dqn, masked', tmp_path / 'policy', program=False)
+  about = json.loads((tmp_path / 'policy' / 'policy.json').read_text())
+  arrays = name_params(params)
+  arrays['advantage_head/bias'] = arrays['advantage_head/bias'] - np.float32(1e14)
+  seen = observations(env.observation_space, 1, BATCH)[0]
+  action, _ = Policy(about, make_numpy_step(about, arrays)).act_many(seen)
+  mask = seen['action_mask'].astype(bool)
+  assert (~mask).any() and (mask | ~mask.any(-1, keepdims=True))[np.arange(BATCH), action].all()
 
 
 def test_a_policy_of_version_1_acts_as_it_did(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ ENVS = {  # one of each kind
     (spaces.Box(0, 1, (2, 7, 1)), spaces.Discrete(2), 'vector'),
     (FRAMES, spaces.Discrete(2), 'pixels'),
     (spaces.Dict(board=BOARD, action_mask=spaces.MultiBinary(2)), spaces.Discrete(2), 'grid'),
+    (spaces.Dict(a=FRAMES, b=BOARD), spaces.Discrete(2), 'grid'),
     (FRAMES, spaces.Box(-1, 1, (3,)), 'continuous'),
   ],
 )

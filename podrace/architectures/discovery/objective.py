@@ -41,7 +41,8 @@ class ValueFunction:
 
   They are learned from unrolls of the newest policy. So the importance weights of DiscoRL's V-trace
   are 1, and left out. Advantages are divided by a moving average of their size, so that agents with
-  large rewards do not count more (Oh et al. 2025, Nature).
+  large rewards do not count more (Oh et al. 2025, Nature). That average counts LAST -> FIRST as
+  well, as in google-deepmind/disco_rl, but no loss does.
   """
 
   network: ActorCritic = ActorCritic(hidden=(256, 256), initializer='lecun', activation='relu')

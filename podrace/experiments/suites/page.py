@@ -44,6 +44,16 @@ def scores_of(records: Sequence[Record], name: str) -> np.ndarray:
   return np.concatenate([np.array([]), *(r.scores(name) for r in records)])
 
 
+def describe_score(records: Sequence[Record], name: str) -> str:
+  """Return `describe` of a score, and the number of seeds that have one if not all have."""
+  scores, seeds = scores_of(records, name), sum(len(r.content[name]) for r in records)
+  return describe(scores) + _lacking(len(scores), seeds)
+
+
+def _lacking(count: int, seeds: int) -> str:
+  return f' ({count} of {seeds} seeds)' if 0 < count < seeds else ''
+
+
 def describe(scores: np.ndarray) -> str:
   """Return a mean and its 95% bootstrap interval as text."""
   if not len(scores):
@@ -63,7 +73,7 @@ def summarize(suite: Suite, records: Mapping[str, Record]) -> dict[str, dict[str
   """Return the scores of each task and agent, as texts."""
   result: dict[str, dict[str, Any]] = {}
   for (task, agent), some in by_pair(suite, records).items():
-    row: dict[str, Any] = {n: describe(scores_of(some, n)) for n in ('evaluated', 'training')}
+    row: dict[str, Any] = {n: describe_score(some, n) for n in ('evaluated', 'training')}
     result.setdefault(task, {})[agent] = row | {'seeds': len(scores_of(some, 'evaluated'))}
   return result
 
@@ -134,8 +144,8 @@ def _table(suite: Suite, pairs: Pairs) -> str:
     seeds = sum(len(r.content['seeds']) for r in some)
     rows.append([
       task, agent, f'{seeds}' if seeds == planned else f'{seeds} of {planned}',
-      f'{programs[task, agent].steps:,}', describe(scores_of(some, 'evaluated')),
-      describe(scores_of(some, 'training')), f'{hours:.2f}',
+      f'{programs[task, agent].steps:,}', describe_score(some, 'evaluated'),
+      describe_score(some, 'training'), f'{hours:.2f}',
     ])  # fmt: skip
   head = ['task', 'agent', 'seeds', 'steps', 'final evaluation', 'training, last tenth', 'hours']
   lacking = [f'{task} by {agent}' for task, agent in programs if (task, agent) not in pairs]
@@ -163,7 +173,7 @@ def _published(suite: Suite, pairs: Pairs) -> str:
   rows = []
   for agent in suite.agents:
     for name, how in (('evaluated', 'final evaluation'), ('training', 'training, last tenth')):
-      cells = [_mean(scores_of(pairs.get((t, agent), ()), name)) for t in tasks]
+      cells = [_mean(pairs.get((t, agent), ()), name) for t in tasks]
       if any(cells):
         rows.append([f'**{agent}, here**', *cells, how, 'this page'])
   for row in suite.published:
@@ -173,8 +183,9 @@ def _published(suite: Suite, pairs: Pairs) -> str:
   )
 
 
-def _mean(scores: np.ndarray) -> str:
-  return _number(float(scores.mean())) if len(scores) else ''
+def _mean(records: Sequence[Record], name: str) -> str:
+  scores, seeds = scores_of(records, name), sum(len(r.content[name]) for r in records)
+  return _number(float(scores.mean())) + _lacking(len(scores), seeds) if len(scores) else ''
 
 
 def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:

@@ -83,6 +83,7 @@ def test_a_finished_one_says_so(tmp_path: Path, monkeypatch: Patch, capsys: Capt
     (['--agents', '3', '--devices', '2'], 'agents 3'),
     (['--replayed', '4'], 'lpg has no replay'),
     (['--rule.predictions', '4'], '--agent.network.predictions'),
+    (['--widths', '4', '8', '--agent.network.hidden'], '--widths'),
   ],
 )
 def test_bad_input_exits_2(
