@@ -295,7 +295,7 @@ def _protocol(suite: Suite, records: Mapping[str, Record]) -> str:
       f'in `{evaluation.env}`' if evaluation.env else f'of at most {evaluation.max_steps:,} steps'
     )
     ways.setdefault(way, {})[where] = None
-  final = '; '.join(', '.join([way, *places]) for way, places in ways.items())
+  final = '; '.join(f'{way}, {" or ".join(places)}' for way, places in ways.items())
   notes = [
     f'Final evaluation: {final}. The training return is the mean over the episodes that '
     'end in the last tenth of a run.',
