@@ -91,7 +91,7 @@ def test_targets_of_dqn_by_hand(end: int) -> None:
 
 @pytest.mark.parametrize('head', ['value', pytest.param('quantile', marks=pytest.mark.slow)])
 def test_actions_of_low_values_are_above_forbidden_ones(head: Any) -> None:
-  """Rewards may be as low as -1e12, and returns lower. Acting and targets take what is allowed."""
+  """Rewards may be as low as -1e12, and returns lower. Acting and targets take allowed actions."""
   network = QNetwork(hidden=(), head=head, num_atoms=51)
   env = SimpleNamespace(observation_space=SPACE, action_space=spaces.Discrete(3))
   agent = bind(DQN(network=network, greedy=True), env)

@@ -493,7 +493,7 @@ def test_a_trial_finds(fault: str, words: tuple[str, ...], tmp_path: Path) -> No
 def test_a_library_that_hangs_when_it_is_loaded_is_refused(
   tmp_path: Path, monkeypatch: Patch
 ) -> None:
-  monkeypatch.setattr(trial, 'SPEC_SECONDS', 1.0)
+  monkeypatch.setattr(trial, 'SPEC_SECONDS', 5.0)  # the process must start within them
   with pytest.raises(UsageError, match='podrace_spec_of'):
     host.make(write(tmp_path / 'bad.c', 'load_hang'))
 
