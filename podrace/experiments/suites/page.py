@@ -46,12 +46,14 @@ def scores_of(records: Sequence[Record], name: str) -> np.ndarray:
 
 def describe_score(records: Sequence[Record], name: str) -> str:
   """Return `describe` of a score, and the number of seeds that have one if not all have."""
+  scores, lacking = _scored(records, name)
+  return describe(scores) + lacking
+
+
+def _scored(records: Sequence[Record], name: str) -> tuple[np.ndarray, str]:
+  """Return the scores, and the number of seeds that have one if only some have."""
   scores, seeds = scores_of(records, name), sum(len(r.content[name]) for r in records)
-  return describe(scores) + _lacking(len(scores), seeds)
-
-
-def _lacking(count: int, seeds: int) -> str:
-  return f' ({count} of {seeds} seeds)' if 0 < count < seeds else ''
+  return scores, f' ({len(scores)} of {seeds} seeds)' if 0 < len(scores) < seeds else ''
 
 
 def describe(scores: np.ndarray) -> str:
@@ -184,8 +186,8 @@ def _published(suite: Suite, pairs: Pairs) -> str:
 
 
 def _mean(records: Sequence[Record], name: str) -> str:
-  scores, seeds = scores_of(records, name), sum(len(r.content[name]) for r in records)
-  return _number(float(scores.mean())) + _lacking(len(scores), seeds) if len(scores) else ''
+  scores, lacking = _scored(records, name)
+  return _number(float(scores.mean())) + lacking if len(scores) else ''
 
 
 def _aggregate(suite: Suite, pairs: Pairs, out: Path) -> Iterator[str]:
