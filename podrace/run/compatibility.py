@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 
 from podrace.architectures.hashes import shapes_sha256
 from podrace.architectures.protocol import Architecture
+from podrace.envs.logs.share import parse_share
 from podrace.errors import CheckpointError, UsageError
 from podrace.run.directory import completed_record, read_record
 from podrace.run.metric_sums import with_sums
@@ -50,7 +52,10 @@ class Fit:
     self, config: Basics, program: Architecture, run_dir: Path, log_sha256: str | None = None
   ) -> None:
     self._config, self._program, self._run_dir = config, program, run_dir
-    self._log_sha256 = log_sha256  # of the data set that the run replays
+    self._log: dict[str, str] = {}  # the data set that the run replays, in a share of environments
+    if log_sha256 is not None:
+      share = Fraction(*parse_share(to_json(config)['log_share']))
+      self._log = {'log_sha256': log_sha256, 'log_share': str(share)}
 
   def record(self) -> dict[str, Any]:
     """Return the entries of a checkpoint's meta that `check` reads."""
@@ -61,7 +66,7 @@ class Fit:
       'shapes': self.shapes(),
       'replay': self.replay(),
       'random': random_settings(),
-      **({} if self._log_sha256 is None else {'log_sha256': self._log_sha256}),
+      **self._log,
     }
 
   def shapes(self, sums: Collection[str] | None = None) -> str:
@@ -109,12 +114,18 @@ class Fit:
       )
 
   def _check_log(self, meta: dict[str, Any]) -> None:
-    was, now = meta.get('log_sha256'), self._log_sha256
+    was, now = meta.get('log_sha256'), self._log.get('log_sha256')  # an older podrace saved none
     if was and now and was != now:
       raise UsageError(
         f'the checkpoint at step {meta["step"]:,} learned from another data set than --log has now '
         f'(SHA-256 {str(was)[:12]}, not {now[:12]}): restore it, or start afresh in another '
         '--run-dir'
+      )
+    was, now = meta.get('log_share'), self._log.get('log_share')  # likewise
+    if was and now and was != now:
+      raise UsageError(
+        f'the checkpoint at step {meta["step"]:,} has environments and replay of --log-share {was},'
+        f" this run has {now}, which can't change in a run: start afresh in another --run-dir"
       )
 
   def _check_devices(self, meta: dict[str, Any]) -> None:

@@ -98,6 +98,18 @@ def test_another_data_set_is_refused_on_resume(
   assert code == 2 and 'SHA-256' in err, err
 
 
+def test_another_share_of_the_environments_is_refused_on_resume(
+  cartpole: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  args = [*DQN, '--env', 'gymnax:CartPole-v1', '--log', str(cartpole)]
+  trained(capsys, tmp_path / 'run', 320, *args, '--log-share', '1/2')
+  later = [*args, *SIZES, '--run-dir', str(tmp_path / 'run'), '--override', '--total-steps']
+  code, _, err = called(capsys, 'train', *later, '640', '--log-share', '1/4')
+  assert code == 2 and '--log-share 1/2' in err, err
+  code, _, err = called(capsys, 'train', *later, '640', '--log-share', '2/4')
+  assert code == 0, err
+
+
 def test_spaces_are_compared_before_steps_are_read(
   cartpole: Path, tmp_path: Path, capsys: Capture
 ) -> None:

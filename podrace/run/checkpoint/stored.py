@@ -25,7 +25,7 @@ OBJECT = Member('an object', null=True)
 META = {
   'step': COUNT, 'update': COUNT, 'mesh': POSITIVE, 'model': POSITIVE, 'steps_per_update': POSITIVE,
   'shapes': TEXT, 'machine': OBJECT, 'fingerprints': OBJECT, 'replay': OBJECT, 'log_sha256': TEXT,
-  'random': OBJECT,
+  'log_share': TEXT, 'random': OBJECT,
 }  # fmt: skip
 Trees = dict[str, Any]  # by item
 SUMS = '0.log.sums.'  # begins the names of the sums of metrics
