@@ -20,7 +20,7 @@ from podrace.envs import UnknownName
 from podrace.envs.contract import random_action
 from podrace.envs.host import base as host
 from podrace.envs.host import envpool as envpool_
-from podrace.envs.host.spaces import allowed_choices, best_choices, in_jax
+from podrace.envs.host.spaces import allowed_choices, best_choices, i32, in_jax
 from podrace.envs.host.worker import actions_for
 from podrace.envs.spaces import convert, is_bytes_of_image, leaves, map_leaves, tree, values
 from podrace.envs.timestep_rules import RULES, choices_of
@@ -165,6 +165,14 @@ def test_actions_that_a_mask_allows(space, counts, allowed) -> None:
   actions = best_choices(space, rng.random(mask.shape) * mask)
   assert actions.dtype == space.dtype and all(map(space.contains, actions))
   assert np.unique(actions, axis=0).tolist() == allowed
+
+
+@pytest.mark.parametrize('start', [2**31 - 2, 2**40, -(2**31) - 1])
+def test_choices_beyond_int32_are_refused(start: int) -> None:
+  for space in (Discrete(3, start=start), MultiDiscrete([2, 3], start=[0, start])):
+    with pytest.raises(UnknownName, match='int32'):
+      i32(space)
+  assert i32(Discrete(3, start=2**31 - 3)) == Discrete(3, start=2**31 - 3, dtype=np.int32)
 
 
 def test_no_mask_of_the_choices() -> None:

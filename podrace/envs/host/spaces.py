@@ -66,11 +66,23 @@ def best_choices(space: Any, scores: np.ndarray) -> np.ndarray:
 
 
 def i32(space: Any) -> Any:
-  """Return a space of int64 choices, Gymnasium's default, with int32 choices, which JAX has."""
+  """Return a space of int64 choices, Gymnasium's default, with int32 choices, which JAX has.
+
+  Raises:
+    UnknownName: if int32 does not hold one of its choices.
+  """
   from gymnasium import spaces
 
   if space.dtype != np.int64 or not isinstance(space, spaces.Discrete | spaces.MultiDiscrete):
     return space
+  limits, lowest, highest = np.iinfo(np.int32), *action_bounds(space)
+  low, high = int(np.min(lowest)), int(np.max(highest))
+  if low < limits.min or high > limits.max:
+    raise UnknownName(
+      f'{space} has choices from {low:,} to {high:,}, expected {limits.min:,} to {limits.max:,}, '
+      f'which int32 holds; {WRAPPER} make actions smaller, and '
+      'gymnasium.wrappers.TransformObservation observations'
+    )
   if isinstance(space, spaces.Discrete):
     return spaces.Discrete(int(space.n), start=int(space.start), dtype=np.int32)
   return spaces.MultiDiscrete(space.nvec, start=space.start, dtype=np.int32)
