@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -280,12 +281,10 @@ class DistributedSource:
 
   def close(self) -> None:
     """End the threads and the connections."""
-    if self._feed:
-      self._feed.close()
-    if self._client:
-      self._client.close()
-    if self._publishing:
-      self._publishing.close()
+    with contextlib.ExitStack() as stack:  # the last is closed first
+      for part in (self._publishing, self._client, self._feed):
+        if part:
+          stack.callback(part.close)
 
 
 Reports = list[dict[str, Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -283,8 +284,8 @@ class HostReplaySource:
 
   def close(self) -> None:
     """End the actor threads and replay."""
-    self._actors.close()
-    self.replay.close()
+    with contextlib.closing(self.replay):
+      self._actors.close()
 
   def save(self, folder: Path) -> WriteExtra:
     """Take a snapshot; returns a function that writes it to `folder`."""

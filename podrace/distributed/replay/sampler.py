@@ -69,17 +69,20 @@ class ShardedSample:
     self._grace = GRACE
     self._begun = time.monotonic()
     self._timeout = ''  # the message of a server that did not answer in time
-    self._parts = self._request(n, at_least)
+    self._parts: list[ShardRequest] = []
+    try:
+      self._request(n, at_least)
+    except BaseException:
+      self.cancel()
+      raise
 
-  def _request(self, n: int, at_least: int) -> list[ShardRequest]:
+  def _request(self, n: int, at_least: int) -> None:
     """Request n items of the live servers, in proportion to their sizes."""
-    parts = []
     for connection, k, share in self._shards.divide(n):
       least = math.ceil(at_least * k / n)
       args = self._shards.name, k, least, self._peek
       call = connection.ask(replay_messages.SAMPLE, *args, end=self._deadline)
-      parts.append(ShardRequest(call, k, least, share))
-    return parts
+      self._parts.append(ShardRequest(call, k, least, share))
 
   def cancel(self) -> None:
     """Drop the requests."""
@@ -229,7 +232,7 @@ class ShardedSample:
 
   def _request_elsewhere(self, n: int, at_least: int) -> None:
     if not self._is_enough():
-      self._parts += self._request(n, min(max(at_least, 1), n))
+      self._request(n, min(max(at_least, 1), n))
 
 
 class Sampler:

@@ -102,6 +102,20 @@ def test_a_dead_shard_is_named_and_comes_back(
     until(lambda: (other.sample(10, timeout=30).table_size == 101).all())
 
 
+@pytest.mark.parametrize('full', [0, 1])
+def test_a_sample_that_one_shard_refuses_is_requested_of_none(
+  full: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  monkeypatch.setattr(replay_messages, 'MOST_REQUESTS', 2)
+  with shards() as (_, client):
+    table = client.table('it', **SIMPLE)
+    for _ in range(2):  # of an empty table: they wait
+      client.connections[full].ask(replay_messages.SAMPLE, 'it', 1, 1, False)
+    with pytest.raises(ValueError, match='prefetch'):
+      table.sample(64, timeout=30)  # both get a part, but for once in 2 ** 63 times
+    assert not client.connections[1 - full].calls
+
+
 def test_a_sample_leaves_an_empty_shard() -> None:
   with shards() as (servers, client):
     table = client.table('it', **SIMPLE)
