@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from podrace.errors import UsageError
 from podrace.replay.frame_stacks import newest_frames, unstacked, what_is_before
 from podrace.replay.rings import end_what_is_cut
 from podrace.replay.windows import Windows
+from podrace.tables.history import KINDS
 from podrace.types import Sample, Trajectory
 
 Columns = dict[str, Any]  # name -> array
@@ -87,20 +89,31 @@ class Layout:
     return Sample(self.trajectory(data), weight, jnp.arange(weight.shape[0]))
 
   def batch(self) -> Columns:
-    """Return the shapes of the columns of one batch, including `weight`."""
+    """Return the shapes of the columns of one batch, including `weight`.
+
+    Raises:
+      UsageError: if the tables cannot hold the dtype of a column.
+    """
     w, n = self.windows, self.windows.buffer.batch_size
     rows = jax.eval_shape(self.rows, self.example)
 
     def shape(x: Any, rows: int | None, skip: int) -> Any:
       return jax.ShapeDtypeStruct((n, *(() if rows is None else (rows,)), *x.shape[skip:]), x.dtype)
 
-    return (
+    columns = (
       {k: shape(x, w.length + 1, 2) for k, x in rows.timed.items()}
       | {k: shape(x, w.length, 2) for k, x in rows.acted.items()}
       | {k: shape(x, w.lookback + w.length + 1, 2) for k, x in rows.frames.items()}
       | {k: shape(x, None, 1) for k, x in rows.state.items()}
       | {'env_id': shape(rows.env_id, None, 1), 'weight': jax.ShapeDtypeStruct((n,), jnp.float32)}
     )
+    for name, x in columns.items():
+      if x.dtype.kind not in KINDS:
+        raise UsageError(
+          f'{name} is {x.dtype}, and replay on the host or in a service holds bool, integer, float '
+          'and complex numbers of NumPy: return float32 in the agent, or give --replay device'
+        )
+    return columns
 
 
 def named(tree: Any, prefix: str = '') -> Columns:

@@ -21,6 +21,7 @@ from podrace.tables.chunks import (
 )
 from podrace.tables.items import Leaf, Signature
 
+KINDS = 'biufc'  # of the dtypes that a column holds: bool, integer, float and complex
 TRY_AGAIN = 64  # chunks after which a column tests again whether differences are smaller
 
 
@@ -39,7 +40,7 @@ class Column:
   def __init__(
     self, store: ChunkStore, name: str, like: np.ndarray, history: int, rows: int | None
   ) -> None:
-    if like.dtype.kind not in 'biufc':
+    if like.dtype.kind not in KINDS:
       raise ValueError(f'column {name}: {like.dtype} is none of bool, integer, float and complex')
     self.name, self.dtype, self.shape = name, like.dtype, like.shape
     self.length = rows or max(1, min(ROWS_PER_CHUNK, BYTES_PER_CHUNK // max(1, like.nbytes)))

@@ -438,3 +438,13 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
   layout = Layout(dataclasses.replace(both.w, buffer=buffer), both.layout.example)
   with pytest.raises(ValueError, match=r'batch_size 3 .* 2 '):
     HostReplay(layout, topology.learner_mesh(2), 0)
+
+
+def test_an_output_in_bfloat16_is_refused_before_training() -> None:
+  both = Both(World(4), 2)
+  both.close()
+  example = both.layout.example
+  action = jax.ShapeDtypeStruct(example.outputs.action.shape, jnp.bfloat16)
+  layout = Layout(both.w, example._replace(outputs=example.outputs._replace(action=action)))
+  with pytest.raises(UsageError, match=r'action .*bfloat16.* --replay device'):
+    layout.batch()
