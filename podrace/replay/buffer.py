@@ -46,18 +46,18 @@ class Buffer:
         f'not {self.priority_exponent}: priorities decide how often each window is sampled'
       )
 
-  def batch_per_device(self, streams: int, num_envs: int) -> int:
-    """Return a device's part of `batch_size`, if it has `streams` of all `num_envs` environments.
+  def batch_per_device(self, devices: int) -> int:
+    """Return the part of `batch_size` of each of the learner devices.
 
     Raises:
-      ValueError: `batch_size` does not divide over the learner devices.
+      ValueError: `batch_size` does not divide over them.
     """
-    size = self.batch_size * streams
-    if size % num_envs:
+    if self.batch_size % devices:
       raise ValueError(
-        f'batch_size {self.batch_size} does not divide over {num_envs // streams} learner devices'
+        f'--agent.buffer.batch-size {self.batch_size} does not divide over {devices} learner '
+        f'devices: give a multiple of {devices}'
       )
-    return size // num_envs
+    return self.batch_size // devices
 
   def weights(self, size: Any, probability: Any, steps: Any) -> Any:
     """Compute the importance weights of sampled windows.

@@ -98,10 +98,7 @@ class HostReplay:
     self, layout: Layout, mesh: Mesh, seed: int, labels: HostLabels | None = None
   ) -> None:
     w = layout.windows
-    if w.buffer.batch_size % data_size(mesh):
-      raise ValueError(
-        f'batch_size {w.buffer.batch_size} does not divide over {data_size(mesh)} learner devices'
-      )
+    w.buffer.batch_per_device(data_size(mesh))  # or it raises
     self._windows, self._seed, self._layout, self.labels = w, seed, layout, labels
     self._batch_size = share(w.buffer.batch_size)
     self._sharding = NamedSharding(mesh, P(AXIS))

@@ -167,7 +167,7 @@ class Windows:
     The memory must have at least one window.
     """
     streams = memory.env_id.shape[0]
-    size = self.buffer.batch_per_device(streams, self.num_envs)
+    size = self.buffer.batch_per_device(self.num_envs // streams)
     stream_key, start_key, tree_key = jax.random.split(key, 3)
     stream = self._draw_streams(memory, stream_key, size)
     oldest, newest = self._valid(memory.head[0])
