@@ -30,6 +30,7 @@ from podrace.envs.adapters.adapt import (
   discrete,
   to_space,
 )
+from podrace.envs.adapters.seaquest import few_places
 from podrace.envs.adapters.sticky import StickyActions
 from podrace.envs.base import NextStepReset, restart, transition
 from podrace.envs.env_names import at_least, options_error, read_options
@@ -77,6 +78,8 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
   try:
     env, params = gymnax.make(name, **{k: values[k] for k in built})
     changed = {k: values[k] for k in scalars if k in options}
+    if name == 'Seaquest-MinAtar' and changed.keys() <= {'max_steps_in_episode'}:
+      env = few_places()(**{k: values[k] for k in built})
     params = params.replace(**changed)
     dynamics: Any = Gymnax(
       name, env, params, _observation_space(name, env, params), _action_space(env, params)
