@@ -197,7 +197,7 @@ RANGES: Mapping[str, Range] = {
   'MuZero.n_step': OPTIONAL,  # 0: the target is the search's value
   **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
   **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
-  'online_share_steps': OPTIONAL,
+  **dict.fromkeys(('online_share_steps', 'decay_steps'), OPTIONAL),
   **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),

@@ -9,7 +9,8 @@ Its successors are settings:
 
 Against the paper:
 
-- Adam with weight decay instead of SGD with momentum.
+- Adam with weight decay instead of SGD with momentum. The learning rate is constant unless
+  `decay_steps` is set. The paper's falls to a tenth in 350,000 steps (its pseudocode for Atari).
 - A Gumbel search by default. Its root value is the value of the improved policy, not the mean over
   all visits.
 - Replay's priorities are exponentiated by `buffer.priority_exponent`. After learning, a priority
@@ -118,6 +119,8 @@ class MuZero:
   reanalyse_simulations: int = 0  # simulations of new searches; 0: as many as acting has
   target_period: int = 200  # gradient steps between updates of the target network
   learning_rate: float = 1e-3  # learning rate of the optimiser
+  decay_steps: int = 0
+  # ^ gradient steps in which the learning rate falls to a tenth; 0: it is constant
   adam_epsilon: float = 1e-5  # epsilon of Adam, added to the size of gradients
   weight_decay: float = 1e-4  # weight decay of the optimiser
   max_grad_norm: float = 5.0  # largest norm of the gradient; 0: no limit
@@ -317,7 +320,10 @@ class MuZero:
 
   def optimiser(self) -> optax.GradientTransformation:
     """Return the optimiser."""
-    step = optax.adamw(self.learning_rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
+    rate: Any = self.learning_rate
+    if self.decay_steps:
+      rate = optax.exponential_decay(rate, self.decay_steps, 0.1)
+    step = optax.adamw(rate, eps=self.adam_epsilon, weight_decay=self.weight_decay)
     return flatten(optax.chain(clip_norm(self.max_grad_norm), step))
 
 
