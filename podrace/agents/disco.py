@@ -34,6 +34,7 @@ from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage
 from podrace.agents.rules.layers import RuleParams, divergence, entropy
 from podrace.agents.search import mask_policy
+from podrace.agents.value_based import select_action
 from podrace.fields import FilePath, PlainText, check_fields
 from podrace.learner import Learned, clip_each, flatten, scale_by_adam, sgd
 from podrace.networks import Predictions, Predictor, merge_time, split_time
@@ -239,11 +240,11 @@ class Disco:
     t, action = window.timesteps, window.outputs.action
     pi, log_pi = jax.nn.softmax(online.policy), jax.nn.log_softmax(online.policy[:-1])
     log_mu = jax.nn.log_softmax(window.outputs.extras.policy)
-    rho = jnp.exp(rules.select_action(log_pi - log_mu, action))
+    rho = jnp.exp(select_action(log_pi - log_mu, action))
     own_q, q = (decode(predictions.q, self.network.support) for predictions in (online, target))
     value = jnp.sum(pi * q, axis=-1)
     c = jnp.where(t.last[:-1], 0.0, self.lambda_ * jnp.minimum(1.0, rho))
-    q_taken = rules.select_action(q[:-1], action)
+    q_taken = select_action(q[:-1], action)
     # Retrace's value and trace of an action belong to the step that it begins; the last one's is
     # not looked at.
     c_t, q_t = (jnp.concatenate([x[1:], jnp.zeros_like(x[:1])]) for x in (c, q_taken))

@@ -23,6 +23,7 @@ from podrace import distributions, topology
 from podrace.agents.disco import Disco, DiscoExtras, divergence, inputs_of
 from podrace.agents.rules import disco as rules
 from podrace.agents.rules import storage as rule_formats
+from podrace.agents.value_based import select_action
 from podrace.envs import make
 from podrace.errors import UsageError
 from podrace.learner import sample_learner
@@ -55,7 +56,7 @@ class Table(Predictor):
     return params, state
 
   def unroll_taken(self, params: Any, state: Any, timesteps: Any, action: Any) -> Any:
-    taken = {k: rules.select_action(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
+    taken = {k: select_action(getattr(params, k), action) for k in ('z', 'q', 'next_policy')}
     return params._replace(**taken)
 
 
@@ -276,7 +277,7 @@ def test_what_is_said_of_taken_actions_is_what_is_said_of_all(core: Any) -> None
   taken = jax.jit(network.unroll_taken)(params, state, window.timesteps, jnp.asarray(action))
   said, _ = jax.jit(network.unroll)(params, state, window.timesteps)
   for name in ('z', 'q', 'next_policy'):
-    expected = rules.select_action(getattr(said, name), jnp.asarray(action))
+    expected = select_action(getattr(said, name), jnp.asarray(action))
     np.testing.assert_allclose(getattr(taken, name), expected, rtol=1e-4, atol=1e-5)
   np.testing.assert_array_equal(taken.policy, said.policy)
 

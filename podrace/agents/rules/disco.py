@@ -31,6 +31,7 @@ from podrace.agents.rules.layers import (
   lstm,
   with_biases,
 )
+from podrace.agents.value_based import select_action
 from podrace.types import Array
 
 SOURCE = 'https://raw.githubusercontent.com/google-deepmind/disco_rl/main/disco_rl/update_rules/weights/disco_103.npz'
@@ -260,12 +261,6 @@ def pool(params: RuleParams, name: str, x: Array) -> Array:
   own = (x.reshape(-1, size) @ w[:size]).reshape(*x.shape[:-1], -1)
   others = mean.reshape(-1, size) @ w[size:] + params[f'{name}/b'][None]
   return jax.nn.relu(own + others.reshape(*mean.shape[:-1], 1, -1))
-
-
-def select_action(x: Array, action: Array) -> Array:
-  """[T, B, ...] of actions [T, B], from [T, B, A, ...]."""
-  index = action.astype(jnp.int32).reshape(*action.shape, *(1,) * (x.ndim - 2))
-  return jnp.take_along_axis(x, index, axis=2)[:, :, 0]
 
 
 def pair(x: Array) -> Array:
