@@ -323,7 +323,8 @@ class Muesli:
     rate: Any = self.learning_rate
     if self.anneal_learning_rate:
       windows = self.total_updates * self.total_envs / (1 - self.replay_share)
-      rate = optax.linear_schedule(rate, 0.0, math.ceil(windows / self.batch_size))
+      steps = float(math.ceil(windows / self.batch_size))  # beyond 32 bits, maybe
+      rate = optax.linear_schedule(rate, 0.0, steps)
     return flatten(
       optax.chain(
         optax.scale_by_adam(eps=self.adam_epsilon),

@@ -79,7 +79,7 @@ class Buffer:
     Schaul et al. 2016, section 3.4: the correction matters most at the end of training, so the
     exponent is annealed to 1 until then.
     """
-    first, until = self.importance_exponent, self.importance_steps
+    first, until = self.importance_exponent, float(self.importance_steps)  # beyond 32 bits, maybe
     return first + (1 - first) * (steps / until).clip(max=1.0) if until else first
 
   def online(self, steps: Any) -> Any:
@@ -87,7 +87,7 @@ class Buffer:
 
     QT-Opt (Kalashnikov et al. 2018, arXiv 1806.10293) raises it from 1% to 50%.
     """
-    first, end, until = self.online_share, self.online_share_end, self.online_share_steps
+    first, end, until = self.online_share, self.online_share_end, float(self.online_share_steps)
     if first is None or end is None:
       return first
     return first + (end - first) * (steps / until).clip(max=1.0)

@@ -441,6 +441,13 @@ def test_the_learning_rate_is_annealed_over_the_run() -> None:
   np.testing.assert_allclose(sizes, 1 - np.arange(21) / 20, atol=1e-4)
 
 
+def test_the_learning_rate_of_more_gradients_than_i32_counts() -> None:
+  agent = Muesli(anneal_learning_rate=True, total_updates=2**27, total_envs=4096, learning_rate=0.5)
+  optimiser, params = agent.optimiser(), {'w': jnp.zeros(1)}
+  updates, _ = optimiser.update({'w': jnp.ones(1)}, optimiser.init(params), params)
+  assert float(updates['w'][0]) == pytest.approx(-0.5, rel=1e-4)
+
+
 def test_forbidden_actions_are_never_taken() -> None:
   agent = recording()
   observation = jax.tree.map(lambda x: x[0], window_of(64).timesteps.observation)

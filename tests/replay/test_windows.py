@@ -317,6 +317,15 @@ def test_the_importance_exponent_rises_to_1() -> None:
   assert found(1_000) == 0.4
 
 
+def test_exponent_and_share_move_over_more_steps_than_i32_counts() -> None:
+  """As on the device, where steps are f32."""
+  steps, half = 10**10, jnp.float32(5e9)
+  rising = settings(importance_exponent=0.4, importance_steps=steps)
+  assert float(jax.jit(rising.importance)(half)) == pytest.approx(0.7)
+  share = settings(online_share=0.2, online_share_end=0.4, online_share_steps=steps)
+  assert float(jax.jit(share.online)(half)) == pytest.approx(0.3)
+
+
 @pytest.mark.parametrize(
   ('unroll', 'length', 'keep'),
   [
