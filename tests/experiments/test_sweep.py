@@ -352,10 +352,23 @@ def test_a_population_takes_over_from_the_best(tmp_path: Path) -> None:
   np.testing.assert_array_equal(after.rest.rest, [0, 3, 2, 3])
 
 
+def test_a_population_takes_over_from_members_with_a_return_only(tmp_path: Path) -> None:
+  """Of eight, two are replaced. One is alive, so the second of the best quarter has diverged."""
+  values = np.full(8, np.nan, np.float32)
+  values[5] = 1.0
+  train = TrainState({'w': jax.numpy.arange(8.0)}, together_rest(values))
+  for step in range(8):
+    population = together.Population(
+      {'agent.learning-rate': RangeSpace(0.1, 10.0)}, 1, tmp_path / 'population.json'
+    )
+    after = population.transform(train, {'step': step, 'episode_return_by_seed': [2.0] * 8})
+    np.testing.assert_array_equal(after.params['w'], [5, 5, 2, 3, 4, 5, 6, 7])
+
+
 def together_rest(values: np.ndarray) -> Any:
   from podrace.agents.population import VariedRest
 
-  return VariedRest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(4))
+  return VariedRest({'learning_rate': jax.numpy.asarray(values)}, jax.numpy.arange(len(values)))
 
 
 def test_a_population_of_what_is_no_program_is_refused(tmp_path: Path, capsys: Capture) -> None:

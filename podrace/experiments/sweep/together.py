@@ -191,14 +191,14 @@ class Population:
     returns = np.array([-np.inf if r is None else r for r in line['episode_return_by_seed']])
     for x in train.rest.values.values():
       returns[np.isnan(np.array(x))] = -np.inf  # a member that has diverged
+    if not np.isfinite(returns).any():
+      return train
     count = max(1, int(SHARE * len(returns)))
     order = np.argsort(returns, kind='stable')
     rng = np.random.default_rng([self._seed, line['step']])
     source = np.arange(len(returns))
-    worst = order[:count]
-    source[worst] = rng.choice(order[-count:], count)
-    if not np.isfinite(returns).any():
-      return train
+    worst, best = order[:count], order[-count:]
+    source[worst] = rng.choice(best[np.isfinite(returns[best])], count)
     train = jax.tree.map(lambda x: x[source], train)
     values = {name: np.array(x) for name, x in train.rest.values.items()}
     for name, space in self._spaces.items():
