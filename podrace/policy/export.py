@@ -18,7 +18,7 @@ import numpy as np
 from gymnasium import spaces
 
 from podrace import distributions
-from podrace.envs.spaces import MASK, leaves, map_leaves, number_encoding, seen
+from podrace.envs.spaces import MASK, map_leaves, number_encoding, seen
 from podrace.errors import UsageError
 from podrace.hooks import can_be_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
@@ -347,17 +347,9 @@ def _has_plain_core(network: Any) -> bool:
 
 def _leaf_paths(space: Any) -> list[tuple[str, Any]]:
   """Return the top-level name and space of each leaf, in JAX's order."""
-  if not isinstance(space, spaces.Dict):
-    return [('', leaf) for _, leaf in leaves(space)]
-  leaf_paths = []
-  for key in sorted(space):
-    leaf_paths += [
-      (key, leaf)
-      for leaf in jax.tree.leaves(
-        map_leaves(lambda s: s, space[key]), is_leaf=lambda s: isinstance(s, spaces.Space)
-      )
-    ]
-  return leaf_paths
+  named = jax.tree_util.tree_leaves_with_path(map_leaves(lambda s: s, space))
+  is_dict = isinstance(space, spaces.Dict)
+  return [(path[0].key if is_dict else '', leaf) for path, leaf in named]
 
 
 def _export_program(agent: Any, env: Any, params: Any, state: Any) -> bytes:

@@ -27,6 +27,7 @@ from test_runs import called
 from podrace.envs.host import base as host
 from podrace.envs.host.base import PoolArgs
 from podrace.envs.native import build, pool, trial
+from podrace.envs.native.library import ArraySpec
 from podrace.envs.spaces import leaves, values
 from podrace.errors import HostError, UnknownName, UsageError
 from podrace.system.child import python
@@ -140,6 +141,12 @@ def play(name: str, n: int, steps: int, **settings: Any) -> Iterator[tuple[Arriv
       action = rng.integers(0, (5, 7), (len(ids), 2)).astype(np.int32)
       sent |= dict(zip(ids.tolist(), action, strict=True))
       envs.send(ids, action)
+
+
+@pytest.mark.parametrize(('low', 'high'), [(-0.1, 0.1), (0.0, 0.3), (-0.7, 0.7), (-np.inf, 0.1)])
+def test_floats_are_within_bounds_that_are_doubles(low: float, high: float) -> None:
+  space = ArraySpec('', 'float32', (1,), low, high, ()).space()
+  assert low <= float(space.low[0]) < float(space.high[0]) <= high
 
 
 @pytest.mark.parametrize('steps', slow_after(1, 16_384, 262_144))

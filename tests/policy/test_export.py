@@ -77,6 +77,9 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
   'ppo, masked parts': (PPO(), PARTS, spaces.MultiDiscrete([2, 5])),
   'dqn, masked': (DQN(), MASKED, THREE),
   'ppo, a tuple': (PPO(), spaces.Tuple((spaces.Discrete(5), VECTOR, spaces.Discrete(2))), THREE),
+  'ppo, normalized, unsorted keys in a tuple': (
+    PPO(normalize_observations=True), spaces.Tuple((spaces.Dict(z=VECTOR, a=spaces.Discrete(3)), VECTOR)), THREE,
+  ),
   'ppo, normalized, with a state': (
     PPO(normalize_observations=True), spaces.Dict(STATED), THREE,
   ),
@@ -108,6 +111,7 @@ CASES: dict[str, tuple[Any, Any, Any]] = {
 # A core and what is normalized, a mask, a convolution, values, a continuous action.
 FAST = {
   'ppo, gru, normalized',
+  'ppo, normalized, unsorted keys in a tuple',
   'dqn, image, with a state',
   'ppo, empty part',
   'ppo, odd spaces',

@@ -16,6 +16,7 @@ import numpy as np
 from podrace.envs.host.infos import BYTES as INFO_BYTES
 from podrace.envs.native.build import HERE
 from podrace.errors import UsageError
+from podrace.types import round_inward
 
 ABI = 1  # PODRACE_ENV_ABI
 DTYPES = ('uint8', 'int8', 'int32', 'float32', 'bool')  # by PODRACE_U8, ...
@@ -93,6 +94,8 @@ class ArraySpec:
       kind = np.dtype(self.dtype).kind
       limits: Any = None if kind == 'f' else np.iinfo(self.dtype)
       low, high = (-math.inf, math.inf) if limits is None else (limits.min, limits.max)
+    if self.dtype == 'float32':  # so that actions are within the bounds, which are doubles
+      low, high = map(float, round_inward(np.float64(low), np.float64(high), np.float32))
     return spaces.Box(low, high, self.shape, np.dtype(self.dtype).type)
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from podrace.envs.spaces import leaves, values
+from podrace.envs.spaces import leaves, seen, values
 
 SMALLEST = 256  # least pixels of the longer side
 # Colours of a grid's channels, distinguishable with colour blindness, as in
@@ -22,6 +23,7 @@ PALETTE = np.array(
 )  # fmt: skip
 GROUND, TRACK, ZERO, BAR, WORDS = (18,) * 3, (46,) * 3, (120,) * 3, (86, 180, 233), (235,) * 3
 NAMED = 24  # most numbers that get a row with name and value; more become thin bars
+BARRED = 1000  # most thin bars; more numbers become pixels, as no video is 16,384 pixels wide
 NAME_WIDTH, BAR_WIDTH, VALUE_WIDTH = 64, 176, 80  # pixels of a row
 
 
@@ -29,7 +31,7 @@ NAME_WIDTH, BAR_WIDTH, VALUE_WIDTH = 64, 176, 80  # pixels of a row
 class NumericObservation:
   """An observation without an image. Its bars depend on the whole episode: see `draw_numbers`."""
 
-  names: tuple[str, ...]
+  names: tuple[str, ...]  # () of more than NAMED numbers
   values: np.ndarray  # [N] f32
 
 
@@ -44,7 +46,11 @@ def to_image(x: Any) -> np.ndarray:
 
 
 def draw(space: Any, observation: Any) -> np.ndarray | NumericObservation:
-  """Draw the first part of an observation with at least two axes, or return its numbers."""
+  """Draw the first part of an observation with at least two axes, or return its numbers.
+
+  An action mask and a state are left out, as networks do not see them.
+  """
+  space = seen(space)
   parts = [np.asarray(x) for x in values(space, observation)]
   for x in parts:
     if x.ndim == 3 and x.shape[0] < min(x.shape[1:]) and x.dtype == np.uint8:
@@ -55,11 +61,12 @@ def draw(space: Any, observation: Any) -> np.ndarray | NumericObservation:
       return enlarge(draw_grid(x))
     if x.ndim == 2:
       return enlarge(to_image(x.astype(np.float32) / max(float(np.abs(x).max(initial=0)), 1e-9)))
+  numbers = np.concatenate([np.ravel(x).astype(np.float32) for x in parts])
   named = zip((name for name, _ in leaves(space, '')), parts, strict=True)
+  if len(numbers) > NAMED:
+    return NumericObservation((), numbers)
   names = [n for name, x in named for n in _number_names(name.lstrip('/'), x.size)]
-  return NumericObservation(
-    tuple(names), np.concatenate([np.ravel(x).astype(np.float32) for x in parts])
-  )
+  return NumericObservation(tuple(names), numbers)
 
 
 def _number_names(part: str, size: int) -> list[str]:
@@ -99,8 +106,8 @@ class _DrawnEpisode(Sequence[np.ndarray]):
     return len(self._episode)
 
   def __getitem__(self, i: Any) -> Any:
-    x = self._episode[i]
-    draws = draw_rows if len(x.values) <= NAMED else draw_thin_bars
+    x, n = self._episode[i], len(self._low)
+    draws = draw_rows if n <= NAMED else draw_thin_bars if n <= BARRED else draw_pixels
     return draws(x, self._low, self._high)
 
 
@@ -154,6 +161,14 @@ def draw_thin_bars(
     if low[i] < 0 < high[i]:
       picture[height - 1 - round(float(zero) * (height - 1)), columns] = ZERO
   return picture
+
+
+def draw_pixels(x: NumericObservation, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+  """Draw a pixel for each number, row by row: the higher in its range, the brighter."""
+  side = math.isqrt(len(x.values) - 1) + 1
+  grey = np.zeros((side * side, 1), np.uint8)
+  grey[: len(x.values), 0] = np.round(255 * scale_to_range(x.values, low, high))
+  return enlarge(np.repeat(grey.reshape(side, side, 1), 3, axis=-1))
 
 
 def enlarge(picture: np.ndarray) -> np.ndarray:

@@ -253,7 +253,7 @@ class _GymnasiumStage:
     def one(space: Any, y: Any) -> np.ndarray:
       return np.asarray(y, space.dtype)[None]
 
-    flags = (np.array([f]) for f in (terminated, truncated))
+    flags = (np.array([bool(f)]) for f in (terminated, truncated))  # 0 and 1 may be flags
     return self._stepper.timestep(
       everyone(1), map_leaves(one, self._space, x), np.array([reward], np.float32), *flags
     )

@@ -88,7 +88,13 @@ class Silent(Drawn):
     return None
 
 
-for cls in (Echo, Drawn, Silent):
+class Numbered(Echo):
+  def step(self, action):
+    observation, reward, *_ = super().step(action)
+    return observation, 1, 0, int(action == 2), {}
+
+
+for cls in (Echo, Drawn, Silent, Numbered):
   gymnasium.register(f'{cls.__name__}-v0', entry_point=cls, max_episode_steps=10)
 """
 
@@ -119,6 +125,17 @@ def test_environments_without_a_picture_show_their_observation(echo: str) -> Non
   frame = found.frame()
   assert found.note == '' and isinstance(frame, np.ndarray) and frame.shape == (20, 30, 3)
   assert frame.max() == 40 * np.asarray(timestep.observation)[0].argmax()
+
+
+def test_numbers_may_be_flags_of_an_episodes_end(echo: str) -> None:
+  found, _ = stage(f'gymnasium:{echo}:Numbered-v0')
+  found.reset(0)
+  for action, over in ((0, False), (2, True), (0, False)):
+    timestep, _, ended = found.step(np.array([action], np.int32))
+    assert timestep.last.tolist() == [over] and timestep.discount.tolist() == [1] and ended == over
+    if over:
+      found.reset(1)
+  found.close()
 
 
 @pytest.mark.slow
@@ -202,6 +219,9 @@ def test_what_is_drawn_of_observations() -> None:
   )
   assert isinstance(found, pictures.NumericObservation) and found.names == ('a[0]', 'a[1]', 'b')
   np.testing.assert_array_equal(found.values, np.array([5, -5, np.nan], np.float32))
+  parts = dict(action_mask=np.ones((5, 5, 2), bool), board=grid, podrace_state=(np.zeros((3, 3)),))
+  masked = pictures.draw(spaces.Dict({k: spaces.MultiBinary(grid.shape) for k in parts}), parts)
+  np.testing.assert_array_equal(masked, shown)
   of_box = pictures.draw(spaces.Box(-9, 9, (2,)), np.array([5.0, -5.0]))
   assert isinstance(of_box, pictures.NumericObservation) and of_box.names == ('0', '1')
 
@@ -238,6 +258,22 @@ def test_many_numbers_and_such_that_are_none() -> None:
   lit = np.mean([(p == pictures.BAR).all(-1).mean() for p in shown])
   assert 0.1 < lit < 0.6
   assert len(episode_of(rows[:, :3])) == 5
+
+
+def test_more_numbers_than_a_video_is_wide_become_pixels(tmp_path: Path) -> None:
+  space = spaces.Box(-1, 1, (16_500,))
+  x = np.zeros((2, *space.shape), np.float32)
+  x[:, 0], x[1, 200] = (-1, 1), 1
+  shown = list(pictures.draw_numbers([pictures.draw(space, row) for row in x]))  # type: ignore
+  factor = 2  # 129 pixels a side
+  assert {p.shape for p in shown} == {(258, 258, 3)}
+  assert [p[0, 0, 0] for p in shown] == [0, 255] and shown[0][0, factor, 0] == 128
+  assert [p[factor * (200 // 129), factor * (200 % 129), 0] for p in shown] == [0, 255]
+  film = watch.Film(tmp_path / 'a.mp4', tmp_path / 'a.gif', 2)
+  for picture in shown:
+    film.add(watch.add_caption(picture, 'step'))
+  film.close()
+  assert len(frames(tmp_path / 'a.mp4')) == 4
 
 
 def test_the_cart_and_the_pendulum_stand_as_they_do_in_gymnasium() -> None:
