@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from podrace import hooks
 from podrace.envs.adapters.pgx import OPPONENTS
-from podrace.envs.env_names import parse
+from podrace.envs.env_names import full_name, parse
 from podrace.errors import UnreadableFile, UsageError
 from podrace.networks import is_recurrent
 from podrace.run.directory import load_config, read_record
@@ -72,7 +72,9 @@ def _without_trained(env: str) -> str:
   """Return the same game against a named opponent. An opponent's agent needs only its spaces."""
   if _opponent_of(env) is None:
     return env
-  return ','.join(part for part in env.split(',') if not part.startswith('opponent='))
+  library, game, options = parse(env)
+  del options['opponent']
+  return full_name(library, game, options, {})
 
 
 def _is_same(a: Path, b: Path) -> bool:

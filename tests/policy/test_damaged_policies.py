@@ -317,6 +317,17 @@ def test_opponents_that_lead_back_are_refused(tmp_path: Path) -> None:
     opponents.load_opponent(b, 'tic_tac_toe')
 
 
+def test_the_opponent_of_an_opponent_may_have_any_name(tmp_path: Path) -> None:
+  pytest.importorskip('pgx')
+  network = ActorCritic(core='gru', core_size=8)  # refused once the rest of the record is read
+  config = podrace.configure(env='pgx:tic_tac_toe', agent=PPO(network=network), num_envs=2)
+  env = "pgx:tic_tac_toe, opponent = 'hidden=[64,64]', rollouts=5"
+  files.write_json(tmp_path / 'config.json', to_json(config) | {'env': env})
+  files.write_json(tmp_path / 'summary.json', {})
+  with pytest.raises(UsageError, match='recurrent'):
+    opponents.load_opponent(tmp_path, 'tic_tac_toe')
+
+
 @pytest.mark.parametrize('core', ['none', 'gru'])
 def test_an_opponent_may_normalize_rewards_but_has_no_memory(core: str, tmp_path: Path) -> None:
   pytest.importorskip('pgx')
