@@ -68,10 +68,19 @@ def check_environment(env: Any) -> None:
     space = getattr(env, name)
     if not isinstance(space, spaces.Space):
       raise UsageError(f'{label(env, name)} is {space!r}, expected a gymnasium.spaces.Space')
+    _check_shapes(label(env, name), space)
   _check_observation_space(label(env, 'observation_space'), env.observation_space)
   _check_types(inner(env), wrapped=inner(env) is not env)
   if bounds(env.action_space) is not None:  # so that there are random actions
     _check_steps(env)
+
+
+def _check_shapes(name: str, space: Any) -> None:
+  """Check that a space is made of arrays, as Text, Graph, Sequence and OneOf are not."""
+  for where, leaf in leaves_of(space, ''):
+    if leaf.shape is None:
+      part = f'{where[1:]} of {name}' if where else name
+      raise UsageError(f'{part} is {leaf}, which is no array: encode it as a Box, or leave it out')
 
 
 def _check_observation_space(name: str, space: Any) -> None:

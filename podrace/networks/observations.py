@@ -53,7 +53,11 @@ def as_floats(space: Any, x: Array, plain: bool = False) -> Array:
     if not is_pixels(space, plain):
       x = _encoded(x.astype(jnp.float32), scale, log)
     return jnp.moveaxis(x, -3, -1) if channels_first(space) else x
-  raise ValueError(f'no network input for the observation space {space}')
+  raise ValueError(
+    f'no network input for the observation space {space}: expected Box, Discrete, MultiBinary or '
+    'MultiDiscrete (one axis); declare one of these in a wrapper, as '
+    'gymnasium.wrappers.TransformObservation'
+  )
 
 
 def _encoded(x: Array, scale: Any, log: Any) -> Array:

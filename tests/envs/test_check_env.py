@@ -119,6 +119,20 @@ def test_spaces_that_jax_has_not(space: Any, message: str) -> None:
     check.check_environment(NextStepReset(Own()))
 
 
+@pytest.mark.parametrize(
+  ('name', 'space'),
+  [
+    ('observation_space', spaces.Graph(spaces.Discrete(2), None)),
+    ('observation_space', spaces.Dict(x=spaces.Discrete(2), mission=spaces.Text(9))),
+    ('action_space', spaces.Sequence(spaces.Discrete(2))),
+  ],
+)
+def test_spaces_that_are_no_arrays(name: str, space: Any) -> None:
+  env = type('Env', (Steps,), {name: space})
+  with pytest.raises(UsageError, match=name):
+    check.check_environment(NextStepReset(env()))
+
+
 def test_actions_may_be_of_64_bits() -> None:
   class Own(Steps):
     action_space = spaces.Box(-1.0, 1.0, (2,), 'float64')
