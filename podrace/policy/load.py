@@ -352,7 +352,8 @@ def _make_jax_step(about: dict[str, Any], params: Params, serialized: bytes) -> 
       state = [np.zeros(shape, x['dtype']) for shape, x in zip(shapes, about['state'], strict=True)]
     _check_state(jax.tree.leaves(state), shapes)
     observations = unflatten(about['observation_space'], iter(arrays))
-    action, after = program(on_device, state, observations, first)
+    inputs = jax.device_put((state, observations, first))  # explicitly: see jax.transfer_guard
+    action, after = program(on_device, *inputs)
     return np.asarray(jax.device_get(action)), after
 
   return step

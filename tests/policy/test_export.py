@@ -248,6 +248,16 @@ def test_one_observation_at_a_time(runtime: str, tmp_path: Path) -> None:
     assert action == expected[0]
 
 
+def test_the_program_of_jax_transfers_explicitly(tmp_path: Path) -> None:
+  _, env, _ = made('dqn, masked', tmp_path / 'policy')
+  policy = load_policy(tmp_path / 'policy', 'jax')
+  (seen,) = observations(env.observation_space, 1, 2)
+  with jax.transfer_guard('disallow'):
+    action, state = policy.act_many(seen)
+    again, _ = policy.act_many(seen, state)
+  np.testing.assert_array_equal(action, again)
+
+
 @pytest.mark.parametrize(
   ('stated', 'first'), [(True, [1]), (True, [True, False]), (True, True), (False, [False])]
 )

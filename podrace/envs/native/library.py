@@ -95,7 +95,7 @@ class ArraySpec:
       limits: Any = None if kind == 'f' else np.iinfo(self.dtype)
       low, high = (-math.inf, math.inf) if limits is None else (limits.min, limits.max)
     if self.dtype == 'float32':  # so that actions are within the bounds, which are doubles
-      low, high = map(float, round_inward(np.float64(low), np.float64(high), np.float32))
+      low, high = map(float, round_inward(np.array(low), np.array(high), np.float32))
     return spaces.Box(low, high, self.shape, np.dtype(self.dtype).type)
 
 
