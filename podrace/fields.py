@@ -234,6 +234,22 @@ def check_fields(settings: Any) -> None:
         raise ValueError(f'{field.name.rstrip("_")} must be {limits}, not {value}')
 
 
+def check_support(v_min: float, v_max: float, atoms: int = 2) -> None:
+  """Check the ends of a support of evenly spaced atoms.
+
+  Raises:
+    ValueError: if they are not in order, or so near that float32 cannot tell the atoms apart.
+  """
+  if v_min >= v_max:
+    raise ValueError(f'v_min {v_min} is not less than v_max {v_max}')
+  gap, largest = (v_max - v_min) / (atoms - 1), max(abs(v_min), abs(v_max))
+  if math.isfinite(gap) and gap < max(SMALLEST, 2.0 ** (math.frexp(largest)[1] - 23)):
+    raise ValueError(
+      f'v_min {v_min} and v_max {v_max} are too near for {atoms} atoms, which float32 cannot tell '
+      'apart: give a wider range, or subtract the offset of returns from the rewards'
+    )
+
+
 def no_limit(limit: Any) -> Any:
   """Return a limit, a number or an array, with infinity in place of 0."""
   if isinstance(limit, int | float):

@@ -400,3 +400,24 @@ def test_every_comment_of_a_field_is_in_the_help() -> None:
   lost = [f'{p.name}: {x}' for p in root.rglob('*.py') for x in BROKEN.findall(p.read_text())]
   assert not lost
   assert BROKEN.findall('  lambda_: float = (\n    1.0  # mixes\n  )\n') == ['lambda_']
+
+
+@pytest.mark.parametrize(
+  ('low', 'high', 'atoms'),
+  [(-10, 10, 51), (0, 1e-6, 51), (1e6, 1e6 + 10, 51), (-1e7 - 100, -1e7, 51), (-1e38, 1e38, 601)],
+)
+def test_atoms_are_different_numbers(low: float, high: float, atoms: int) -> None:
+  network = QNetwork(head='categorical', v_min=low, v_max=high, num_atoms=atoms)
+  assert (jnp.diff(network.support) > 0).all()
+
+
+@pytest.mark.parametrize(('low', 'high'), [(1e6, 1e6 + 1), (-1e6 - 1, -1e6), (0, 1e-37)])
+def test_atoms_that_float32_cannot_tell_apart_are_refused(low: float, high: float) -> None:
+  for make in (
+    lambda: QNetwork(head='categorical', v_min=low, v_max=high),
+    lambda: D4PG(v_min=low, v_max=high),
+    lambda: LearnedModel(v_min=low, v_max=high),
+  ):
+    with pytest.raises(ValueError, match=r'v_min.* v_max'):
+      make()
+  assert QNetwork(v_min=low, v_max=high).head == 'value'  # without atoms

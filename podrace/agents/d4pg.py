@@ -25,7 +25,7 @@ from jax import lax
 from podrace import distributions
 from podrace.agents import recurrent, value_based
 from podrace.agents.recurrent import Recurrence
-from podrace.fields import check_fields
+from podrace.fields import check_fields, check_support
 from podrace.learner import Learned, separately, sgd
 from podrace.networks import Actor, Critic
 from podrace.replay import Buffer
@@ -70,8 +70,7 @@ class D4PG:
 
   def __post_init__(self) -> None:
     check_fields(self)
-    if self.v_min >= self.v_max:
-      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    check_support(self.v_min, self.v_max, max(self.critic.atoms, 2))
     if not self.actor.deterministic or self.critic.atoms < 2:
       raise ValueError('d4pg has a deterministic actor, and a critic with at least 2 atoms')
     recurrent.check_used(self.recurrence, self.actor, self.critic)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace import distributions
+from podrace.fields import check_support
 from podrace.networks.layers import Conv, Dense, flat, unit
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.recurrent_body import RecurrentBody
@@ -153,8 +154,7 @@ class ActionValue(RecurrentBody):
       raise ValueError(f'the size paper has no memory, not the core {self.core!r}')
     if not self.head_hidden:
       raise ValueError('head_hidden needs at least one layer, at which the action enters')
-    if self.v_min >= self.v_max:
-      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    check_support(self.v_min, self.v_max)
 
   def bind(self, observation_space: Any, action_space: Any) -> Any:
     """This network for these spaces.

@@ -16,6 +16,7 @@ import numpy as np
 from flax import linen as nn
 
 from podrace import distributions, returns
+from podrace.fields import check_support
 from podrace.networks.body import Body
 from podrace.networks.cores import remember
 from podrace.networks.layers import Dense, flat
@@ -268,8 +269,7 @@ class LearnedModel(Body):
     super().__post_init__()
     if self.bins == 2:
       raise ValueError(f'bins must be 1 or at least 3, not {self.bins}')
-    if self.v_min >= self.v_max:
-      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    check_support(self.v_min, self.v_max, max(self.bins, 2))
     if self.blocks and self.core != 'none':
       raise ValueError(
         f'a residual tower has an image as its hidden state, so there is no core {self.core!r}: '

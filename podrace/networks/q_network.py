@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from podrace import distributions
+from podrace.fields import check_support
 from podrace.networks.layers import Dense, NoisyDense
 from podrace.networks.protocol import merge_time, split_time
 from podrace.networks.recurrent_body import RecurrentBody
@@ -85,8 +86,7 @@ class QNetwork(RecurrentBody):
     super().__post_init__()
     if self.head != 'value' and self.num_atoms < 2:
       raise ValueError(f'a {self.head} head needs at least 2 atoms, not {self.num_atoms}')
-    if self.v_min >= self.v_max:
-      raise ValueError(f'v_min {self.v_min} is not less than v_max {self.v_max}')
+    check_support(self.v_min, self.v_max, self.num_atoms if self.categorical else 2)
 
   @property
   def categorical(self) -> bool:
