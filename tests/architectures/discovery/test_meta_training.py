@@ -19,6 +19,7 @@ from podrace.architectures.discovery.program import (
   MetaOptimizer,
   means_of,
 )
+from podrace.run import summary
 
 FAST = {'xla_backend_optimization_level': 0}  # compiling is the cost here
 
@@ -147,13 +148,13 @@ def test_a_line_of_metrics() -> None:
   program, run = spread(1)
   state = run(begun(program), np.int32(2))
   episodes = sum(int(np.sum(m.actor.episodes.finished)) for m in state.groups)
-  summary, state = program.read_log(state)
-  line = summary.summarize(program.present(jax.device_get(summary)))
+  log, state = program.read_log(state)
+  line = summary.summarize(program.present(jax.device_get(log)))
   # 8 agents, 3 environments, 2 meta-steps of 3 unrolls of 4 steps; episodes take 2 and one to begin
   assert line['episodes'] == episodes == 8 * 3 * 2 * 3 * 4 // 3
   assert line['gradient_steps'] == 4 and np.isfinite(line['loss'])
   assert line['episode_return_by_group'] == pytest.approx([line['episode_return']])
-  curve = jax.device_get(summary)['curve']
+  curve = jax.device_get(log)['curve']
   assert curve.episodes.sum() == episodes
   total = line['episode_return'] * episodes
   np.testing.assert_allclose(curve.return_sum.sum(), total, rtol=1e-5)
