@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,7 +28,7 @@ from podrace.agents.ppo import PPO
 from podrace.agents.r2d2 import R2D2
 from podrace.commands import sweep as sweep_command
 from podrace.envs.native.build import HERE
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 from podrace.experiments import plot
 from podrace.experiments.sweep import plan, processes, settings, together
 from podrace.experiments.sweep.proposals import OptunaStudy
@@ -39,6 +41,7 @@ from podrace.run.evaluate import evaluate
 from podrace.run.saved_params import restore_params
 from podrace.settings.record import from_json, to_json
 from podrace.settings.resolved import Resolved, resolve
+from podrace.system.locks import lock
 from podrace.types import TrainState
 
 SMALL: dict[str, Any] = dict(
@@ -434,6 +437,38 @@ def test_a_sweep_that_goes_on_proposes_other_settings(tmp_path: Path) -> None:
       (path / 'summary.json').write_text('{"step": 1, "episode_return": 1.0, "steps_per_s": 1.0}')
       proposals.finish(path, 0)
   assert len(set(seen)) == 6
+
+
+def test_a_line_that_was_cut_costs_no_other_trial(tmp_path: Path) -> None:
+  """A kill or a full disk may cut the last line of Optuna's journal."""
+  spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
+  proposals = OptunaStudy(tmp_path, spaces, 3, 0, False)
+  first, _ = zip(proposals.settings(), range(2), strict=False)
+  journal = tmp_path / 'study.log'
+  journal.write_bytes(journal.read_bytes()[:-9])
+  again = [list(OptunaStudy(tmp_path, spaces, 3, 0, False).settings()) for _ in range(2)]
+  assert again[0] == again[1] and len(again[0]) == 3 and again[0][0] == first[0]
+
+
+def test_a_journal_that_cannot_be_written_ends_the_sweep(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  proposals = OptunaStudy(tmp_path, {'a.b': RangeSpace(0.1, 10.0)}, 1, 0, False)
+  ((path, _),) = proposals.settings()
+
+  def fail(descriptor: int) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+  monkeypatch.setattr(os, 'fsync', fail)
+  with pytest.raises(RunError, match=str(tmp_path / 'study.log')):
+    proposals.finish(path, 1)
+
+
+def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
+  sweep: Any = SimpleNamespace(folder=tmp_path, options=[], jobs=1)
+  with lock(tmp_path), pytest.raises(UsageError, match=str(tmp_path)):
+    plan._train_in_processes(sweep, [{'a.b': 1.0}], lambda text: None)
+  assert not (tmp_path / '0000').exists()
 
 
 def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from podrace.settings.record import (
   unrecorded_options,
   with_unrecorded,
 )
+from podrace.system import locks
 from podrace.system.files import check_folder, make_user_folder, write_whole
 from podrace.system.files.reading import read_json, read_object
 from podrace.system.output import tell
@@ -218,7 +219,11 @@ def _run_trials(
   line: Callable[[Path, Line], bool],
   say: Callable[[str], None],
 ) -> None:
-  """Run a process for each setting, and say when it begins and ends."""
+  """Run a process for each setting, and say when it begins and ends.
+
+  Raises:
+    UsageError: if another sweep runs in the directory: both would record the same trials.
+  """
   begun: dict[Path, Setting] = {}
 
   def commands() -> Iterator[tuple[Path, list[str]]]:
@@ -234,7 +239,12 @@ def _run_trials(
     score = 'no return' if result['score'] is None else f'return {result["score"]:.2f}'
     say(f'{settings.describe(begun[path])}: {result["state"]}, {score}, see {path / "output.txt"}')
 
-  processes.run_trials(commands(), sweep.jobs, say_end, line, say)
+  try:
+    file = locks.lock(sweep.folder)
+  except BlockingIOError:
+    raise UsageError(f'{sweep.folder} is in use by another sweep that is still going') from None
+  with file:
+    processes.run_trials(commands(), sweep.jobs, say_end, line, say)
 
 
 def _train_proposed(sweep: Sweep, say: Callable[[str], None]) -> Trials:

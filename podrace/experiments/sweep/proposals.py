@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
 from podrace.run.metrics import Line
 from podrace.run.run_end import summarize_failure
-from podrace.system.files import open_append, open_lock
+from podrace.system.files import open_append, open_lock, write_whole
+from podrace.system.files.reading import open_regular
 from podrace.system.importing import why_not
 
 EXIT_CODE = 'exit_code'  # attribute of a trial that failed
@@ -31,17 +34,24 @@ def check_optuna() -> None:
 class JournalLock:
   """Lock of Optuna's journal.
 
-  Optuna's own lock is a link. It waits without end for a stale link that leads nowhere.
+  Optuna's own lock is a link. It waits without end for a stale link that leads nowhere. Optuna also
+  appends to a line that a kill or a full disk has cut, and can read neither line afterwards.
   """
 
   def __init__(self, journal: Path) -> None:
-    self._path = journal.with_name(f'{journal.name}.flock')
+    self._journal, self._path = journal, journal.with_name(f'{journal.name}.flock')
     self._file: IO[str] | None = None
 
   def acquire(self) -> bool:
-    """Wait until no other process has the journal."""
+    """Wait until no other process has the journal, and drop a last line that is incomplete."""
     self._file = open_lock(self._path)
     fcntl.flock(self._file, fcntl.LOCK_EX)
+    with open_regular(self._journal) as file:
+      size = file.seek(0, os.SEEK_END)
+      file.seek(max(0, size - 1))
+      if file.read() not in (b'', b'\n'):
+        file.seek(0)
+        write_whole(self._journal, b''.join(line for line in file if line.endswith(b'\n')))
     return True
 
   def release(self) -> None:
@@ -73,7 +83,7 @@ class OptunaStudy:
     self._folder, self._spaces, self._count, self._prune = folder, spaces, count, prune
     self._trials: dict[Path, Any] = {}
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    journal = folder / 'study.log'
+    self._journal = journal = folder / 'study.log'
     lock: Any = JournalLock(journal)
     open_append(journal).close()  # Optuna opens it by its path, again and again
     pruners = optuna.pruners
@@ -103,14 +113,27 @@ class OptunaStudy:
     study_id = self._storage.get_study_id_from_name('sweep')
     for frozen in self._interrupted:
       trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, frozen.number)
-      yield self._begin(optuna.trial.Trial(self._study, trial_id))
+      yield self._begin(lambda i=trial_id: optuna.trial.Trial(self._study, i))
     while len(self._study.get_trials()) < self._count:
-      yield self._begin(self._study.ask())
+      yield self._begin(self._study.ask)
 
-  def _begin(self, trial: Any) -> tuple[Path, Setting]:
-    path = self._path(trial.number)
-    self._trials[path] = trial
-    return path, {name: _suggest(trial, name, space) for name, space in self._spaces.items()}
+  @contextlib.contextmanager
+  def _recording(self) -> Iterator[None]:
+    """Raise a failure to write the journal as RunError."""
+    try:
+      yield
+    except OSError as e:
+      raise RunError(
+        f'{self._journal} cannot be written: {e.strerror}; its trials are kept: start again with '
+        'the same --dir to go on'
+      ) from e
+
+  def _begin(self, make_trial: Callable[[], Any]) -> tuple[Path, Setting]:
+    with self._recording():
+      trial = make_trial()
+      path = self._path(trial.number)
+      self._trials[path] = trial
+      return path, {name: _suggest(trial, name, space) for name, space in self._spaces.items()}
 
   def _path(self, number: int) -> Path:
     return self._folder / f'{number:04d}'
@@ -119,7 +142,8 @@ class OptunaStudy:
     """Report a line of a trial's metrics. Return whether the trial is to end."""
     if line.get('episode_return') is None or not self._prune:
       return False
-    self._trials[path].report(line['episode_return'], line['step'])
+    with self._recording():
+      self._trials[path].report(line['episode_return'], line['step'])
     return bool(self._trials[path].should_prune())
 
   def finish(self, path: Path, code: int) -> None:
@@ -128,14 +152,16 @@ class OptunaStudy:
 
     result = processes.make_result(path, self._trials[path].params, code)
     if code and result['state'] != 'finished':
-      self._trials[path].set_user_attr(EXIT_CODE, code)
+      with self._recording():
+        self._trials[path].set_user_attr(EXIT_CODE, code)
       return  # it stays open, and a sweep that is started again tries it again
     states = {'finished': TrialState.COMPLETE, 'pruned': TrialState.PRUNED}
     state = states.get(result['state'], TrialState.FAIL)
     if result['score'] is None and state is TrialState.COMPLETE:
       state = TrialState.FAIL
     score = result['score'] if state is TrialState.COMPLETE else None
-    self._study.tell(self._trials[path], score, state)
+    with self._recording():
+      self._study.tell(self._trials[path], score, state)
 
   def results(self) -> list[dict[str, Any]]:
     """Return the result of each trial, by number."""
