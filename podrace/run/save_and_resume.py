@@ -124,10 +124,10 @@ class Saves:
 
   def _at_failure(self, update: int, state: Any) -> str:
     """Save if possible; returns a message about the checkpoints. Raises nothing."""
-    if not self._is_ours():
-      return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
     gone = any(isinstance(x, jax.Array) and x.is_deleted() for x in jax.tree.leaves(state))
     try:
+      if not self._is_ours():
+        return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
       # All processes save together, and the rest may not have failed.
       if jax.process_count() == 1 and not gone:
         self.save(update, state)
@@ -142,13 +142,16 @@ class Saves:
         if self.saved >= 0
         else 'nothing was saved yet'
       )
+    return f'and it could not be saved: {why}; {self.newest_before(update)}'
+
+  def newest_before(self, update: int) -> str:
+    """Return a message about the newest checkpoint before `update`. Raises nothing."""
     with contextlib.suppress(Exception):
-      self.checkpoints.wait()  # the checkpoint before may be under way
+      self.checkpoints.wait()  # one may be under way
     steps = [
       step for step in self.checkpoints.steps() if step < update * self._config.steps_per_update
     ]
-    kept = f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
-    return f'and it could not be saved: {why}; {kept}'
+    return f'the last checkpoint is step {max(steps):,}' if steps else 'there is no checkpoint'
 
   def restore(self) -> Any | None:
     """Restore the newest undamaged checkpoint and all parts; returns its state or None."""

@@ -179,10 +179,7 @@ class UpdateLoop:
       problem = f'the loss is NaN or infinite at step {(min(bad) + 1) * per_update:,}'
     else:
       problem = f'a parameter is NaN or infinite at step {update * per_update:,}'
-    kept = 'there is no checkpoint yet'
-    if self.saves.saved >= 0:
-      self.saves.checkpoints.wait()  # so that it is there
-      kept = f'the last good checkpoint is step {self.saves.saved:,}'
+    kept = self.saves.newest_before(update)
     if bad and np.all(finite) and (reason := hooks.refusal(self.config.agent)):
       raise UsageError(f'{problem}; {kept}, in {self.log.run_dir / "checkpoints"}\n{reason}')
     learn = label(hooks.innermost(self.config.agent), 'learn')

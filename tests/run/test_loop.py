@@ -36,6 +36,7 @@ from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
 from podrace.run import compatibility, loop, metrics, opening, save_and_resume, sinks, updates
 from podrace.run.build import build, describe_devices
+from podrace.run.checkpoint import stored
 from podrace.run.compatibility import Fit, random_settings
 from podrace.run.evaluate import evaluate
 from podrace.run.summary import final_return
@@ -545,6 +546,19 @@ def test_nan_stops_the_run_and_is_never_saved(sick: str, seeds: int, tmp_path: P
     assert f'step {61 * 32:,}' in str(e.value)
   result = evaluate(tmp_path, 3, acting=('greedy',), allow_code=['test_loop'])
   assert result['step'] == 1600
+
+
+def test_nan_is_told_if_the_checkpoint_before_has_failed(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  def fail(*args: Any) -> None:
+    raise errors.CheckpointError('no room')
+
+  monkeypatch.setattr(stored.StoredCheckpoint, 'verify_draft', fail)
+  config = change(agent=Sick(network=SMALL, sick='parameter', minibatches=1, epochs=1))
+  with pytest.raises(errors.RunError, match='NaN or infinite at step 1,9') as e:
+    loop.train(config, tmp_path, quiet=True)
+  assert '1,600' not in str(e.value) and checkpoints(tmp_path) == []
 
 
 @pytest.mark.slow
