@@ -73,6 +73,9 @@ class Log:
     self.files: dict[str, metrics.JsonLines] = {}  # by name
     self.known: dict[str, tuple[int, int]] = {}  # `on_disk` at the checkpoint, by file
     self.missing: dict[str, int] = {}  # lines that were lost from each file between two lives
+    # The line of the state, until it is written and the state is transformed. A checkpoint keeps
+    # it, since a run that fails in between is saved: the next life does the rest.
+    self.pending: metrics.Line | None = None
 
   def open(self, stack: contextlib.ExitStack, step: int) -> None:
     """Open the files, for lines after `step`."""
@@ -104,6 +107,7 @@ class Log:
       'since_line': self._clock_part('since_line'),
       'lines': Part(self._count_lines, self._setter('known')),
       'missing_lines': Part(lambda: self.missing, self._setter('missing')),
+      'pending': Part(lambda: self.pending, self._setter('pending')),
       'callbacks': Part(self.callbacks.state, self.callbacks.restore),
       'diagnostics': Part(self.diagnostics.save, self.diagnostics.restore),
     }
@@ -180,11 +184,14 @@ class Log:
       line = self.callbacks(line)
     except Exception as e:  # raised below: a checkpoint of this update needs the line
       failure = e
+    self.pending = line
     with saving(state):
       self.lines.write(line)
       if failure is not None:
+        self.pending = None
         raise failure
       state = self._transformed(state, line)
+    self.pending = None
     with saving(state):
       if messages := self.diagnostics.add(line):
         self.diagnostics.write(self.run_dir)
@@ -192,6 +199,15 @@ class Log:
           self.warn(message)
       for sink in self.sinks:
         sink.write(line)
+    return state
+
+  def write_pending(self, state: Any) -> Any:
+    """Do the rest for a line at which the life before failed; returns the state afterwards."""
+    if self.pending is not None and self.lines:
+      if not self.lines.has(self.pending['step']):
+        self.lines.write(self.pending)
+      state = self._transformed(state, self.pending)
+    self.pending = None
     return state
 
   def _transformed(self, state: Any, line: metrics.Line) -> Any:

@@ -61,6 +61,10 @@ class JsonLines:
     synced = self._synced  # another thread may write
     return synced, self._steps[synced - 1] if synced else 0
 
+  def has(self, step: int) -> bool:
+    """Return whether there is a line of `step`."""
+    return step in self._steps[-1:]
+
   def up_to(self, step: int) -> int:
     """Return the number of lines up to `step`."""
     return sum(s <= step for s in self._steps)

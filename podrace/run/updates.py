@@ -77,6 +77,8 @@ class UpdateLoop:
     per_eval = self.evaluations.updates_between if self.evaluations else 0
     update, total = count_updates(state), config.total_updates
     last_save = time.perf_counter()
+    with self.saves.failing(update, state):
+      state = self.log.write_pending(state)
     while update < total:
       self.saves.check_directory()
       began = time.perf_counter()

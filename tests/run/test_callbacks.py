@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 from processes import lines
 from shared_programs import shared_programs
@@ -146,4 +147,32 @@ def test_a_line_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(RunError, match=r'metrics\.jsonl'):
       train(tmp_path / 'run')
   assert saved_steps(tmp_path / 'run') == [640]
-  assert train(tmp_path / 'run')['step'] == 960
+  train(tmp_path / 'run')
+  train(tmp_path / 'whole')
+  gone_on, whole = (
+    [(x['step'], x['episodes'], x['loss']) for x in lines(tmp_path / name)]
+    for name in ('run', 'whole')
+  )
+  assert gone_on == whole and [step for step, *_ in whole] == [320, 640, 960]
+
+
+class Halve:
+  """A callback that halves the parameters. It fails at a step."""
+
+  def __init__(self, fails_at: int = 0) -> None:
+    self.fails_at = fails_at
+
+  def __call__(self, line: Any) -> None: ...
+
+  def transform(self, train: Any, line: Any) -> Any:
+    if line['step'] == self.fails_at:
+      raise OSError(28, 'No space left on device')
+    return train._replace(params=jax.tree.map(lambda x: x / 2, train.params))
+
+
+def test_a_transform_that_failed_is_made_by_the_next_life(tmp_path: Path) -> None:
+  with pytest.raises(RunError, match='No space left'):
+    train(tmp_path / 'run', Halve(fails_at=640))
+  assert saved_steps(tmp_path / 'run') == [640]
+  gone_on, whole = (train(tmp_path / name, Halve()) for name in ('run', 'whole'))
+  assert gone_on['params_sha256'] == whole['params_sha256']

@@ -204,10 +204,11 @@ class Population:
     for name, space in self._spaces.items():
       changed = values[name][worst] * rng.choice(FACTORS, count)
       values[name][worst] = np.clip(changed, *space.bounds)
-    self.history.append({
+    change = {
       'step': line['step'], 'from': source[worst].tolist(), 'to': worst.tolist(),
       'values': {name: [number(v) for v in x] for name, x in values.items()},
-    })  # fmt: skip
-    write_whole(self._file, json.dumps(self.history) + '\n')
+    }  # fmt: skip
+    write_whole(self._file, json.dumps([*self.history, change]) + '\n')
+    self.history = [*self.history, change]
     new = {name: jax.numpy.asarray(x, jax.numpy.float32) for name, x in values.items()}
     return train._replace(rest=train.rest._replace(values=new))
