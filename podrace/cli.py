@@ -233,6 +233,8 @@ def _complain_of_path(error: OSError) -> int:
   """Tell of a path that cannot be read or written; raise `error` if it is of other code."""
   if error.filename is None and _is_nowhere():
     return _complain(UsageError('the working directory was removed: change to another one'), 2)
+  if error.filename is None and _file(error).name == 'tempfile.py':
+    return _complain(RunError(f'{error.strerror}: free some space, or set TMPDIR'), 1)
   if error.filename is None or not _is_of_files(error):
     raise error
   text = f'{error.filename} cannot be read or written: {error.strerror}'

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,19 @@ def test_a_working_directory_that_was_removed(
   (tmp_path / 'here').rmdir()
   code, out, err = called(capsys, 'eval', 'runs/a')
   assert code == 2 and not out and len(err.splitlines()) == 1
+
+
+def test_a_disk_without_room_for_temporary_files(monkeypatch: Patch, capsys: Capture) -> None:
+  """As a limit of 0 for the size of files, within which this process writes no file but these."""
+  monkeypatch.setattr(tempfile, 'tempdir', None)
+  monkeypatch.setattr(COMMANDS['envs'], 'run', lambda args: tempfile.mkdtemp())
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+  try:
+    code, out, err = called(capsys, 'envs')
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert code == 1 and not out and 'TMPDIR' in err and len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize('name', OF_JAX)

@@ -151,6 +151,14 @@ def test_a_line_that_is_none_ends_it(kept: Any) -> None:
   assert one.end() == 143
 
 
+def test_a_file_that_cannot_be_written_ends_it_and_is_named(kept: Any) -> None:
+  one = kept(SAVES)
+  one.says('up')
+  one.tell(files={'not/there/file': 'text'})
+  one.end()
+  assert 'not/there' in one.output
+
+
 def test_a_replica_does_not_outlive_a_keeper_that_is_killed(kept: Any, tmp_path: Path) -> None:
   one = kept(PID + SAVES, files={'keys/client.key': 'one'})
   one.says('up')

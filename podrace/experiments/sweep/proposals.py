@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -113,7 +114,7 @@ class OptunaStudy:
     study_id = self._storage.get_study_id_from_name('sweep')
     for frozen in self._interrupted:
       trial_id = self._storage.get_trial_id_from_study_id_trial_number(study_id, frozen.number)
-      yield self._begin(lambda i=trial_id: optuna.trial.Trial(self._study, i))
+      yield self._begin(functools.partial(optuna.trial.Trial, self._study, trial_id))
     while len(self._study.get_trials()) < self._count:
       yield self._begin(self._study.ask)
 

@@ -124,6 +124,8 @@ def obey(lines: Iterable[str], private: Path, child: ChildProcess) -> None:
       write_files(private, message.get('files', {}))
       if 'signal' in message:
         child.signal(message['signal'])
+  except (OSError, ValueError) as e:
+    print_text(f'podrace launch: it is ended, as a message cannot be followed: {e}', flush=True)
   finally:
     child.signal(signal.SIGTERM)
     time.sleep(GRACE)  # the process ends meanwhile, and this thread with it
