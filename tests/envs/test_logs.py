@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from podrace.envs.logs.minari_files import read_log
 from podrace.envs.logs.recorded import Log
 from podrace.envs.logs.recorded_spaces import check_spaces
 from podrace.envs.logs.share import is_logged, parse_share
+from podrace.envs.native import build
 from podrace.errors import UsageError
 from podrace.types import FIRST, LAST, MID
 
@@ -493,3 +495,19 @@ def test_a_share_acts_in_the_environment(cartpole: Path) -> None:
   assert ((lengths >= 7) & (lengths <= 13)).all() and len(lengths) > 3  # always to the left
   assert (acting.reward[acting.step_type != FIRST] == 1).all()
   assert balance(np.zeros(4), np.random.default_rng(0)) == 0
+
+
+def test_a_user_without_a_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+  """As in a container with a number for its user."""
+
+  def unknown(number: int) -> Any:
+    raise KeyError(number)
+
+  for name in ('HOME', 'MINARI_DATASETS_PATH', 'XDG_CACHE_HOME'):
+    monkeypatch.delenv(name, raising=False)
+  monkeypatch.setattr(pwd, 'getpwuid', unknown)
+  (tmp_path / 'metadata.json').write_text('{}')
+  assert minari_files.find_data(str(tmp_path)) == tmp_path
+  with pytest.raises(UsageError, match='no Minari data set'):
+    minari_files.find_data('nothing')
+  assert build._cache_directory.__wrapped__().is_dir()

@@ -229,6 +229,18 @@ def test_a_full_disk_leaves_what_was_there_and_is_named(
   assert [p.read_text() for p in tmp_path.iterdir()] == ([] if before is None else [before])
 
 
+def test_a_directory_that_cannot_be_synced_is_named(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def fail(descriptor: int) -> None:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+  monkeypatch.setattr(os, 'fsync', fail)
+  with pytest.raises(OSError) as failure:
+    files.sync(tmp_path)
+  assert failure.value.filename == str(tmp_path) and failure.value.errno == errno.EIO
+
+
 def test_a_file_that_is_not_written_leaves_no_draft(
   tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

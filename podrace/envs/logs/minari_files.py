@@ -36,7 +36,7 @@ NUMBERS = {'rewards': 'iuf', 'terminations': 'b', 'truncations': 'b'}  # name ->
 def minari_home() -> Path:
   """Return the directory of Minari's data sets."""
   root = os.environ.get('MINARI_DATASETS_PATH')
-  return Path(root) if root else Path.home() / '.minari' / 'datasets'
+  return Path(root or os.path.expanduser('~/.minari/datasets'))  # Path.home may raise
 
 
 def memory_limit() -> int:

@@ -112,8 +112,8 @@ def _cache_directory() -> Path:
   A directory that cannot be made, or that another user may write to, is not used. Then the
   libraries are in a temporary directory, which ends with the process.
   """
-  home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
-  with contextlib.suppress(OSError):
+  with contextlib.suppress(OSError, RuntimeError):  # the latter without a home directory
+    home = os.environ.get('XDG_CACHE_HOME') or Path.home() / '.cache'
     kept = make_user_folder(Path(home) / 'podrace' / 'native', 0o700)
     status = kept.stat()
     if status.st_uid == os.getuid() and not status.st_mode & 0o022 and os.access(kept, os.W_OK):

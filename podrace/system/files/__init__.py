@@ -57,10 +57,16 @@ def describe(mode: int) -> str:
 
 
 def sync(path: Path) -> None:
-  """Write a file, or the names in a directory, to the disk, so that they outlive a power cut."""
+  """Write a file, or the names in a directory, to the disk, so that they outlive a power cut.
+
+  Raises:
+    OSError: with the name of `path`.
+  """
   descriptor = os.open(path, os.O_RDONLY)
   try:
     os.fsync(descriptor)
+  except OSError as e:
+    raise OSError(e.errno, e.strerror, str(path)) from e
   finally:
     os.close(descriptor)
 
