@@ -24,16 +24,19 @@ def needs_override(change: Change) -> bool:
 
 
 def note_changes(run_dir: Path, step: int, made: list[Change]) -> None:
-  """Record that a run went on at `step` with other settings, once also if it starts again there."""
-  if not made:
-    return
-  date = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+  """Record that a run went on at `step` with other settings, once also if it starts again there.
+
+  Earlier changes hold from `step` on if the run resumes from a checkpoint before them.
+  """
+  before = read_changes(run_dir)
+  entries = [{**entry, 'step': min(entry['step'], step)} for entry in before]
   settings = {change.path: [change.old, change.new] for change in made}
-  entries = read_changes(run_dir)
-  if entries and (entries[-1]['step'], entries[-1]['settings']) == (step, settings):
-    return  # that start ended before it recorded the settings
-  entries.append({'step': step, 'date': date, 'settings': settings})
-  write_json(run_dir / FILE, {'changes': entries})
+  # Without the second condition, that start ended before it recorded the settings.
+  if made and (not entries or (entries[-1]['step'], entries[-1]['settings']) != (step, settings)):
+    date = datetime.datetime.now(datetime.UTC).isoformat(timespec='seconds')
+    entries.append({'step': step, 'date': date, 'settings': settings})
+  if entries != before:
+    write_json(run_dir / FILE, {'changes': entries})
 
 
 def last_change(run_dir: Path) -> int:

@@ -77,6 +77,13 @@ def test_a_start_that_ended_early_and_its_repetition_are_one_change(tmp_path: Pa
   assert [e['settings']['keep'] for e in read_changes(tmp_path)] == [[3, 2], [2, 3], [3, 2]]
 
 
+def test_a_run_that_resumes_before_a_change_has_it_from_there_on(tmp_path: Path) -> None:
+  for step, keep in ((320, 4), (640, 5)):
+    note_changes(tmp_path, step, [Change('keep', 3, keep)])
+  note_changes(tmp_path, 480, [])
+  assert [e['step'] for e in read_changes(tmp_path)] == [320, 480]
+
+
 @pytest.mark.parametrize(
   ('change', 'is_needed'),
   [
