@@ -134,6 +134,8 @@ def base_config(
 
     config = load_config(run_dir, allowed)
   else:
+    if preset is None and run_dir is not None and not options.passed('--log'):
+      _check_no_checkpoints(run_dir)
     config = PRESETS[preset or 'catch']()
     config = dataclasses.replace(config, **defaults.reset_unused(config, settings_in(options)))
   if agent is not None and agent != agent_name(config.agent):
@@ -141,6 +143,17 @@ def base_config(
   if preset is None and options.passed('--log') and not _has_record(run_dir):
     config = dataclasses.replace(config, env='')  # the spaces are the log's
   return config
+
+
+def _check_no_checkpoints(run_dir: Path) -> None:
+  """Raise UsageError if a directory without a record has checkpoints, which are of another run."""
+  from podrace.run.directory import saved_steps
+
+  if saved_steps(run_dir):
+    raise UsageError(
+      f'{run_dir} has checkpoints and no config.json: restore it, or give the preset and the '
+      'options of the run'
+    )
 
 
 def parse_with_defaults(

@@ -246,10 +246,10 @@ class Run:
 
   def _compile(self, stack: contextlib.ExitStack) -> None:
     """Compile, unless the newest checkpoint is of another program."""
+    self.saves.check_newest()
     # Written before compilation, so that a run that is killed meanwhile continues with it.
     if self.leader and read_record(self.run_dir) is None:
       self._record()
-    self.saves.check_newest()
     if opening := hooks.opening(self.config.agent):
       self.say(opening)
     devices = describe_devices(self.config, self.program.mesh)

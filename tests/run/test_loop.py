@@ -24,6 +24,7 @@ from children import until
 from processes import StopAt, as_users_have_it, cache, checkpoints, every_file, lines, summary
 from shared_programs import shared_programs
 from shorthand import Capture, Patch, TempPaths, slow_after
+from test_runs import called
 
 from podrace import envs, errors
 from podrace.agents.dqn import DQN
@@ -337,6 +338,21 @@ def test_results_without_checkpoints_are_not_replaced(finished: Path, tmp_path: 
     opening.refuse(more, run_dir, override=False)
   (run_dir / 'checkpoints').mkdir()  # killed after an evaluation and before its first checkpoint
   opening.refuse(more, run_dir, override=False)
+
+
+def test_a_lost_record_is_not_replaced_by_that_of_another_run(
+  finished: Path, tmp_path: Path, capsys: Capture
+) -> None:
+  run_dir = tmp_path / 'run'
+  shutil.copytree(finished, run_dir)
+  for name in ('config.json', 'summary.json'):
+    (run_dir / name).unlink()
+  code, _, err = called(capsys, 'train', '--run-dir', str(run_dir))
+  assert code == 2 and 'config.json' in err and not (run_dir / 'config.json').exists()
+  with pytest.raises(UsageError, match='--unroll-length'):
+    loop.train(change(unroll_length=16), run_dir, quiet=True)
+  assert not (run_dir / 'config.json').exists()
+  assert loop.train(CONFIG, run_dir, quiet=True)['step'] == 3200
 
 
 @pytest.mark.slow
