@@ -198,7 +198,12 @@ def _load(file: Path, allow_code: Iterable[str]) -> Basics:
   if record is None:
     raise UsageError(f'{file} does not exist')
   check_code(record, allow_code)
-  config: Basics = from_json(record)
+  try:
+    config: Basics = from_json(record)
+  except UsageError as e:
+    text = str(e)
+    reason = text.removeprefix('config.json')
+    raise UsageError(f'{file}{reason}' if reason != text else f'{file}: {text}') from e
   return config
 
 

@@ -70,7 +70,8 @@ def from_json(record: dict[str, Any]) -> Any:
   """Return the config that `to_json` recorded. Imports the modules that it names, see `check_code`.
 
   Raises:
-    UsageError: if the record has another version, or other fields than the classes.
+    UsageError: if the record has another version, other fields than the classes, or a value that
+      its class refuses.
   """
   version = record.get('version') if isinstance(record, dict) else None
   if version != VERSION:
@@ -82,8 +83,12 @@ def from_json(record: dict[str, Any]) -> Any:
     module, name = KINDS[record.get(KIND, TRAIN)]
     settings = {k: v for k, v in record.items() if k not in ('version', KIND)}
     return _make(getattr(importlib.import_module(module), name), settings | {'agent': agent})
+  except UsageError:
+    raise
   except (KeyError, TypeError, AttributeError, OverflowError, NameError) as e:
     raise UsageError(f'config.json is not the record of a run: {e!r}') from e
+  except ValueError as e:  # of a class that refuses a value
+    raise UsageError(f'config.json: {e}') from e
 
 
 def check_code(record: dict[str, Any], allowed: Iterable[str]) -> None:

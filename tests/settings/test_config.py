@@ -27,6 +27,7 @@ from podrace.envs.own.catch import Catch
 from podrace.errors import UsageError
 from podrace.networks import ActorCritic, QNetwork
 from podrace.replay import Buffer
+from podrace.run.directory import differences_of, load_config
 from podrace.settings import agents, validation
 from podrace.settings import config as configs
 from podrace.settings.agents import bind, bind_run
@@ -42,6 +43,7 @@ from podrace.settings.record import (
 )
 from podrace.settings.resolved import resolve
 from podrace.settings.validation import validate
+from podrace.system.files import write_json
 
 SOURCE = Path(configs.__file__).parents[1]
 
@@ -117,6 +119,18 @@ class OwnNetwork:
   """Likewise, where ours would be."""
 
   width: int = 3
+
+
+def test_a_recorded_value_that_its_class_refuses(tmp_path: Path) -> None:
+  """As after damage to a file: the file is named, and a run with the right value is compared."""
+  config = Config(agent=Impala())
+  record = to_json(config)
+  record['agent']['discount'] = 9.99
+  write_json(tmp_path / 'config.json', record)
+  with pytest.raises(UsageError, match=re.escape(str(tmp_path / 'config.json'))) as e:
+    load_config(tmp_path)
+  assert '9.99' in str(e.value)
+  assert [c.path for c in differences_of(config, tmp_path)] == ['agent.discount']
 
 
 def test_somebody_elses_network_is_made_again() -> None:
