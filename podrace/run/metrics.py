@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -70,8 +71,9 @@ class JsonLines:
     return sum(s <= step for s in self._steps)
 
   def close(self) -> None:
-    """Close the file."""
-    self._file.close()
+    """Close the file. A line that could not be written has raised before."""
+    with contextlib.suppress(OSError):  # Python tries to write it again
+      self._file.close()
 
 
 def read(path: Path, shown: bool = False) -> list[Line]:

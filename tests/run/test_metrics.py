@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -42,6 +43,24 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
   file.write_text('')
   assert metrics.read(file) == []
   assert metrics.read(tmp_path / 'none.jsonl') == []
+
+
+def test_a_line_without_room_raises_once(tmp_path: Path) -> None:
+  """The next life drops the part of it that was written."""
+  file = metrics.JsonLines(tmp_path / 'm', 0)
+  limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+  resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+  try:
+    file.write({'step': 1})
+    with pytest.raises(OSError):
+      file.write({'step': 2, 'long': 'x' * 100})
+    file.close()
+  finally:
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+  assert (tmp_path / 'm').stat().st_size == 100
+  again = metrics.JsonLines(tmp_path / 'm', 2)
+  assert again.has(1) and not again.has(2)
+  again.close()
 
 
 def test_a_garbled_line_names_the_file(tmp_path: Path) -> None:
