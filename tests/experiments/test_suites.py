@@ -484,6 +484,28 @@ def test_again_discards_a_damaged_record_and_no_other_suite_s(tiny: Path, tmp_pa
   assert not path.exists() and not (folder / 'runs/catch.ppo.0').exists()
 
 
+def test_again_discards_a_run_whose_settings_cannot_be_read(tmp_path: Path) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  suite = suites.load(str(tmp_path / 'tiny.toml'))
+  programs = [p for p in suite.programs if p.name == 'catch.ppo.0']
+  configs = {p.name: configure.parse_words(p.command, 'test') for p in programs}
+  plan = Reproduction(suite, programs, configs, tmp_path / 'runs', tmp_path / 'records', 1, False)
+  record = tmp_path / 'runs/catch.ppo.0/config.json'
+  record.parent.mkdir(parents=True)
+  record.write_text('{')
+  with pytest.raises(UsageError, match='--again') as e:
+    check_settings(plan, lambda text: None)
+  assert str(record) in str(e.value) and record.exists()
+  again = dataclasses.replace(plan, again=True)
+  check_settings(again, lambda text: None)
+  assert not record.parent.exists()
+  record.parent.mkdir()  # of a program that ended before its run began
+  (tmp_path / 'records').mkdir()
+  (tmp_path / 'records/catch.ppo.0.json').write_text('{')
+  check_settings(again, lambda text: None)
+  assert not (tmp_path / 'records/catch.ppo.0.json').exists()
+
+
 @pytest.mark.slow
 def test_again_trains_what_has_changed(tiny: Path, tmp_path: Path, cache: Path) -> None:
   folder = copy(tiny, tmp_path)

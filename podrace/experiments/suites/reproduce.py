@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -162,23 +163,21 @@ def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
   now = commit()
   differ: dict[Program, list[str]] = {}
   for program in plan.programs:
-    config = plan.configs[program.name]
+    config, run_dir = plan.configs[program.name], plan.run_dir(program)
     try:
       record = read_record(plan.to, plan.suite, program)
+      begun = differences_of(config, run_dir) if record is None and run_dir.is_dir() else []
     except UnreadableFile as e:
       if not plan.again:
         raise UsageError(f'{e}; podrace reproduce --again trains it again') from e
       differ[program] = [e.reason]
       continue
+    differences = list(map(str, begun))
     if record is not None:
       records[program.name] = record
       differences = record.differences(program, to_json(config))
       if not differences and (then := record.content['commit']) != now:
         other_commits[then] += 1
-    elif (run_dir := plan.run_dir(program)).is_dir():
-      differences = [str(change) for change in differences_of(config, run_dir)]
-    else:
-      continue
     if differences:
       differ[program] = differences
   for name, count in other_commits.items():
@@ -186,7 +185,8 @@ def check_settings(plan: Reproduction, say: Callable[[str], None]) -> None:
   if differ and not plan.again:
     raise UsageError(_describe_differences(plan, records, differ))
   for program, differences in differ.items():
-    if (run_dir := plan.run_dir(program)).is_dir():
+    run_dir = plan.run_dir(program)
+    if os.path.lexists(run_dir / 'config.json'):  # else no run has begun there
       runs.remove(run_dir)
     remove(record_path(plan.to, program))
     say(f'{program.name} is trained again: {"; ".join(differences)}')
