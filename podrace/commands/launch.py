@@ -17,8 +17,9 @@ from podrace.launch.engines import kubernetes, ray, skypilot, slurm
 from podrace.launch.program import Program
 from podrace.launch.supervisor import local
 from podrace.launch.supervisor.addresses import Addresses
-from podrace.run.directory import check_directory, read_record
+from podrace.run.directory import check_directory, differences_of, read_record
 from podrace.run.new_directory import name_run, run_directory
+from podrace.settings.config import Config
 from podrace.settings.record import unrecorded_options
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import print_text, results_alone
@@ -123,7 +124,7 @@ def _options(args: list[str]) -> tuple[str | None, Options]:
   for name, kind, known in (('--as', 'arrangement', ARRANGEMENTS), ('--on', 'engine', OF_ENGINES)):
     if options.text(name) not in known:
       raise unknown(kind, options.text(name), known)
-  _check(preset, options, options.path('--run-dir'))
+  _check(options)
   return preset, options
 
 
@@ -145,6 +146,8 @@ def _program(preset: str | None, options: Options) -> tuple[str, Callable[[Path]
 
   def make(run_dir: Path) -> Program:
     # The learner resumes with the run's old defaults; acting processes do not read its record.
+    if not (preset or agent or '--env' in {x.partition('=')[0] for x in options.arguments}):
+      _check_run(run_dir, config)
     record = read_record(run_dir)
     old_defaults = [] if record is None else unrecorded_options(config, record)
     request = LaunchRequest(
@@ -172,7 +175,23 @@ def _show(program: Program, run_dir: Path) -> None:
     print_text(f'# {name}\n{words}')
 
 
-def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
+def _check_run(run_dir: Path, config: Config) -> None:
+  """Raise UsageError if acting processes would not have the settings of the run that goes on.
+
+  Without a preset a learner takes them from the run's record, which acting processes do not read.
+  """
+  from podrace.distributed.run_identity import COMMON
+
+  changed = [c for c in differences_of(config, run_dir) if c.path.partition('.')[0] in COMMON]
+  if changed:
+    raise UsageError(
+      f'{run_dir} has a run already:\n  '
+      + '\n  '.join(map(str, changed))
+      + '\nto go on with it, give the same preset and options as before'
+    )
+
+
+def _check(options: Options) -> None:
   """Raise UsageError for options that contradict each other."""
   arrangement = options.text('--as')
   if wrong := sorted(OF_ARRANGEMENTS & set(options.names) - OF[arrangement]):
@@ -190,11 +209,6 @@ def _check(preset: str | None, options: Options, run_dir: Path | None) -> None:
     raise UsageError(
       f'--learners {_learners(options)}: learners share a run directory, and the machines of --on '
       'skypilot share none; take slurm, ray or kubernetes'
-    )
-  named = preset or '--agent' in options or '--env' in names
-  if not named and run_dir is not None and (run_dir / 'config.json').exists():
-    raise UsageError(
-      f'{run_dir} has a run already: to go on with it, give the same preset and options as before'
     )
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from children import ROOT, Process, until
+from shorthand import Capture
+from test_runs import called
 
 import podrace
 from podrace import cli
@@ -19,6 +21,8 @@ from podrace.launch.arrangements import ARRANGEMENTS, LaunchRequest
 from podrace.launch.program import Program
 from podrace.launch.supervisor.addresses import Addresses, Announcements
 from podrace.launch.supervisor.replica import NO_ACCELERATORS, extra_environ
+from podrace.settings.record import to_json
+from podrace.system.files import write_json
 
 
 def asked(preset: str, *arguments: str, **counts: int) -> LaunchRequest:
@@ -35,6 +39,18 @@ def test_a_run_needs_its_options_again(tmp_path: Path) -> None:
   with Launch(tmp_path, '--as', 'apex') as launch:
     assert launch.wait() == 2
     assert str(tmp_path / 'run') in launch.output
+
+
+def test_a_run_without_a_preset_goes_on_by_the_same_command(
+  tmp_path: Path, capsys: Capture
+) -> None:
+  begun = dataclasses.replace(podrace.configure('catch'), num_envs=32, architecture='sebulba')
+  write_json(tmp_path / 'config.json', to_json(begun))
+  command = ('launch', '--as', 'learners', '--dry-run', '--run-dir', str(tmp_path))
+  code, out, _ = called(capsys, *command, '--num-envs', '32', '--total-steps', '9')
+  assert code == 0 and '--total-steps 9' in out
+  code, _, err = called(capsys, *command)
+  assert code == 2 and 'num_envs: 32 -> 64' in err and 'architecture' not in err
 
 
 def test_seed(tmp_path: Path) -> None:
