@@ -120,10 +120,16 @@ def read_summary(path: Path, warn: Callable[[str], None]) -> dict[str, Any] | No
   try:
     check_members(summary, SUMMARY)
   except ValueError as e:
-    raise UsageError(f'{path} is not the summary of a run: it {e}') from e
+    raise _wrong_summary(path, str(e)) from e
   if lacking := needed - set(summary):
-    raise UsageError(f'{path} is not the summary of a run: it lacks {", ".join(sorted(lacking))}')
+    raise _wrong_summary(path, f'lacks {", ".join(sorted(lacking))}')
   return summary
+
+
+def _wrong_summary(path: Path, problem: str) -> UsageError:
+  return UsageError(
+    f'{path} is not the summary of a run: it {problem}; remove it, and the run writes it again'
+  )
 
 
 def completed_record(record: dict[str, Any], config: Basics) -> dict[str, Any]:

@@ -471,6 +471,18 @@ def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:
   assert not (tmp_path / '0000').exists()
 
 
+def test_a_sweep_on_a_file_system_without_locks_is_refused(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  def fail(*args: Any) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+  monkeypatch.setattr('podrace.system.locks.fcntl.flock', fail)
+  sweep: Any = SimpleNamespace(folder=tmp_path, options=[], jobs=1)
+  with pytest.raises(UsageError, match=str(tmp_path)):
+    plan._train_in_processes(sweep, [{'a.b': 1.0}], lambda text: None)
+
+
 def test_a_trial_that_fails_is_tried_again_by_the_next_sweep(tmp_path: Path) -> None:
   spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
   proposals = OptunaStudy(tmp_path, spaces, 2, 0, False)

@@ -243,6 +243,8 @@ def _run_trials(
     file = locks.lock(sweep.folder)
   except BlockingIOError:
     raise UsageError(f'{sweep.folder} is in use by another sweep that is still going') from None
+  except OSError as e:
+    raise UsageError(f'{sweep.folder} cannot be locked: {e.strerror}') from e
   with file:
     processes.run_trials(commands(), sweep.jobs, say_end, line, say)
 
