@@ -462,6 +462,9 @@ def test_a_journal_that_cannot_be_written_ends_the_sweep(
   monkeypatch.setattr(os, 'fsync', fail)
   with pytest.raises(RunError, match=str(tmp_path / 'study.log')):
     proposals.finish(path, 1)
+  with pytest.raises(RunError, match=str(tmp_path / 'other' / 'study.log')):
+    (tmp_path / 'other').mkdir()
+    OptunaStudy(tmp_path / 'other', {'a.b': RangeSpace(0.1, 10.0)}, 1, 0, False)
 
 
 def test_two_sweeps_in_one_directory_are_refused(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from podrace.experiments.sweep import processes, settings
 from podrace.experiments.sweep.settings import ChoiceSpace, RangeSpace, Setting, Spaces
 from podrace.run.metrics import Line
 from podrace.run.run_end import summarize_failure
-from podrace.system.files import open_append, open_lock, write_whole
+from podrace.system.files import NotOwn, open_append, open_lock, write_whole
 from podrace.system.files.reading import open_regular
 from podrace.system.importing import why_not
 
@@ -101,6 +101,10 @@ class OptunaStudy:
       # A sampler that began again with `seed` would propose the settings of the first trials.
       stream = np.random.SeedSequence([seed, len(self._study.get_trials(deepcopy=False))])
       self._study.sampler = optuna.samplers.TPESampler(seed=int(stream.generate_state(1)[0]))
+    except NotOwn:
+      raise
+    except OSError as e:
+      raise self._unwritten(e) from e
     except Exception as e:  # Optuna fails in many ways at lines that are not its own
       raise UsageError(
         f'{journal} is not the log of this sweep: {summarize_failure(e)}; remove it to begin anew'
@@ -123,11 +127,16 @@ class OptunaStudy:
     """Raise a failure to write the journal as RunError."""
     try:
       yield
+    except NotOwn:
+      raise
     except OSError as e:
-      raise RunError(
-        f'{self._journal} cannot be written: {e.strerror}; its trials are kept: start again with '
-        'the same --dir to go on'
-      ) from e
+      raise self._unwritten(e) from e
+
+  def _unwritten(self, error: OSError) -> RunError:
+    return RunError(
+      f'{self._journal} cannot be written: {error.strerror}; its trials are kept: start again with '
+      'the same --dir to go on'
+    )
 
   def _begin(self, make_trial: Callable[[], Any]) -> tuple[Path, Setting]:
     with self._recording():
