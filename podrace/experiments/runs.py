@@ -25,6 +25,7 @@ from podrace.run.directory import (
 )
 from podrace.run.run_end import BROKEN, FINISHED, KILLED, RUNNING, UNKNOWN, read_end
 from podrace.settings.user_code import CLASS, KIND
+from podrace.system import files
 from podrace.system.files.reading import read_object, size_of
 from podrace.system.files.schema import (
   SUMMARY,
@@ -218,6 +219,9 @@ def remove(path: Path) -> None:
   """
   check_removable(path)
   try:
+    for entry in path.iterdir():
+      if entry.name != 'config.json':  # the last one, as without it this is no run any more
+        files.remove(entry)
     shutil.rmtree(path.resolve())  # of `.` it would delete the content only
   except RecursionError:
     raise UsageError(f'{path} has folders nested too deep: delete it with rm -r') from None

@@ -307,6 +307,27 @@ def test_rm_asks(tmp_path: Path, capsys: Capture, monkeypatch: Any) -> None:
   assert called(capsys, 'rm', str(a))[0] == 0 and not a.exists()
 
 
+def test_a_removal_that_was_interrupted_can_be_made_again(
+  tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  a = make(tmp_path / 'a', line(1))
+  (a / 'checkpoints' / '1').mkdir(parents=True)
+  remove = shutil.rmtree
+
+  def interrupt(path: Any, **more: Any) -> None:
+    if Path(path) == a.resolve():
+      raise KeyboardInterrupt
+    remove(path, **more)
+
+  with monkeypatch.context() as patch:
+    patch.setattr(shutil, 'rmtree', interrupt)
+    with pytest.raises(KeyboardInterrupt):
+      runs.remove(a)
+  assert [p.name for p in a.iterdir()] == ['config.json']
+  runs.remove(a)
+  assert not a.exists()
+
+
 def test_a_link_to_a_run_is_not_removed_as_one(tmp_path: Path) -> None:
   a = make(tmp_path / 'a')
   (tmp_path / 'b').symlink_to(a)
