@@ -31,7 +31,7 @@ def played(env: Any, params: Any, hasten: bool = False) -> Any:
     )
     counts = jnp.stack([getattr(after, f'{name}_count') for name in LISTS])
     after = jax.tree.map(lambda x, y: jnp.where(jnp.expand_dims(over, range(1, x.ndim)), x, y), first, after)  # fmt: skip
-    return after, (observation.sum((1, 2)), reward, over, counts)
+    return after, (observation, reward, over, counts)
 
   each = jax.vmap(env.step_env, (0, 0, 0, None))
   _, one = env.reset_env(jax.random.key(0), params)

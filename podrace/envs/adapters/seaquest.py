@@ -1,8 +1,8 @@
 """Gymnax's Seaquest with fewer places in its lists of fish, submarines, bullets and divers.
 
 gymnax keeps 100 places in each of five lists. Most of a step's time goes into moving and comparing
-empty places, so with 32 places a step takes a quarter of the time. The rules are gymnax's, and so
-is each number: with the default parameters no list needs more than 31 places. At most one enemy
+empty places, so with 32 places a step takes a fifth of the time. The rules are gymnax's, and so is
+each number: with the default parameters no list needs more than 31 places. At most one enemy
 appears in a step, and it crosses the board in 30 steps at the highest speed, which comes before
 the highest rate of enemies.
 """
