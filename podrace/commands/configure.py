@@ -134,7 +134,7 @@ def base_config(
 
     config = load_config(run_dir, allowed)
   else:
-    if preset is None and run_dir is not None and not options.passed('--log'):
+    if preset is None and run_dir is not None:
       _check_no_checkpoints(run_dir)
     config = PRESETS[preset or 'catch']()
     config = dataclasses.replace(config, **defaults.reset_unused(config, settings_in(options)))

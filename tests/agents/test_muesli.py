@@ -29,6 +29,7 @@ from test_muzero import (
   quick,
   recorder,
   shared,
+  step_sizes,
   two_hot,
 )
 from test_value_agents import anakin, assert_learns
@@ -432,20 +433,12 @@ def test_the_learning_rate_is_annealed_over_the_run() -> None:
   agent = Muesli(
     anneal_learning_rate=True, batch_size=16, total_updates=10, total_envs=8, learning_rate=1.0
   )
-  optimiser, params = agent.optimiser(), {'w': jnp.zeros(1)}
-  update = jax.jit(lambda state: optimiser.update({'w': jnp.ones(1)}, state, params))
-  state, sizes = optimiser.init(params), []
-  for _ in range(21):
-    updates, state = update(state)
-    sizes.append(-float(updates['w'][0]))
-  np.testing.assert_allclose(sizes, 1 - np.arange(21) / 20, atol=1e-4)
+  np.testing.assert_allclose(step_sizes(agent, 21), 1 - np.arange(21) / 20, atol=1e-4)
 
 
 def test_the_learning_rate_of_more_gradients_than_i32_counts() -> None:
   agent = Muesli(anneal_learning_rate=True, total_updates=2**27, total_envs=4096, learning_rate=0.5)
-  optimiser, params = agent.optimiser(), {'w': jnp.zeros(1)}
-  updates, _ = optimiser.update({'w': jnp.ones(1)}, optimiser.init(params), params)
-  assert float(updates['w'][0]) == pytest.approx(-0.5, rel=1e-4)
+  assert step_sizes(agent, 1) == [pytest.approx(0.5, rel=1e-4)]
 
 
 def test_forbidden_actions_are_never_taken() -> None:
