@@ -350,8 +350,6 @@ class Run:
           self.saves.checkpoints.wait()
       raise
     self.saves.check_directory()
-    self.saves.checkpoints.wait()
-    self.saves.check_directory()
     return state
 
   def _complete(self, state: Any) -> None:

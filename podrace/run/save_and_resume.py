@@ -101,6 +101,25 @@ class Saves:
     self.saved = step
     self._after_save(self._run_dir, state)
 
+  def save_and_wait(self, update: int, state: Any) -> None:
+    """Save as `save` does, and wait until the checkpoint is on disk.
+
+    In a run of one process, a checkpoint that fails meanwhile is made once more.
+
+    Raises:
+      CheckpointError: if the checkpoint is not on disk.
+    """
+    self.save(update, state)
+    try:
+      self.checkpoints.wait()
+    except CheckpointError as e:
+      if jax.process_count() > 1:
+        raise
+      self._warn(f'{e}\ntrying to save step {update * self._config.steps_per_update:,} again')
+      self.saved = -1
+      self.save(update, state)
+      self.checkpoints.wait()
+
   def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     extra = self._replay.save(self.checkpoints.extra(step)) if self._replay else None
     self.checkpoints.save(step, params, rest, meta, extra)
@@ -130,8 +149,9 @@ class Saves:
         return f'nothing is saved: {self._run_dir} was removed, moved or replaced'
       # All processes save together, and the rest may not have failed.
       if jax.process_count() == 1 and not gone:
-        self.save(update, state)
-      self.checkpoints.wait()
+        self.save_and_wait(update, state)
+      else:
+        self.checkpoints.wait()
     except (CheckpointError, OSError, jax.errors.JaxRuntimeError) as e:
       why = str(e)
     except Exception as e:  # the first failure is the one to report

@@ -110,9 +110,9 @@ class UpdateLoop:
         self.saves.save(update, state)
         last_save = time.perf_counter()
       if stop and update < total:
-        self.saves.checkpoints.wait()
+        self.saves.save_and_wait(update, state)
         raise Stopped(stop)
-    self.saves.save(update, state)
+    self.saves.save_and_wait(update, state)
     return state
 
   def _advance(self, state: Any, update: int, updates: int) -> tuple[Any, int]:

@@ -31,6 +31,7 @@ from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
 from podrace.run.checkpoint.arrays import fingerprint
+from podrace.run.checkpoint.stored import StoredCheckpoint
 from podrace.system.files.reading import read_json
 
 # No read of the checkpoint library goes on after it was closed, not even of a damaged checkpoint.
@@ -346,6 +347,26 @@ def test_a_run_ends_only_if_two_checkpoints_fail_in_a_row(
   with ends:
     podrace.train(config, tmp_path / 'run', quiet=True)
   assert Checkpoints(tmp_path / 'run' / 'checkpoints', writes=False).steps() == kept
+
+
+def test_the_last_checkpoint_is_made_again_if_it_fails_in_the_background(
+  tmp_path: Path, monkeypatch: Patch
+) -> None:
+  verify, left = StoredCheckpoint.verify_draft, [960]
+
+  def fail_at_first(self: StoredCheckpoint, meta: dict[str, Any], arrays: Any) -> None:
+    verify(self, meta, arrays)
+    if meta['step'] in left:
+      left.remove(meta['step'])
+      raise CheckpointError('no room')
+
+  monkeypatch.setattr(StoredCheckpoint, 'verify_draft', fail_at_first)
+  config = podrace.configure(
+    'catch', num_envs=8, unroll_length=8, total_steps=960, checkpoint_every=320, devices=1
+  )
+  podrace.train(config, tmp_path / 'run', quiet=True)
+  assert not left
+  assert Checkpoints(tmp_path / 'run' / 'checkpoints', writes=False).steps() == [960, 640, 320]
 
 
 def test_closing_waits_for_what_is_beside_no_longer_than_it_may(
