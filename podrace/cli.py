@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import importlib
 import os
@@ -18,6 +17,7 @@ from podrace import commands
 from podrace.commands import completion
 from podrace.errors import RunError, Stopped, UsageError, unknown
 from podrace.settings import user_code
+from podrace.system.files import WRONG_PATHS
 from podrace.system.jax_settings import check_jax
 from podrace.system.logs import escape_logs
 from podrace.system.output import (
@@ -30,11 +30,6 @@ from podrace.system.output import (
 )
 from podrace.system.process import end_at_once, end_on_signals, leave, on_signals, tell_of_faults
 
-# errors of a path that the user has to change
-WRONG_PATHS = {
-  errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EROFS,
-  errno.ELOOP, errno.ENAMETOOLONG,
-}  # fmt: skip
 USAGE = """\
 podrace: reinforcement learning at scale in JAX
 

@@ -25,7 +25,7 @@ from podrace.settings.record import (
   with_unrecorded,
 )
 from podrace.settings.user_code import KIND, update_paths
-from podrace.system.files import check_folder
+from podrace.system.files import NO_LOCKS, check_folder, path_error
 from podrace.system.files.reading import open_regular, parse_json, read_json, read_object
 from podrace.system.files.schema import (
   COUNT,
@@ -38,7 +38,7 @@ from podrace.system.files.schema import (
   is_step,
   needed,
 )
-from podrace.system.locks import NO_LOCKS, is_locked, lock
+from podrace.system.locks import is_locked, lock
 
 TAIL = 65_536  # bytes at the end of metrics.jsonl in which a finished episode is looked for
 LARGEST_TAIL = 2**25  # bytes in which a whole line is looked for
@@ -72,13 +72,14 @@ def locked(run_dir: Path) -> Iterator[Callable[[], bool]]:
 
   Raises:
     UsageError: if another run holds the lock, or if the directory cannot be written to.
+    RunError: if the disk fails or is full.
   """
   try:
     file = lock(run_dir)
   except BlockingIOError:
     raise UsageError(f'{run_dir} is in use by another run that is still going') from None
   except OSError as e:
-    raise UsageError(f'--run-dir {run_dir} cannot be written to: {e.strerror}') from e
+    raise path_error(f'--run-dir {run_dir} cannot be written to: {e.strerror}', e) from e
   with file:
     check_folder(run_dir, '--run-dir')
     yield functools.partial(is_locked, run_dir.absolute(), file)
@@ -97,8 +98,7 @@ def changes_of(config: Basics, run_dir: Path) -> list[Change]:
     UsageError: if there are checkpoints, and a setting differs that cannot change in a run.
   """
   changed = differences_of(config, run_dir)
-  begun = any((run_dir / 'checkpoints').glob('*'))
-  if begun and not NEVER.isdisjoint(change.path for change in changed):
+  if saved_steps(run_dir) and not NEVER.isdisjoint(change.path for change in changed):
     raise UsageError(
       f'{run_dir} holds another run, which this one cannot be:\n  '
       + '\n  '.join(map(str, changed))

@@ -9,11 +9,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from podrace.errors import Stopped, UsageError
+from podrace.errors import Stopped
 from podrace.run.directory import saved_steps
 from podrace.run.run_end import END
 from podrace.settings.log_settings import SPACES
-from podrace.system.files import create_folder, make_user_folder
+from podrace.system.files import create_folder, make_user_folder, path_error
 
 
 def name_run(preset: str | None, env: str, log: str = '') -> str:
@@ -48,7 +48,7 @@ def reserve_run_dir(name: str) -> Iterator[Path]:
           create_folder(path)
           break
     except OSError as e:
-      raise UsageError(f'{runs} cannot be written to: {e.strerror}; give --run-dir') from e
+      raise path_error(f'{runs} cannot be written to: {e.strerror}; give --run-dir', e) from e
     stack.callback(_remove_empty, path)
     try:
       yield path

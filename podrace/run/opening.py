@@ -27,7 +27,7 @@ from podrace.run.sinks import check_sinks
 from podrace.settings.config import Basics, Config
 from podrace.settings.log_settings import replays_only
 from podrace.settings.record import Change, nameless_functions, to_json
-from podrace.system.files import check_folder, make_user_folder
+from podrace.system.files import check_folder, make_user_folder, path_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def open_directory(run_dir: Path) -> Iterator[Callable[[], bool]]:
   try:
     make_user_folder(run_dir)
   except OSError as e:
-    raise UsageError(f'--run-dir {run_dir} cannot be a directory: {e.strerror}') from e
+    raise path_error(f'--run-dir {run_dir} cannot be a directory: {e.strerror}', e) from e
   if jax.process_index() > 0:
     yield lambda: True
     return

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import time
 from pathlib import Path
 from typing import IO
 
-from podrace.system.files import open_lock
-
-NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
+from podrace.system.files import NO_LOCKS, open_lock
 
 LOOKS, LOOK_SECONDS = 10, 0.05  # attempts to lock: a reader may look at the lock, for a moment
 

@@ -65,8 +65,9 @@ def test_the_start_of_a_run_with_checkpoints_cannot_change(
 ) -> None:
   write_json(tmp_path / 'config.json', to_json(CONFIG))
   changed = dataclasses.replace(CONFIG, total_steps=1280, **change)
+  (tmp_path / 'checkpoints/640.orbax-checkpoint-tmp').mkdir(parents=True)  # of a killed run
   assert {c.path for c in changes_of(changed, tmp_path)} == {'total_steps', *change}
-  (tmp_path / 'checkpoints/640').mkdir(parents=True)
+  (tmp_path / 'checkpoints/640').mkdir()
   with pytest.raises(UsageError, match=next(iter(change))):
     changes_of(changed, tmp_path)
 

@@ -329,7 +329,7 @@ def lock_logs(directory: Path) -> Iterator[Path]:
   except files.NotOwn:
     raise
   except OSError as e:
-    raise UsageError(f'{directory.parent} cannot be written to: {e.strerror}') from None
+    raise files.path_error(f'{directory.parent} cannot be written to: {e.strerror}', e) from None
   with file:
     yield directory
 

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from podrace.errors import UsageError
+from podrace.errors import RunError, UsageError
 
 if TYPE_CHECKING:
   import numpy as np
@@ -29,6 +29,12 @@ UTF8 = 'utf-8'
 LEVELS = 100  # of directories below a run directory: deeper ones cannot be removed
 WANDB = 'wandb'  # a directory of Weights & Biases
 LATEST = 'latest-run'  # a link there, which Weights & Biases makes for each life of a run
+NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)  # errors of flock
+# errors of a path that the user has to change
+WRONG_PATHS = {
+  errno.EACCES, errno.EPERM, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EROFS,
+  errno.ELOOP, errno.ENAMETOOLONG, *NO_LOCKS,
+}  # fmt: skip
 
 
 class NotOwn(OSError, UsageError):
@@ -44,6 +50,11 @@ class NotOwn(OSError, UsageError):
 
   def __str__(self) -> str:
     return str(self.strerror)
+
+
+def path_error(message: str, error: OSError) -> UsageError | RunError:
+  """Return the error for a path: UsageError if the path is wrong, RunError if it is, say, full."""
+  return (UsageError if error.errno in WRONG_PATHS else RunError)(message)
 
 
 def describe(mode: int) -> str:
