@@ -83,6 +83,11 @@ def test_what_is_varied() -> None:
   }
 
 
+def test_options_of_an_environment_belong_to_its_name() -> None:
+  names = ('catch', 'gymnax:Breakout-MinAtar,sticky=0.1,max_steps_in_episode=0', 'my/env.py,n=2')
+  assert settings.parse([f'env={",".join(names)}']) == {'env': ChoiceSpace(names)}
+
+
 @pytest.mark.parametrize(
   'texts, message',
   [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -114,9 +115,14 @@ def parse(texts: Sequence[str]) -> Spaces:
     spaces[name] = (
       _parse_range(text, values)
       if '..' in values and ',' not in values and '/' not in values
-      else ChoiceSpace(tuple(values.split(',')))
+      else ChoiceSpace(_split(values))
     )
   return spaces
+
+
+def _split(values: str) -> tuple[str, ...]:
+  """Split a list of values. A part KEY=VALUE is an option of the environment before it."""
+  return tuple(re.split(r',(?!\w+=)', values))
 
 
 def _parse_range(text: str, values: str) -> RangeSpace:
