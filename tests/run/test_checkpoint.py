@@ -30,7 +30,7 @@ import podrace
 from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
-from podrace.run.checkpoint.arrays import fingerprint
+from podrace.run.checkpoint.arrays import MIX, PIECE, copy_and_sum, fingerprint
 from podrace.run.checkpoint.stored import StoredCheckpoint
 from podrace.system.files.reading import read_json
 
@@ -428,6 +428,22 @@ def test_fingerprint_tells_bools_keys_and_places() -> None:
   assert int(fingerprint(jax.random.key(0))) != int(fingerprint(jax.random.key(1)))
   a, b = jnp.float32([1, 2]), jnp.float32([2, 1])
   assert int(fingerprint((a, b))) != int(fingerprint((b, a)))
+
+
+@pytest.mark.parametrize('spec', [P(), P('d'), P(None, 'd')])
+def test_fingerprint_of_a_large_array_sums_all_places(spec: P) -> None:
+  """It is summed in pieces, along an axis that is whole on each device."""
+  x = np.random.default_rng(0).integers(0, 256, (8, PIECE // 2 + 8, 3)).astype(np.uint8)
+  place = np.arange(x.size, dtype=np.uint32).reshape(x.shape) + np.uint32(1)
+  expected = int(np.sum(x * (place * np.uint32(MIX) | np.uint32(1)), dtype=np.uint32))
+  sharding = NamedSharding(Mesh(np.array(jax.devices()), ('d',)), spec)
+  assert fingerprint(jax.device_put(x, sharding)) == expected
+
+
+def test_a_copy_of_a_large_replay_needs_no_more_memory_than_itself() -> None:
+  frames = jax.ShapeDtypeStruct((100_000, 16, 84, 84), jnp.uint8)
+  program = copy_and_sum.lower([frames], (0,), (0,), True).compile()
+  assert program.memory_analysis().temp_size_in_bytes < 64 * 2**20
 
 
 def test_read_json(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ import tensorstore as ts
 from podrace.types import Array
 
 LARGE = 1 << 30  # bytes of an array from which on a check reads the end of each chunk only
-PIECE = 1 << 20  # elements that are summed at once on the host
+PIECE = 1 << 20  # elements that are summed at once
 MIX = 0x9E3779B1  # an odd number that makes each place count differently
 
 PART = 'ocdbt.process_'  # begins the name of the store that one process writes
@@ -53,28 +53,80 @@ def _each_device_set(tree: Any, copy: bool) -> tuple[Any, int]:
     groups.setdefault(frozenset(leaf.sharding.device_set), []).append(i)
   total = 0
   for places in groups.values():
-    copies, part = _copy_and_sum([leaves[i] for i in places], tuple(places), copy)
+    some = [leaves[i] for i in places]
+    copies, part = copy_and_sum(some, tuple(places), tuple(map(_loop_axis, some)), copy)
     total += int(part)
     for i, leaf in zip(places, copies, strict=True):
       leaves[i] = leaf
   return jax.tree.unflatten(structure, leaves), total % 2**32
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _copy_and_sum(
-  leaves: list[Array], places: tuple[int, ...], copy: bool
+def _loop_axis(leaf: Array) -> int | None:
+  """Return the longest axis that is whole on each device; None to sum the leaf at once."""
+  if leaf.size <= PIECE or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    return None
+  part = leaf.sharding.shard_shape(leaf.shape)
+  whole = [axis for axis, n in enumerate(leaf.shape) if part[axis] == n]
+  return max(whole, key=lambda axis: leaf.shape[axis], default=None)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def copy_and_sum(
+  leaves: list[Array], places: tuple[int, ...], axes: tuple[int | None, ...], copy: bool
 ) -> tuple[list[Array], Array]:
+  """Return leaves, or copies of them, and their part in `fingerprint`.
+
+  Args:
+    leaves: arrays on the same devices.
+    places: the place of each leaf in its tree.
+    axes: the axis along which a leaf is summed in pieces; None: at once.
+    copy: whether to copy.
+  """
   total = jnp.uint32(0)
-  for i, leaf in zip(places, leaves, strict=True):
+  for i, leaf, axis in zip(places, leaves, axes, strict=True):
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
       leaf = jax.random.key_data(leaf)
-    width = 8 * leaf.dtype.itemsize
-    if leaf.dtype == bool:
-      leaf = leaf.astype(jnp.uint8)
-    bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{width}')).astype(jnp.uint32)
-    place = jnp.arange(bits.size, dtype=jnp.uint32).reshape(bits.shape) + jnp.uint32(i + 1)
-    total += jnp.sum(bits * (place * jnp.uint32(MIX) | 1), dtype=jnp.uint32)
+    total += _sum(leaf, i) if axis is None else _sum_in_pieces(leaf, i, axis)
   return [jnp.copy(x) for x in leaves] if copy else leaves, total
+
+
+def _sum_in_pieces(leaf: Array, i: int, axis: int) -> Array:
+  """Return `_sum` of a leaf. At once, XLA's CPU backend would need 4 bytes for each element."""
+  n = leaf.shape[axis]
+  rows = max(1, PIECE * n // leaf.size)
+
+  def piece(start: Any, rows: int) -> Array:
+    part = jax.lax.dynamic_slice_in_dim(leaf, start, rows, axis)
+    return _sum(part, i, leaf.shape, axis, start)
+
+  total = jax.lax.fori_loop(
+    0, n // rows, lambda k, total: total + piece(k * rows, rows), jnp.uint32(0)
+  )
+  return total + piece(n - n % rows, n % rows) if n % rows else total
+
+
+def _sum(leaf: Array, i: int, shape: tuple[int, ...] = (), axis: int = 0, start: Any = 0) -> Array:
+  """Return the part of leaf `i` in `fingerprint`.
+
+  Args:
+    leaf: the leaf, or its elements from `start` on along `axis`.
+    i: its place among the leaves.
+    shape: of the whole leaf, if this is a part of it.
+    axis: of the part.
+    start: of the part, [] i32.
+  """
+  width = 8 * leaf.dtype.itemsize
+  if leaf.dtype == bool:
+    leaf = leaf.astype(jnp.uint8)
+  bits = jax.lax.bitcast_convert_type(leaf, jnp.dtype(f'uint{width}')).astype(jnp.uint32)
+  place = jnp.full(bits.shape, i + 1, jnp.uint32)  # modulo 2^32, as all sums here
+  stride = 1
+  for d in reversed(range(bits.ndim)):
+    first = jnp.asarray(start if d == axis else 0, jnp.uint32)
+    index = jax.lax.broadcasted_iota(jnp.uint32, bits.shape, d) + first
+    place += index * jnp.uint32(stride % 2**32)
+    stride *= (shape or bits.shape)[d]
+  return jnp.sum(bits * (place * jnp.uint32(MIX) | 1), dtype=jnp.uint32)
 
 
 def _host_sum(x: np.ndarray, i: int) -> int:
