@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 from children import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from processes import every_file, signed
 from shared_programs import shared_programs  # noqa: F401
@@ -30,7 +31,7 @@ import podrace
 from podrace.errors import CheckpointError, RunError, UsageError
 from podrace.run import checkpoint
 from podrace.run.checkpoint import Checkpoints
-from podrace.run.checkpoint.arrays import MIX, PIECE, copy_and_sum, fingerprint
+from podrace.run.checkpoint.arrays import MIX, PIECE, copy_and_sum, fingerprint, open_store
 from podrace.run.checkpoint.stored import StoredCheckpoint
 from podrace.system.files.reading import read_json
 
@@ -438,6 +439,23 @@ def test_fingerprint_of_a_large_array_sums_all_places(spec: P) -> None:
   expected = int(np.sum(x * (place * np.uint32(MIX) | np.uint32(1)), dtype=np.uint32))
   sharding = NamedSharding(Mesh(np.array(jax.devices()), ('d',)), spec)
   assert fingerprint(jax.device_put(x, sharding)) == expected
+
+
+def test_a_large_array_is_stored_in_chunks(tmp_path: Path, monkeypatch: Patch) -> None:
+  """Each is encoded for itself, so that writing needs little memory."""
+  monkeypatch.setattr(checkpoint, 'CHUNK_BYTES', 2**16)
+  frames = np.random.default_rng(0).integers(0, 256, (40, 84, 84)).astype(np.uint8)
+  checkpoints = Checkpoints(tmp_path / 'checkpoints')
+  checkpoints.save(1, {'w': jnp.ones(3)}, {'frames': jnp.asarray(frames)}, {})
+  checkpoints.wait()
+  store = open_store(tmp_path / 'checkpoints' / '1' / 'rest', ts.Context())
+  chunks = [x for x in store.list().result() if x.startswith(b'0.frames/') and b'.z' not in x]
+  assert len(chunks) >= frames.nbytes / 2**16
+  shapes = jax.eval_shape(lambda: ({'w': jnp.ones(3)}, {'frames': jnp.asarray(frames)}))
+  device = SingleDeviceSharding(jax.devices()[0])
+  shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=device), shapes)
+  assert np.array_equal(checkpoints.restore(1, *shapes).rest['frames'], frames)
+  checkpoints.close()
 
 
 def test_a_copy_of_a_large_replay_needs_no_more_memory_than_itself() -> None:

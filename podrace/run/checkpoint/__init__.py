@@ -25,6 +25,8 @@ from podrace.system.threads import Worker
 SPECIFICATION = re.compile(r'\s*\[(tensorstore_spec|source locations)=.*', re.DOTALL)  # of an error
 FOREVER = 10**9  # seconds
 CLOSE_SECONDS = 10.0  # that closing waits for the folder that belongs to a checkpoint
+# of an array that are encoded at once: a whole large replay would need its memory again
+CHUNK_BYTES = 2**26
 ITEMS = ('params', 'rest')  # folders of a checkpoint with a tree of arrays each
 
 
@@ -158,8 +160,8 @@ class Checkpoints:
   def _begin(self, step: int, params: Any, rest: Any, meta: dict[str, Any]) -> None:
     meta = signed(meta)
     args = ocp.args.Composite(
-      params=ocp.args.StandardSave((params,)),  # in a tuple, as orbax refuses a bare array
-      rest=ocp.args.StandardSave((rest,)),
+      params=_in_chunks((params,)),  # in a tuple, as orbax refuses a bare array
+      rest=_in_chunks((rest,)),
       meta=ocp.args.JsonSave(meta),
     )
     arrays = {'params': described(params), 'rest': described(rest)}
@@ -267,3 +269,8 @@ class Checkpoints:
       self._manager.close()
       if self._writing is None:  # else its thread may yet write to the number of another file
         self._plain.close()
+
+
+def _in_chunks(tree: Any) -> ocp.args.StandardSave:
+  each = ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)
+  return ocp.args.StandardSave(tree, save_args=jax.tree.map(lambda _: each, tree))
