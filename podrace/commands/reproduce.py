@@ -38,6 +38,7 @@ COMMAND = Command(
     Option('--only', 'TASK/AGENT', 'a part of the suite, as cartpole/ppo or cartpole/*, or a '
       'program, as cartpole.ppo.0; may be repeated'),
     Option('--seeds', 'N', 'only programs with a seed below N (default: all)'),
+    Option('--steps', 'N', 'a trial of the suite, NAME-N: at most N steps for each program'),
     Option('--jobs', 'N', 'programs at a time (default: one for each core)'),
     Option('--to', 'DIR', f'directory of the records (default: {suites.RECORDS}/NAME, here, '
       'or in the checkout of podrace if only that has records)'),
@@ -72,7 +73,10 @@ def run(args: list[str]) -> int:
   if '--list' in options and not options.arguments:
     _list()
     return 0
-  suite = suites.load(options.one_argument('suite'))
+  steps = 0
+  if '--steps' in options and (steps := options.whole('--steps')) < 1:
+    raise UsageError('--steps must be at least 1')
+  suite = suites.load(options.one_argument('suite'), steps)
   to = options.path('--to') or default_records(suite)
   if '--again' in options and '--to' not in options and to.is_absolute():
     raise UsageError(

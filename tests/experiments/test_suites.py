@@ -142,8 +142,10 @@ def records(folder: Path) -> dict[str, Any]:
 
 
 def test_the_suites_of_podrace_can_be_read() -> None:
-  atari_and_control = {'atari-pong', 'classic', 'control', 'minatar', 'minatar-gymnax'}
-  expected = atari_and_control | {'exact', 'memory', 'presets'}
+  expected = {
+    'atari-5', 'atari-pong', 'classic', 'control', 'exact', 'memory', 'minatar', 'minatar-gpu',
+    'minatar-gymnax', 'presets',
+  }  # fmt: skip
   assert set(suites.names()) == expected
   for name in suites.names():
     suite = suites.load(name)
@@ -186,6 +188,25 @@ def test_settings_of_later_places_win_and_options_are_joined(tmp_path: Path) -> 
     '--log-every', '320', '--devices', '1', '--agent', 'ppo', '--agent.minibatches', '1',
     '--agent.epochs', '1', '--agent.network.hidden', '8', '--seed', '1',
   ]  # fmt: skip
+
+
+def test_a_trial_has_short_programs_and_records_of_its_own(
+  tmp_path: Path, cache: Path, capsys: Capture
+) -> None:
+  (tmp_path / 'tiny.toml').write_text(TINY)
+  suite = suites.load(str(tmp_path / 'tiny.toml'), 640)
+  assert suite.name == 'tiny-640' and {p.steps for p in suite.programs} == {640}
+  assert {p.steps for p in suites.load(suite.source, 10**6).programs} == {1280}
+  trial = arguments(tmp_path, '--steps', '640')
+  assert called(capsys, 'reproduce', *trial, '--only', 'catch.ppo.1', '--jobs', '1')[0] == 0
+  (record,) = records(tmp_path).values()
+  assert (record['suite'], record['step']) == ('tiny-640', 640)
+  code, _, err = called(capsys, 'reproduce', *arguments(tmp_path, '--only', 'catch.ppo.1'))
+  assert code == 2 and 'tiny-640' in err
+  page = tmp_path / 'page.md'
+  places = ('--to', str(tmp_path / 'records'), '--page', str(page))
+  assert called(capsys, 'reproduce', suite.source, '--steps', '640', *places)[0] == 0
+  assert '640 steps' in page.read_text() and '--steps 640' in page.read_text()
 
 
 BAD = [
@@ -293,6 +314,7 @@ def test_a_file_nested_too_deep_is_refused(tmp_path: Path, capsys: Capture) -> N
     (['classic', '--program', 'x'], '--program x: classic has no such program'),
     (['classic', '--seeds', '0'], '--seeds must be at least 1'),
     (['classic', '--jobs', '0'], '--jobs must be at least 1'),
+    (['classic', '--steps', '0'], '--steps must be at least 1'),
     (['classic', '--again'], str(ROOT / suites.RECORDS / 'classic')),
     (['classic', '--to', '/dev/null'], '--to /dev/null'),
     (['classic', '--to', 'x', '--page', 'x.md'], 'x has no record of classic'),

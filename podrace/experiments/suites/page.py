@@ -95,7 +95,7 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
   records = read_records(folder, suite)
   if not records:
     raise UsageError(
-      f'{folder} has no record of {suite.name}: run podrace reproduce {shlex.quote(suite.source)}'
+      f'{folder} has no record of {suite.name}: run podrace reproduce {shlex.join(suite.words)}'
     )
   pairs = by_pair(suite, records)
   curves, aggregate = (out.with_name(f'{out.stem}-{x}.png') for x in ('curves', 'aggregate'))
@@ -123,9 +123,10 @@ def write_page(suite: Suite, folder: Path, out: Path) -> dict[str, Any]:
 
 
 def _head(suite: Suite) -> str:
-  name = shlex.quote(suite.source)
+  name = shlex.join(suite.words)
+  most = f'A trial, of at most {suite.most_steps:,} steps each. ' if suite.most_steps else ''
   return (
-    f'{suite.about}. These commands reproduce the records and this page:\n\n'
+    f'{suite.about}. {most}These commands reproduce the records and this page:\n\n'
     f'```\npodrace reproduce {name}\npodrace reproduce {name} --page docs/results/{suite.name}.md\n'
     '```'
   )

@@ -146,7 +146,7 @@ def _is_recorded(plan: Reproduction, program: Program) -> bool:
 def _child_arguments(plan: Reproduction, program: Program) -> list[str]:
   """Return the command that runs one program in its own process."""
   return [
-    'reproduce', plan.suite.source, '--program', program.name, '--to', str(plan.to),
+    'reproduce', *plan.suite.words, '--program', program.name, '--to', str(plan.to),
     '--dir', str(plan.folder),
   ]  # fmt: skip
 

@@ -154,10 +154,16 @@ class Suite:
   scale: str  # the normalisation in words
   notes: tuple[str, ...]
   hashes: bool  # whether all agents of a task must end with the same parameters
+  most_steps: int  # of a trial: at most as many for each program; 0: no trial
   tasks: Mapping[str, Task]
   agents: tuple[str, ...]
   programs: tuple[Program, ...]
   published: tuple[Published, ...]
+
+  @property
+  def words(self) -> list[str]:
+    """Arguments of `podrace reproduce`."""
+    return [self.source, *(['--steps', str(self.most_steps)] if self.most_steps else [])]
 
   @property
   def seconds(self) -> float:
@@ -174,8 +180,12 @@ def _own(name: str) -> Path:
   return Path(__file__).parent / f'{name}{SUFFIX}'
 
 
-def load(name: str) -> Suite:
+def load(name: str, most_steps: int = 0) -> Suite:
   """Return a suite of podrace by its name, or a suite of the user by its file, NAME.toml.
+
+  Args:
+    name: of the suite or its file.
+    most_steps: makes a trial of it, NAME-STEPS, whose programs have at most so many steps.
 
   Raises:
     UsageError: if there is none, or its file is wrong.
@@ -191,7 +201,7 @@ def load(name: str) -> Suite:
       raise ValueError(
         f'podrace has a suite {path.stem} as well, with its records: rename the file'
       )
-    return _make(path.stem, name, content)
+    return _make(path.stem, name, content, most_steps)
   except FileNotFoundError:
     raise UsageError(f'{name} does not exist') from None
   except UnreadableFile as e:
@@ -200,7 +210,7 @@ def load(name: str) -> Suite:
     raise UsageError(f'{name}: {e}') from e
 
 
-def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
+def _make(name: str, source: str, content: dict[str, Any], most_steps: int) -> Suite:
   _check('the file', content, SUITE)
   agents = content['agents']
   for table in ('agents', 'tasks'):
@@ -227,12 +237,12 @@ def _make(name: str, source: str, content: dict[str, Any]) -> Suite:
   published = [_published(row, content['tasks']) for row in content.get('published', ())]
   if content.get('compare', HASHES) != HASHES:
     raise ValueError(f'compare is {content["compare"]!r}, expected {HASHES!r}')
-  programs = (p for pair in known for p in _programs(pair, content))
+  programs = (p for pair in known for p in _programs(pair, content, most_steps))
   tasks = {t: Task(t, x['env'], x['low'], x['high']) for t, x in content['tasks'].items()}
   return Suite(
-    name, source, content['title'], content['about'], content['scale'],
-    tuple(content.get('notes', ())), 'compare' in content, tasks, tuple(agents), tuple(programs),
-    tuple(published),
+    f'{name}-{most_steps}' if most_steps else name, source, content['title'], content['about'],
+    content['scale'], tuple(content.get('notes', ())), 'compare' in content, most_steps, tasks,
+    tuple(agents), tuple(programs), tuple(published),
   )  # fmt: skip
 
 
@@ -271,7 +281,7 @@ def _split(text: str, name: str) -> list[str]:
   return words
 
 
-def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
+def _programs(pair: str, content: dict[str, Any], most_steps: int) -> Iterator[Program]:
   """Yield the programs of a task and an agent."""
   task, _, agent = pair.partition('/')
   places = [content, content['tasks'][task], content['agents'][agent]]
@@ -283,8 +293,9 @@ def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
     raise ValueError(f'{pair} has no steps')
   if values['acting'] not in (GREEDY, SAMPLED):
     raise ValueError(f'acting of {pair} is {values["acting"]!r}, expected {GREEDY} or {SAMPLED}')
+  steps = min(values['steps'], most_steps or values['steps'])
   words = [w for place in places for w in _split(place.get('train', ''), f'train of {pair}')]
-  words = ['--env', content['tasks'][task]['env'], '--total-steps', str(values['steps']), *words]
+  words = ['--env', content['tasks'][task]['env'], '--total-steps', str(steps), *words]
   evaluation = Evaluation(
     values['episodes'], values['acting'], values['max_steps'],
     tuple(_split(values['evaluate'], f'evaluate of {pair}')), values['eval_env'],
@@ -293,7 +304,7 @@ def _programs(pair: str, content: dict[str, Any]) -> Iterator[Program]:
   for first in range(0, seeds, together):
     yield Program(
       task, agent, values['preset'], tuple(words), first, min(together, seeds - first),
-      values['steps'], values['steps_per_s'], values['kills'], evaluation,
+      steps, values['steps_per_s'], values['kills'], evaluation,
     )  # fmt: skip
 
 
