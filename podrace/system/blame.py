@@ -29,6 +29,8 @@ class UserCodeFailed(UsageError):
 def inner(owner: Any) -> Any:
   """Return the object within wrappers of podrace, such as NextStepReset."""
   while type(owner).__module__.startswith('podrace.') and hasattr(owner, 'dynamics'):
+    if inspect.ismethod(owner.dynamics):  # of a model to plan with, which wraps nothing
+      break
     owner = owner.dynamics
   return owner
 

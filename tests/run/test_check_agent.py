@@ -11,11 +11,13 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
+from podrace.agents import AGENTS
 from podrace.agents.impala import Impala
 from podrace.errors import RunError, UsageError
 from podrace.networks import ActorCritic
 from podrace.replay import Buffer, windows
 from podrace.run import build, loop
+from podrace.settings.agents import default_agent
 from podrace.settings.config import Config
 from podrace.system import blame
 from podrace.types import Sample, TrainState
@@ -146,3 +148,13 @@ def test_a_loss_that_is_nan_names_learn(tmp_path: Path) -> None:
     loop.train(config(Diverges()), tmp_path / 'run', quiet=True)
   assert line(Diverges, 'learn') in str(told.value)
   assert 'learning rate' in str(told.value)
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_our_agents_and_their_parts_are_ours(name: str):
+  """Otherwise each run would trace them once more, and their errors would be the user's."""
+  agent = default_agent(name)
+  parts = [getattr(agent, field.name) for field in dataclasses.fields(agent)]
+  foreign = [x for x in (agent, *parts) if dataclasses.is_dataclass(x) and not blame.is_ours(x)]
+  assert foreign == []
+  assert all(blame.inner(x) is x for x in parts)
