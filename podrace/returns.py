@@ -145,8 +145,8 @@ def n_step_bootstrapped(
   Shapes: all [T] f32.
   """
   length = r_t.shape[0]
-  target = jnp.concatenate([v_t[n - 1 :], jnp.broadcast_to(v_t[-1:], (min(n - 1, length),))])
-  target = target[:length]
+  n = min(n, length)  # no target looks further, and each step is compiled
+  target = jnp.concatenate([v_t[n - 1 :], jnp.broadcast_to(v_t[-1:], (n - 1,))])
 
   def pad(x: Array, value: float) -> Array:
     return jnp.concatenate([x, jnp.full_like(x[:1], value, shape=(n - 1,))])

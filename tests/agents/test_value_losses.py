@@ -64,6 +64,14 @@ def test_n_step_bootstrapped(n: int) -> None:
     assert float(found[t]) == pytest.approx(float(expected), rel=1e-4, abs=1e-5)
 
 
+def test_steps_beyond_a_stream_are_not_compiled() -> None:
+  def operations(n: int) -> int:
+    x = jnp.ones(T)
+    return len(jax.make_jaxpr(lambda: returns.n_step_bootstrapped(x, x, x, x, n))().eqns)
+
+  assert operations(T + 50) == operations(T) > operations(2)
+
+
 def test_rescaling() -> None:
   x = jnp.linspace(-300, 300, 1001)
   pair = rlax.SIGNED_HYPERBOLIC_PAIR
