@@ -190,7 +190,7 @@ RANGES: Mapping[str, Range] = {
   'Tuning.learning_rate': Range(0),  # 0: the settings stay as they are
   **dict.fromkeys(('target_entropy', 'initial_log_std', 'v_min', 'v_max'), ANY),
   **dict.fromkeys(('epochs', 'minibatches', 'n_step', 'target_period', 'epsilon_steps'), COUNT),
-  **dict.fromkeys(('sequence', 'unroll', 'considered_actions', 'period', 'lifetime'), COUNT),
+  **dict.fromkeys(('sequence', 'unroll', 'period', 'lifetime'), COUNT),
   **dict.fromkeys(('capacity', 'batch_size', 'min_size', 'critics', 'atoms'), COUNT),
   'R2D2.sequence': Range(2),  # a single step has no TD error for a priority
   'Predictor.bins': Range(3),
@@ -198,13 +198,16 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('burn_in', 'simulations', 'reanalyse_simulations', 'max_depth'), OPTIONAL),
   **dict.fromkeys(('target_depth', 'sampled_actions', 'importance_steps', 'episodes'), OPTIONAL),
   **dict.fromkeys(('online_share_steps', 'decay_steps'), OPTIONAL),
-  **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'blocks', 'projection'), OPTIONAL),
+  **dict.fromkeys(('total_updates', 'total_envs', 'head_size', 'projection'), OPTIONAL),
   **dict.fromkeys(('hidden', 'dynamics_hidden', 'head_hidden', 'core_size', 'latent'), COUNT),
   **dict.fromkeys(('channels', 'bins', 'num_atoms', 'predictions', 'model_size'), COUNT),
   **dict.fromkeys(('width', 'heads', 'patch'), COUNT),
-  'layers': Range(1, 1024),  # each is built one after the other, before anything is compiled
+  # Each is built one after the other, before anything is compiled.
+  **dict.fromkeys(('layers', 'iterations'), Range(1, 1024)),
+  'blocks': Range(0, 1024),
+  'considered_actions': Range(1, 4096),
   'window': Range(1, 2**20),
-  **dict.fromkeys(('iterations', 'samples'), COUNT),
+  'samples': COUNT,
   **dict.fromkeys(('elites', 'one_hot'), Range(2)),  # one elite has no standard deviation
 }
 

@@ -49,6 +49,7 @@ from podrace.networks import (
   Predictor,
   QNetwork,
 )
+from podrace.networks.transformer import Transformer
 from podrace.replay import on_policy
 from podrace.settings.agents import bind, default_agent
 from podrace.settings.validation import check_numbers
@@ -112,6 +113,21 @@ def test_what_is_outside_of_its_range_is_refused_by_name(agent: str) -> None:
         check_numbers(dataclasses.replace(x, **{name: value}))
       count += 1
   assert count > 10
+
+
+@pytest.mark.parametrize(
+  ('make', 'name', 'largest'),
+  [
+    (MuZero, 'considered_actions', 4096),
+    (LearnedModel, 'blocks', 1024),
+    (CEM, 'iterations', 1024),
+    (Transformer, 'layers', 1024),
+  ],
+)
+def test_numbers_of_parts_that_are_built_one_by_one_end(make: Any, name: str, largest: int) -> None:
+  make(**{name: largest})
+  with pytest.raises(ValueError, match=f'{name}.*{largest}.*{2**31 - 1}'):
+    make(**{name: 2**31 - 1})
 
 
 @pytest.mark.parametrize(
