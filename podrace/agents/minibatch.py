@@ -150,7 +150,10 @@ def learning_rate(agent: _EpochsAgent) -> Any:
 def permutation(key: Array, n: int) -> Array:
   """Return a random affine permutation of range(n), [n] i32: t -> a*t + b (mod n), a prime to n."""
   if n > 2**16:
-    raise ValueError(f'{n} items to permute: the products overflow past {2**16}')
+    raise ValueError(
+      f'{n} items to permute, expected at most {2**16}, beyond which products overflow: give a '
+      'smaller --unroll-length, or with a core a smaller --num-envs'
+    )
   units = jnp.asarray([a for a in range(1, max(n, 2)) if math.gcd(a, n) == 1], jnp.uint32)
   a, b = jax.random.bits(key, (2,))
   t = jnp.arange(n, dtype=jnp.uint32)
