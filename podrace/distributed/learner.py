@@ -37,6 +37,7 @@ from podrace.hooks import labels_elsewhere
 from podrace.replay.labels import OFFLINE, TABLE, TRAIN
 from podrace.replay.layout import Layout
 from podrace.settings.config import Config
+from podrace.settings.validation import option_of_replay
 from podrace.topology import everyones, from_first, per_device
 from podrace.types import Array
 
@@ -84,9 +85,9 @@ class DistributedSource:
     self._windows, mesh = learning.windows, learning.mesh
     size = self._windows.buffer.batch_size if self._windows else 0
     self._labelled = labels_elsewhere(learning.agent)
-    name = 'agent.buffer.batch-size' if size else 'num-envs'
-    per_device(mesh, size or config.num_envs, name)
-    check_sample(f'--{name}', size or config.num_envs, self._contents())
+    name = option_of_replay(learning.agent, 'batch_size') if size else '--num-envs'
+    per_device(mesh, size or config.num_envs, name.removeprefix('--'))
+    check_sample(name, size or config.num_envs, self._contents())
     self._client: service.ReplayClient | None = None
     self._publishing: Publishing | None = None
     self._feed: Feed | None = None

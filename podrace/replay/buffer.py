@@ -54,8 +54,8 @@ class Buffer:
     """
     if self.batch_size % devices:
       raise ValueError(
-        f'--agent.buffer.batch-size {self.batch_size} does not divide over {devices} learner '
-        f'devices: give a multiple of {devices}'
+        f'batch_size {self.batch_size} does not divide over {devices} learner devices: give a '
+        f'multiple of {devices}'
       )
     return self.batch_size // devices
 

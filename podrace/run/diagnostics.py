@@ -7,7 +7,9 @@ return improves, so that a policy that has become deterministic because it is go
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ FILE = 'diagnostics.json'  # in a run directory, from the first diagnosis on
 PAGE = 'docs/tips.md'
 MANY = 20  # lines of a run that is long enough to judge its learning
 FEW_STEPS, MANY_STEPS = 100, 1000  # gradient steps before which little, or no target, has changed
+OPTION = re.compile(r'--agent\.([a-z.-]*[a-z])')
 SCHEMA = {'diagnostics': dataclasses.replace(DIAGNOSES, needed=True)}
 
 
@@ -266,8 +269,17 @@ class Diagnostics:
       for check in CHECKS
       if check.name not in known and check.detect(self._history)
     ]
+    new = [(name, OPTION.sub(self._name_option, text)) for name, text in new]
     self.made += [dict(name=name, step=line['step'], message=text) for name, text in new]
     return [f'{text} ({PAGE})' for _, text in new]
+
+  def _name_option(self, option: re.Match[str]) -> str:
+    """Return an option of a message as the agent has it; in words if it has none."""
+    agent, (*parts, last) = self._history.agent, option[1].split('.')
+    field = last.replace('-', '_')
+    if hasattr(functools.reduce(lambda x, part: getattr(x, part, None), parts, agent), field):
+      return option[0]
+    return f'--agent.{last}' if hasattr(agent, field) else f'the {last.replace("-", " ")}'
 
   def save(self) -> dict[str, Any]:
     """Return the state for a checkpoint, as JSON."""

@@ -41,13 +41,18 @@ def check_numbers(settings: Any, prefix: str = 'agent') -> None:
 
 
 def check_batch(agent: Any) -> None:
-  """Raise UsageError if a batch is larger than the capacity of the replay buffer."""
-  buffer = getattr(agent, 'buffer', None)
-  if buffer is not None and buffer.batch_size > buffer.capacity:
-    raise UsageError(
-      f'--agent.buffer.batch-size {buffer.batch_size} is more than --agent.buffer.capacity '
-      f'{buffer.capacity}'
-    )
+  """Raise UsageError if a batch is larger than the capacity of the replay."""
+  owner = getattr(agent, 'buffer', agent)
+  size, capacity = getattr(owner, 'batch_size', 0), getattr(owner, 'capacity', math.inf)
+  if size > capacity:
+    batch, limit = (option_of_replay(agent, name) for name in ('batch_size', 'capacity'))
+    raise UsageError(f'{batch} {size} is more than {limit} {capacity}')
+
+
+def option_of_replay(agent: Any, field: str) -> str:
+  """Return the option of a setting of replay: of the agent's buffer, or of the agent itself."""
+  in_buffer = hasattr(hooks.innermost(agent), 'buffer')
+  return f'--agent.{"buffer." if in_buffer else ""}{flag(field)}'
 
 
 def library_of(env: str) -> str:

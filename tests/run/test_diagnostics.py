@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 import podrace
+from podrace import hooks
+from podrace.agents import AGENTS
 from podrace.agents.d4pg import D4PG
 from podrace.agents.dqn import DQN
 from podrace.agents.muzero import MuZero
@@ -21,6 +24,8 @@ from podrace.experiments.report import collect_run
 from podrace.experiments.runs import inspect_run
 from podrace.replay import Buffer
 from podrace.run.diagnostics import CHECKS, Diagnostics, read_diagnostics
+from podrace.settings.agents import default_agent
+from podrace.settings.validation import check_agent_options
 
 LINES = 20
 TOTAL = 1000
@@ -114,6 +119,21 @@ def test_every_check_has_a_planted_failure() -> None:
 def test_a_planted_failure_is_named_once_and_alone(name: str) -> None:
   curves, agent = PLANTED[name]
   assert diagnose(curves, agent) == [name]
+
+
+@pytest.mark.parametrize('name', AGENTS)
+def test_a_message_names_options_that_the_agent_has(name: str) -> None:
+  agent, messages = default_agent(name), {}
+  for curves, _ in PLANTED.values():
+    diagnostics = Diagnostics(agent, TOTAL)
+    for line in lines_of(HEALTHY | curves):
+      diagnostics.add(line)
+    messages |= {entry['name']: entry['message'] for entry in diagnostics.made}
+  named = re.findall(r'--agent[a-z.-]*[a-z]', ' '.join(messages.values()))
+  check_agent_options(agent, named)
+  least = '--agent.buffer.min-size' if hasattr(agent, 'buffer') else '--agent.min-size'
+  if hooks.learns_from_replay(agent):
+    assert least in messages['no-gradient-steps']
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import podrace
 from podrace.agents import AGENTS, agents_for
 from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
+from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
 from podrace.agents.ppo import PPO
 from podrace.envs.own.catch import Catch
@@ -324,6 +325,10 @@ def test_settings_that_make_no_sense(name: str, field: str, value: float) -> Non
     (lambda: Impala(normalize_rewards='no'), r'normalize_rewards.*Impala.*True.*False'),
     (lambda: Buffer(capacity='many'), r"capacity.*Buffer.*'many'"),
     (lambda: validation.validate(Config(DQN(buffer=Buffer(100, 200, 50)))), r'batch-size 200.*--a'),
+    (
+      lambda: validation.validate(Config(Muesli(capacity=100, batch_size=200, min_size=50))),
+      r'--agent\.batch-size 200.*--agent\.capacity 100',
+    ),
     (lambda: ActorCritic(core_size='64'), r'core_size.*ActorCritic'),
     (lambda: agents.agent_class('sac')(discount=None), r'discount.*SAC.*None'),
     (lambda: validation.validate(Config(PPO)), r'agent.*PPO.*PPO\(\)'),
