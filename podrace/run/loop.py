@@ -127,9 +127,10 @@ def warn_if_too_short(config: Config, program: Architecture, warn: Callable[[str
   schedule = program.windows.schedule
   if schedule.ready >= config.total_updates:
     warn(
-      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} of the buffer it '
-      f'begins to learn at step {(schedule.ready + 1) * config.steps_per_update:,}, and ends at '
-      f'step {config.total_updates * config.steps_per_update:,} (--total-steps)'
+      f'this run learns nothing: with min_size {schedule.buffer.min_size:,} and windows of '
+      f'{schedule.length:,} steps of an environment it begins to learn at step '
+      f'{(schedule.ready + 1) * config.steps_per_update:,}, and ends at step '
+      f'{config.total_updates * config.steps_per_update:,} (--total-steps)'
     )
 
 

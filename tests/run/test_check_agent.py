@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import logging
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax.numpy as jnp
@@ -134,6 +136,16 @@ def test_a_run_that_ends_before_it_learns(
   assert 'step 64' in said
   loop.train(config(Remembers(), total_steps=128), tmp_path / 'enough', quiet=True)
   assert 'learns nothing' not in capsys.readouterr().err
+
+
+def test_a_run_that_ends_before_its_first_window_is_told_so() -> None:
+  said: list[str] = []
+  replay = windows(Buffer(capacity=1000, min_size=1, batch_size=1), 64, 8, 8)
+  for steps in (448, 512):
+    loop.warn_if_too_short(
+      config(Remembers(), steps), SimpleNamespace(windows=replay.windows), said.append
+    )
+  assert len(said) == 1 and re.search(r'min_size 1\b.*\b64 .*step 512.*step 448', said[0])
 
 
 class Diverges(Good):
