@@ -314,7 +314,7 @@ ENV = 'gymnasium:CartPole-v1'
   ('args', 'message'),
   [
     (['--replay', 'host', '--architecture', 'anakin'], '--replay host'),
-    (['--replay', 'host', '--architecture', 'sebulba'], 'replay to host'),
+    (['--replay', 'host', '--architecture', 'sebulba'], '--replay host'),
     ([*DQN, '--env', ENV, '--lag', 'async', '--env-batch-size', '2'], '--replay host'),
   ],
 )
