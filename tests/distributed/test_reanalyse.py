@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from children import until
+from label_run import Publishing
 from processes import as_users_have_it, cache, checkpoints
 from test_apex import Places, places
 from test_muzero import quick, recording, window_of
@@ -176,50 +177,19 @@ def test_each_window_gets_its_own_targets() -> None:
 # --- one process, with the service and the parameters in this one -------------------------------------
 
 
-class Learner:
+class Learner(Publishing):
   """Publishes parameters as a learner does."""
 
-  def __init__(self, folder: Path, config: Config) -> None:
-    self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
-    self.config, self.agent = config, bound(config)
-    self.params = jax.jit(lambda key, steps: self.agent.init(key).params._replace(steps=steps))
-    self.publisher = parameters.Publisher(self.addresses.parameters, environments=config.num_envs)
-    self.ended: list[BaseException] = []
-    self.threads: list[threading.Thread] = []
+  def __init__(self, folder: Path) -> None:
+    super().__init__(folder, tiny())
+    self._init = jax.jit(lambda key, steps: self.agent.init(key).params._replace(steps=steps))
 
-  def publish(self, version: int, *more: Any, run: str = 'one-1') -> None:
+  def params(self, version: int) -> Any:
     """Parameters that have had as many steps as their version."""
-    params = self.params(jax.random.key(version), np.int32(version))
-    told = json.dumps({**run_identity.record(self.config), run_identity.RUN: run}).encode()
-    record = run_identity.RECORD, np.frombuffer(told, np.uint8)
-    self.publisher.publish(version, [*to_leaves(params), record, *more])
-
-  def start(self, process: Any) -> None:
-    """Runs an acting or reanalysing process in a thread."""
-
-    def work() -> None:
-      try:
-        process.run()
-      except BaseException as e:
-        self.ended.append(e)
-
-    self.threads.append(threading.Thread(target=work, daemon=True))
-    self.threads[-1].start()
-
-  def act(self) -> None:
-    self.start(acting_process.Acting(resolve(self.config), acting_process.Options(self.addresses)))
+    return self._init(jax.random.key(version), np.int32(version))
 
   def reanalyse(self, **options: Any) -> None:
-    self.start(
-      stage.Stage(reanalyse.DUTY, resolve(self.config), stage.Options(self.addresses, **options))
-    )
-
-  def end(self, version: int, count: int) -> None:
-    """The run is complete, which ends that many processes."""
-    self.publish(version, (run_identity.FINISHED, np.ones(1, np.uint8)))
-    for thread in self.threads:
-      thread.join(120)
-    assert [type(e) for e in self.ended] == [errors.RunFinished] * count, self.ended
+    self.start_stage(reanalyse.DUTY, **options)
 
 
 def contents(table: tables.Table) -> dict[int, dict[str, np.ndarray]]:
@@ -240,7 +210,7 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
 ) -> None:
   monkeypatch.setattr(link, 'METRICS_SECONDS', 0.1)
   caplog.set_level(logging.INFO)
-  learner = Learner(tmp_path, tiny())
+  learner = Learner(tmp_path)
   with learner.publisher, ReplayServer(learner.addresses.replay[0]) as server:
     learner.publish(3)
     learner.act()
@@ -288,7 +258,7 @@ def test_it_refreshes_what_is_in_replay_and_nothing_else(
 
 @pytest.mark.slow
 def test_it_waits_for_windows_and_for_a_service(tmp_path: Path) -> None:
-  learner = Learner(tmp_path, tiny())
+  learner = Learner(tmp_path)
   address = learner.addresses.replay[0]
   with learner.publisher:
     learner.publish(3)
@@ -311,7 +281,7 @@ def test_it_waits_for_windows_and_for_a_service(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_it_is_of_the_learners_run(tmp_path: Path) -> None:
-  learner = Learner(tmp_path, tiny())
+  learner = Learner(tmp_path)
   with learner.publisher, ReplayServer(learner.addresses.replay[0]) as server:
     learner.publish(1, run='one-1')
     learner.reanalyse()

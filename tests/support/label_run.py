@@ -37,29 +37,22 @@ AGENT = [  # the same, on the command line
 ]  # fmt: skip
 
 
-class Run:
-  """A run with a learner's publisher and a replay service in this process."""
+class Publishing:
+  """A learner's publisher in this process, and threads of processes that take part in its run."""
 
-  def __init__(self, folder: Path, **changes: Any) -> None:
-    self.config = dataclasses.replace(CONFIG, **changes)
+  def __init__(self, folder: Path, config: Config) -> None:
     self.addresses = run_identity.Addresses((f'unix:{folder}/replay',), f'unix:{folder}/parameters')
-    self.resolved = resolve(self.config)
+    self.config, self.resolved = config, resolve(config)
     self.agent = self.resolved.agent
-    example = example_trajectory(self.agent, self.resolved.env, 8, 4)
-    self.layout = Layout(self.resolved.replay.windows, example)
     self.publisher = parameters.Publisher(self.addresses.parameters, environments=8)
-    self.expected: Any = jax.jit(self.agent.label)
-    self._params: dict[int, Any] = {}
     self.ended: list[BaseException] = []
     self.threads: list[threading.Thread] = []
 
   def params(self, version: int) -> Any:
-    if version not in self._params:
-      self._params[version] = jax.jit(self.agent.init)(jax.random.key(version)).params
-    return self._params[version]
+    raise NotImplementedError
 
-  def publish(self, version: int, *more: Any) -> None:
-    line = json.dumps({**run_identity.record(self.config), run_identity.RUN: 'one-1'}).encode()
+  def publish(self, version: int, *more: Any, run: str = 'one-1') -> None:
+    line = json.dumps({**run_identity.record(self.config), run_identity.RUN: run}).encode()
     record = run_identity.RECORD, np.frombuffer(line, np.uint8)
     self.publisher.publish(version, [*to_leaves(self.params(version)), record, *more])
 
@@ -78,17 +71,37 @@ class Run:
   def act(self) -> None:
     self.start(acting_process.Acting(self.resolved, acting_process.Options(self.addresses)))
 
-  def label(self) -> None:
-    self.start(stage.Stage(label.DUTY, self.resolved, stage.Options(self.addresses)))
-
-  def train_table(self, client: Any) -> Any:
-    return train_table(client, self.layout, self.resolved.env.action_space, 'one-1')
+  def start_stage(self, duty: Any, **options: Any) -> None:
+    self.start(stage.Stage(duty, self.resolved, stage.Options(self.addresses, **options)))
 
   def end(self, version: int, count: int) -> None:
+    """The run is complete, which ends that many processes."""
     self.publish(version, (run_identity.FINISHED, np.ones(1, np.uint8)))
     for thread in self.threads:
       thread.join(120)
     assert [type(e) for e in self.ended] == [errors.RunFinished] * count, self.ended
+
+
+class Run(Publishing):
+  """A run with a learner's publisher and a replay service in this process."""
+
+  def __init__(self, folder: Path, **changes: Any) -> None:
+    super().__init__(folder, dataclasses.replace(CONFIG, **changes))
+    example = example_trajectory(self.agent, self.resolved.env, 8, 4)
+    self.layout = Layout(self.resolved.replay.windows, example)
+    self.expected: Any = jax.jit(self.agent.label)
+    self._params: dict[int, Any] = {}
+
+  def params(self, version: int) -> Any:
+    if version not in self._params:
+      self._params[version] = jax.jit(self.agent.init)(jax.random.key(version)).params
+    return self._params[version]
+
+  def label(self) -> None:
+    self.start_stage(label.DUTY)
+
+  def train_table(self, client: Any) -> Any:
+    return train_table(client, self.layout, self.resolved.env.action_space, 'one-1')
 
 
 def check_numbers(labels: Iterable[dict[str, np.ndarray]]) -> dict[int, int]:
