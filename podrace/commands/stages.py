@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from podrace.commands import configure
 from podrace.commands import shared_options as shared
 from podrace.errors import UsageError
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import results_alone
-
-if TYPE_CHECKING:
-  from podrace.distributed.stage import Duty
 
 USAGE = '[PRESET] --connect-replay ADDRESSES --params ADDRESS [OPTIONS]'
 OPTIONS = (
@@ -32,9 +26,14 @@ bad usage, 143 and 130 on signals.
 """
 
 
+def command(name: str, about: str) -> Command:
+  """Return the command of a stage."""
+  return Command(name, USAGE, about, OPTIONS, NOTES, others_pass=True, jax=True)
+
+
 @results_alone()
-def run(command: Command, args: list[str], duty: Callable[[], Duty]) -> int:
-  """Work until the run is complete; `duty` is called once the libraries that it needs are there."""
+def run(command: Command, args: list[str]) -> int:
+  """Work until the run is complete."""
   preset = configure.take_preset(args)
   options = Options(args, command)
   addresses, patience = shared.worker_settings(options)
@@ -45,9 +44,10 @@ def run(command: Command, args: list[str], duty: Callable[[], Duty]) -> int:
   net.require()
   name = f'podrace {command.name}'
   config = configure.parse_config(preset, options, name)
-  from podrace.distributed import stage
+  from podrace.distributed import label, reanalyse, stage
 
+  duty = {'label': label.DUTY, 'reanalyse': reanalyse.DUTY}[command.name]
   settings = stage.Options(addresses, options.whole('--batch-size') or 0, patience)
   with log_to_stderr(name, '--quiet' in options):
     shared.enable_compile_cache(options)
-    return stage.run(duty(), config, options.arguments, settings)
+    return stage.run(duty, config, options.arguments, settings)
