@@ -130,7 +130,7 @@ class ActionValue(RecurrentBody):
   With a core, `unroll` returns the embeddings, of the experience up to each timestep.
   """
 
-  MODULE = _SmallValue
+  MODULE, UNROLL = _SmallValue, 'unroll'
 
   size: Literal['small', 'paper'] = 'small'
   # ^ small: torso, hidden and head_hidden; paper: the convolutions of QT-Opt, for images of about
@@ -191,20 +191,6 @@ class ActionValue(RecurrentBody):
   def embed(self, params: Any, observation: Any) -> Any:
     """Return the part of values that depends on observations [B, ...] only."""
     return self.module.apply({'params': params}, observation, method='embed')
-
-  def unroll(
-    self,
-    params: Any,
-    state: Any,
-    timesteps: TimeStep,
-    key: Any = None,
-    per_row: bool = False,
-    previous: Any = None,
-  ) -> Any:
-    """Return embeddings [T, B, F], and the state after them."""
-    del key, per_row
-    inputs = (state, timesteps, previous)
-    return self.module.apply({'params': params}, *inputs, method='unroll')
 
   def value_of(self, params: Any, embedding: Any, action: Array) -> Array:
     """Return outputs [B, N] for embeddings [B, ...] and actions [B, N, n] within [-1, 1]."""

@@ -45,6 +45,7 @@ class Body:
   UNRECORDED: ClassVar[Mapping[str, Any]] = {'scaling': 'plain'}  # of runs before the field
   MODULE: ClassVar[type[Any]]  # the class of the flax module, made of a network's settings
   DISCRETE: ClassVar[bool] = False  # its agents support Discrete action spaces only
+  UNROLL: ClassVar[str] = '__call__'  # the method of the module for unrolls
 
   torso: Literal['auto', 'mlp', 'nature', 'impala', 'impala-deep', 'grid', 'transformer'] = 'auto'
   # ^ first layers: nature, impala or impala-deep for images, grid for small images, mlp for
@@ -236,7 +237,7 @@ class Body:
     """
     rngs = None if key is None else {'row_noise' if per_row else 'noise': key}
     inputs = (state, timesteps) if previous is None else (state, timesteps, previous)
-    return self.module.apply({'params': params}, *inputs, rngs=rngs)
+    return self.module.apply({'params': params}, *inputs, rngs=rngs, method=self.UNROLL)
 
 
 def _check_discrete(action_space: Any) -> None:
