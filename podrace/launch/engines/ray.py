@@ -31,7 +31,7 @@ from podrace.launch.engines.manifests import (
 from podrace.launch.engines.ray_actor import HOST, ROOM, Placed, Runner
 from podrace.launch.program import Node, Program, is_one_of_several
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Supervisor
+from podrace.launch.supervisor.local import supervise
 from podrace.launch.supervisor.remote_child import ReplicaRequest
 from podrace.launch.supervisor.replica import extra_environ
 from podrace.system import process
@@ -65,13 +65,8 @@ def launch(make: Make, options: Options) -> int:
 
 def run(program: Program, directory: Path, group: Any) -> int:
   """Run a program in a placement group; returns the exit code."""
-  from podrace.launch.supervisor.screen import Screen
-
   actors = Actors(program, directory, group)
-  with Screen([x for n in program.nodes for x in n.names]) as screen:
-    return Supervisor(
-      program, directory, screen.say, screen.look, actors.start, actors.places
-    ).run()
+  return supervise(program, directory, actors.start, actors.places)
 
 
 def show(program: Program, directory: Path) -> None:

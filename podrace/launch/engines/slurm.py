@@ -34,7 +34,7 @@ from podrace.launch.engines.manifests import (
 )
 from podrace.launch.program import Node, Program
 from podrace.launch.supervisor.addresses import Announcements
-from podrace.launch.supervisor.local import Supervisor, lock_logs
+from podrace.launch.supervisor.local import lock_logs, supervise
 from podrace.launch.supervisor.replica import LocalStarter, ReplicaProcess, expand_podrace
 from podrace.system.child import python
 from podrace.system.files import UTF8, move, remove, write_whole
@@ -130,7 +130,6 @@ class Step:
   """
 
   def __init__(self, srun: ReplicaProcess) -> None:
-    self._srun = srun
     self.pid, self.stdout, self.poll, self.wait = srun.pid, srun.stdout, srun.poll, srun.wait
 
   def signal(self, signum: int) -> None:
@@ -217,8 +216,6 @@ def main(directory: Path, submitted: str = '') -> int:
     UsageError: if the hash of program.json is not `submitted`, as another user may have replaced
       it.
   """
-  from podrace.launch.supervisor.screen import Screen
-
   text = (directory / 'program.json').read_text(encoding=UTF8)
   if sha256(text) != submitted:
     raise UsageError(
@@ -226,11 +223,8 @@ def main(directory: Path, submitted: str = '') -> int:
       f'expected {submitted or "one"}; submit it anew by podrace launch --on slurm'
     )
   program = programs.from_json(text)
-  with end_on_warning() as warnings, Screen([x for n in program.nodes for x in n.names]) as screen:
-    code = Supervisor(
-      program, directory, screen.say, screen.look, start,
-      lambda private: places(program, directory).open(),
-    ).run()  # fmt: skip
+  with end_on_warning() as warnings:
+    code = supervise(program, directory, start, lambda _: places(program, directory).open())
   if warnings and code == 128 + signal.SIGTERM:  # else the program has ended by itself
     call('scontrol', 'requeue', os.environ['SLURM_JOB_ID'], timeout=SECONDS)
   return code

@@ -349,8 +349,17 @@ def run(
   Returns:
     The exit code, as `Supervisor.run`.
   """
+  return supervise(program, Path(directory), LocalStarter(environ))
+
+
+def supervise(
+  program: Program,
+  directory: Path,
+  start: Starter,
+  places: Callable[[Path], Places] | None = None,
+) -> int:
+  """Run a program as `run`; `start` and `places` are as of `Supervisor`."""
   from podrace.launch.supervisor.screen import Screen
 
   with Screen([name for node in program.nodes for name in node.names]) as screen:
-    starter = LocalStarter(environ)
-    return Supervisor(program, Path(directory), screen.say, screen.look, starter).run()
+    return Supervisor(program, directory, screen.say, screen.look, start, places).run()
