@@ -39,11 +39,11 @@ def check(env: Environment, key: Array, steps: int = 200, num_envs: int = 8) -> 
   check_spaces(env)
   check_types(env)
   run = rollout(env, steps, num_envs)
-  stream = as_numpy(run(key, False))
+  stream = jax.device_get(run(key, False))
   check_observations(env, stream)
   check_timesteps(stream, env.action_space)
-  check_equal(stream, as_numpy(run(key, False)), 'the same key gives another stream')
-  check_equal(stream, as_numpy(run(key, True)), 'the action after LAST is not ignored')
+  check_equal(stream, jax.device_get(run(key, False)), 'the same key gives another stream')
+  check_equal(stream, jax.device_get(run(key, True)), 'the action after LAST is not ignored')
 
 
 def random_action(space: gymnasium.Space, key: Array, n: int) -> Array:
@@ -105,11 +105,6 @@ def rollout(env: Environment, steps: int, num_envs: int) -> Any:
     return jax.tree.map(lambda x, y: jnp.concatenate([x[None], y]), first, rest)
 
   return lambda key, contrary: run(jax.random.clone(key), contrary)
-
-
-def as_numpy(tree: Any) -> Any:
-  """Copy a tree of arrays to the host."""
-  return jax.tree.map(np.asarray, tree)
 
 
 def check_spaces(env: Environment) -> None:

@@ -121,7 +121,7 @@ def fraction(request: pytest.FixtureRequest, name: str) -> float:
 
 @pytest.fixture(scope='module')
 def stream(name: str, fraction: float) -> TimeStep:
-  return contract.as_numpy(rollout(name, fraction)(jax.random.key(0), False))
+  return jax.device_get(rollout(name, fraction)(jax.random.key(0), False))
 
 
 def test_spaces_are_declared(name: str) -> None:
@@ -140,7 +140,7 @@ def test_timesteps_keep_the_rules(name: str, stream: TimeStep) -> None:
 
 def test_the_key_is_all_there_is(name: str, fraction: float, stream: TimeStep) -> None:
   run = rollout(name, fraction)
-  again, other = (contract.as_numpy(run(jax.random.key(seed), False)) for seed in (0, 2))
+  again, other = (jax.device_get(run(jax.random.key(seed), False)) for seed in (0, 2))
   contract.check_equal(stream, again, 'the same key gives another stream')
   if not name.startswith(DETERMINISTIC):
     pairs = zip(jax.tree.leaves(stream), jax.tree.leaves(other), strict=True)
@@ -152,5 +152,5 @@ def test_state_keeps_its_type(name: str) -> None:
 
 
 def test_action_after_last_is_ignored(name: str, fraction: float, stream: TimeStep) -> None:
-  contrary = contract.as_numpy(rollout(name, fraction)(jax.random.key(0), True))
+  contrary = jax.device_get(rollout(name, fraction)(jax.random.key(0), True))
   contract.check_equal(stream, contrary, 'the action after LAST is not ignored')
