@@ -46,7 +46,7 @@ class Streams:
     w = layout.windows
     self.highest = 1.0  # highest priority so far; new windows get it if acting computes none
     self._by_env: dict[int, Stream] = {}
-    self._layout, self._windows, self._table, self._offline = layout, w, table, offline
+    self._windows, self._table, self._offline = w, table, offline
     history = w.length + w.unroll_length + w.lookback + 1
     self._make_writer = lambda: make_writer(history)
     self._rows = jax.jit(layout.rows)

@@ -254,7 +254,7 @@ class Diagnostics:
   def __init__(
     self, agent: Any, total_steps: int, warm: bool = False, replays: bool = False
   ) -> None:
-    self._agent, self._replays = agent, replays
+    self._replays = replays
     self._history = History(hooks.innermost(agent), total_steps, warm)
     self.made: list[dict[str, Any]] = []  # DIAGNOSIS
 

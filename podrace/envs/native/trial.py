@@ -276,7 +276,7 @@ def check(library: EnvironmentLibrary, spec: NativeSpec, options: bytes, say: An
   make = functools.partial(OneEnvironment, library, spec, options, say)
   with contextlib.ExitStack() as stack:
     one, two, three = (stack.enter_context(contextlib.closing(make())) for _ in range(3))
-    alone = {seed: _play(spec, one, seed, 0x00) for seed in (1, 2)}
+    alone = {seed: _play_together(spec, {seed: one}, 0x00)[seed] for seed in (1, 2)}
     together = _play_together(spec, {2: two, 1: three}, 0xA5)
     for seed, stream in alone.items():
       _compare(library.name, stream, together[seed])
@@ -284,15 +284,10 @@ def check(library: EnvironmentLibrary, spec: NativeSpec, options: bytes, say: An
       _check_saves(library.name, spec, one, three)
 
 
-def _play(spec: NativeSpec, env: OneEnvironment, seed: int, fill: int) -> list[bytes]:
-  """Return the bytes of an episode, at most STEPS long."""
-  return _play_together(spec, {seed: env}, fill)[seed]
-
-
 def _play_together(
   spec: NativeSpec, envs: Mapping[int, OneEnvironment], fill: int
 ) -> dict[int, list[bytes]]:
-  """Return the bytes of episodes by seed, stepped in turn."""
+  """Return the bytes of episodes by seed, at most STEPS long, stepped in turn."""
   rngs = {seed: np.random.default_rng(seed) for seed in envs}
   streams: dict[int, list[bytes]] = {}
   for seed, env in envs.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,31 +84,18 @@ def draw_grid(x: np.ndarray) -> np.ndarray:
   return picture
 
 
-def draw_numbers(episode: Sequence[NumericObservation]) -> Sequence[np.ndarray]:
-  """Draw a bar for each number of each observation, on the scale of its range in the episode."""
+def draw_numbers(episode: Sequence[NumericObservation]) -> Iterator[np.ndarray]:
+  """Draw a bar for each number of each observation, on the scale of its range in the episode.
+
+  A picture is drawn when it is read, because all of them would fill the memory.
+  """
   values = np.stack([x.values for x in episode])
   finite = np.where(np.isfinite(values), values, np.nan)
   known = ~np.isnan(finite).all(0)
   low, high = np.zeros((2, values.shape[1]), np.float32)
   low[known], high[known] = np.nanmin(finite[:, known], 0), np.nanmax(finite[:, known], 0)
-  return _DrawnEpisode(episode, low, high)
-
-
-class _DrawnEpisode(Sequence[np.ndarray]):
-  """Pictures of an episode, drawn when they are read, because all of them would fill the memory."""
-
-  def __init__(
-    self, episode: Sequence[NumericObservation], low: np.ndarray, high: np.ndarray
-  ) -> None:
-    self._episode, self._low, self._high = episode, low, high
-
-  def __len__(self) -> int:
-    return len(self._episode)
-
-  def __getitem__(self, i: Any) -> Any:
-    x, n = self._episode[i], len(self._low)
-    draws = draw_rows if n <= NAMED else draw_thin_bars if n <= BARRED else draw_pixels
-    return draws(x, self._low, self._high)
+  draws = draw_rows if len(low) <= NAMED else draw_thin_bars if len(low) <= BARRED else draw_pixels
+  return (draws(x, low, high) for x in episode)
 
 
 def scale_to_range(x: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
