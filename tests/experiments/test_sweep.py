@@ -313,6 +313,17 @@ def test_settings_that_all_diverge_end_the_sweep(
   assert 'NaN' in said
 
 
+def test_settings_of_which_each_has_a_seed_that_diverged_end_the_sweep(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  trained = [[1.0, -1.0], [1.0, -1.0]], [True, True]
+  monkeypatch.setattr(together, 'why_not', lambda config, tried: '')
+  monkeypatch.setattr(together, 'train', lambda *args, **options: trained)
+  args = ['catch', '--vary', 'agent.learning-rate=1e-3,1e30', '--seeds', '2', *OPTIONS]
+  _, said = sweep(tmp_path, capsys, *args, code=1)
+  assert 'results.json' in said and 'output.txt' not in said  # one program has none
+
+
 def test_a_member_that_has_diverged_is_the_worst(tmp_path: Path) -> None:
   spaces: Any = {'agent.learning-rate': RangeSpace(0.1, 10.0)}
   population = together.Population(spaces, 1, tmp_path / 'population.json')

@@ -96,6 +96,8 @@ def run_sweep(sweep: Sweep, say: Callable[[str], None]) -> dict[str, Any]:
         f'no episode ended, so no setting is the best: the settings are in {results_path}; give a '
         'larger --total-steps and another --dir'
       )
+    if any(t['state'] == 'diverged' for t in results):
+      raise RunError(f'all settings have diverged: they are in {results_path}; try other values')
     raise RunError(f'no setting could be trained: see output.txt in {results[0]["run"]}')
   best = results[0]
   command = ['podrace', *processes.make_arguments(sweep.options, best['settings'])]
