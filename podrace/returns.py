@@ -139,7 +139,7 @@ def n_step(r_t: Array, discount_t: Array, last_t: Array) -> NStep:
 def n_step_bootstrapped(
   r_t: Array, discount_t: Array, lambda_t: Array, v_t: Array, n: int
 ) -> Array:
-  """Return n-step targets for each of T timesteps [T] f32; the last n of them look less far.
+  """Return n-step targets for each of T timesteps [T] f32; the last n - 1 look less far.
 
   Where `lambda_t` [T] is 0, at episode ends, v_t is bootstrapped from instead of looking further.
   Shapes: all [T] f32.

@@ -28,7 +28,21 @@ class MetricRow:
 
 
 METRICS = (
-  MetricRow('loss', 'The loss whose gradient the optimiser takes.', tuple(AGENTS)),
+  MetricRow(
+    'loss',
+    'The loss whose gradient the optimiser takes.',
+    tuple(x for x in AGENTS if x not in ACTOR_CRITIC),
+  ),
+  MetricRow(
+    'loss',
+    'Loss of the critics: half the squared error, summed over both. The policy has `actor_loss`.',
+    ('sac',),
+  ),
+  MetricRow(
+    'loss',
+    'Loss of the critic: cross-entropy over the atoms. The policy has `actor_loss`.',
+    ('d4pg',),
+  ),
   # policies
   MetricRow(
     'entropy',

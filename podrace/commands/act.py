@@ -23,8 +23,8 @@ COMMAND = Command(
   ),
   """
 It also takes these options of train: --actor-devices, --actor-groups, --actor-threads,
---env-batch-size, --env-deadline, --env-threads, --max-lag; and, equal to the learner's, --agent,
---agent.FIELD, --env, --num-envs and --unroll-length.
+--env-batch-size, --env-deadline, --env-threads, --max-lag, --log; and, equal to the learner's,
+--agent, --agent.FIELD, --env, --log-share, --num-envs and --unroll-length.
 
 It waits for the learner and the replay service, and reconnects to them. Exit codes: 0 the run is
 complete, 1 failed, 2 refused or bad usage, 143 and 130 on signals.

@@ -21,7 +21,7 @@ COMMAND = Command(
       'after commas'),
     Option('--num-envs', 'N', 'number of environments', 1),
     Option('--workers', 'N', 'threads or processes that step environments, over all groups '
-      '(default: two for each core)', 0),
+      '(default: two for each core; one with one group)', 0),
     Option('--groups', 'N', 'groups of environments; one group steps while the learner computes '
       'the actions of another (default: the number that the learner requests)', 0),
     CLIENT_KEYS,

@@ -17,8 +17,8 @@ OPTIONS = (
   *shared.OF_WORKERS,
 )
 NOTES = """
-It also takes, equal to the learner's, --agent, --agent.FIELD, --env, --num-envs and
---unroll-length.
+It also takes --log, and, equal to the learner's, --agent, --agent.FIELD, --env, --log-share,
+--num-envs and --unroll-length.
 
 Any number of these processes can start and stop at any time. Each waits for the learner and the
 replay service, and reconnects to them. Exit codes: 0 the run is complete, 1 failed, 2 refused or

@@ -15,7 +15,9 @@ from children import DEADLINE, environment
 from test_defaults import ENVS, settings
 
 from podrace.agents import AGENTS
-from podrace.commands import discover, option_table, train
+from podrace.commands import act, discover, label, option_table, reanalyse, train
+from podrace.distributed.acting import HEEDED
+from podrace.distributed.run_identity import COMMON, OF_LOG
 from podrace.envs.libraries import LIBRARIES
 from podrace.fields import flag
 from podrace.settings import defaults
@@ -239,6 +241,13 @@ def test_each_agent_has_rows_for_all_its_settings() -> None:
     settings = {n for n, _ in flat(to_json(Config(default_agent(name)))['agent'], '--agent.')}
     rows = {r.name for r in option_table.table().of_agent(name)}
     assert settings - {'--agent.name'} - BOUND_BY_AGENTS <= rows, name
+
+
+@pytest.mark.parametrize('command', [act, label, reanalyse])
+def test_help_of_a_worker_has_all_options_of_train_that_it_takes(command: Any) -> None:
+  taken = HEEDED if command is act else (*COMMON, *OF_LOG)
+  text = command.COMMAND.help([])
+  assert [name for name in taken if f'--{flag(name)}' not in text] == []
 
 
 def test_help_refuses_names_that_are_none() -> None:
