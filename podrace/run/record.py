@@ -124,7 +124,8 @@ def record(
   run_dir = Path(source) if recording.way == POLICY else None
   resolved = Resolved(config, run_dir).acting
   stage = stage_of(resolved, env if source else '')
-  player = _Player(stage, recording, _policy(resolved, recording, stage, run_dir, checkpoint))
+  policy = _policy(resolved, recording, stage, run_dir, checkpoint)
+  player = _Player(stage, recording, policy, config.env_deadline)
   name = env or config.env
   _check_keys(stage.observation_space, name)
   about = {
@@ -229,9 +230,14 @@ class _Player:
   """Plays rounds of episodes, of which each is the first one of an environment."""
 
   def __init__(
-    self, stage: Any, recording: Recording, policy: Callable[[np.ndarray, int], Act]
+    self,
+    stage: Any,
+    recording: Recording,
+    policy: Callable[[np.ndarray, int], Act],
+    deadline: float,
   ) -> None:
     self._stage, self._recording, self._policy = stage, recording, policy
+    self._deadline = deadline  # seconds that a step of an environment on the host may take
     self.returns: list[float] = []
     self.steps = 0
     if recording.way == RANDOM or recording.noise:
@@ -259,7 +265,7 @@ class _Player:
     if not isinstance(self._stage, HostSpec):
       return self._episodes(self._jax_pool(len(ids), int(seeds[0])), ids, seeds)
     spec = self._stage
-    args = PoolArgs(len(ids), len(ids), seeds, min(len(ids), cores()), 60.0)
+    args = PoolArgs(len(ids), len(ids), seeds, min(len(ids), cores()), self._deadline)
     watched: Any = WatchedPool(spec.name, spec.make(args), args.deadline)
     try:
       episodes: list[Episode] = watched.run(lambda: self._episodes(watched, ids, seeds))

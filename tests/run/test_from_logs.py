@@ -23,9 +23,11 @@ from podrace.agents.bc import BC as CloneAgent
 from podrace.commands import train
 from podrace.envs.logs.minari_files import read_log
 from podrace.errors import UsageError
-from podrace.run import opening
+from podrace.run import opening, record
 from podrace.run.callbacks import Callbacks
+from podrace.run.evaluate_host import WatchedPool
 from podrace.settings.config import Config
+from podrace.settings.record import to_json
 from podrace.types import LAST
 
 Capture = pytest.CaptureFixture[str]
@@ -433,6 +435,22 @@ def test_noise_is_in_the_memory_of_the_policy(own: None, tmp_path: Path, capsys:
   actions = read_log(str(tmp_path / 'log')).rows.action.reshape(20, 21)[:, :20]
   repeated = (actions[:, 1:] == actions[:, :-1]).mean()
   assert 0.4 < repeated < 0.6 and (actions[:, 10:] == 0).mean() < 0.1
+
+
+def test_a_recording_has_the_deadline_of_its_run(
+  tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+  config = podrace.configure(env='gymnasium:CartPole-v1', agent='dqn', env_deadline=77.0)
+  (tmp_path / 'config.json').write_text(json.dumps(to_json(config)))
+  deadlines: list[float] = []
+
+  def watched(name: str, pool: Any, deadline: float) -> Any:
+    deadlines.append(deadline)
+    return WatchedPool(name, pool, deadline)
+
+  monkeypatch.setattr(record, 'WatchedPool', watched)
+  recorded(capsys, tmp_path / 'log', str(tmp_path), '--random', '--episodes', '1')
+  assert deadlines == [77.0]
 
 
 @pytest.mark.parametrize('kilobytes', [32, 100, 300])
