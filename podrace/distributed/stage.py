@@ -29,6 +29,7 @@ from podrace.replay.layout import Columns, Layout
 from podrace.replay.refresh import Refresh
 from podrace.settings.config import Config
 from podrace.settings.resolved import Resolved, resolve
+from podrace.settings.validation import option_of_replay
 from podrace.system.scheduling import give_way
 from podrace.system.threads import Worker
 
@@ -144,7 +145,7 @@ class Stage:
     example = example_trajectory(agent, spec, config.num_envs, config.unroll_length)
     self._duty, self._layout, self._space = duty, Layout(windows, example), spec.action_space
     self._batch_size = n = options.batch_size or windows.buffer.batch_size
-    name = '--batch-size' if options.batch_size else '--agent.buffer.batch-size'
+    name = '--batch-size' if options.batch_size else option_of_replay(agent, 'batch_size')
     check_sample(name, n, window_contents(self._layout, self._space))
     self._rate = Rate(duty, searches(agent, windows.length) if duty.searches else 0)
     self._refresh: Any = jax.jit(Refresh(agent, self._layout))

@@ -697,6 +697,7 @@ def test_bad_listening_is_refused_at_once(
      ['--agent.buffer.capacity', '131072', '--agent', 'dqn'], '65536'),
     ('--agent.buffer.batch-size', '47664',
      ['--agent.buffer.capacity', '131072', '--agent', 'r2d2', '--num-envs', '64'], '47662'),
+    ('--agent.batch-size', '131072', ['--agent', 'muesli', '--agent.capacity', '200000'], 'at most'),
   ],
 )  # fmt: skip
 def test_a_batch_beyond_a_sample_is_refused(
