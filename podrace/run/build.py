@@ -230,10 +230,7 @@ def sebulba(
     ValueError: if sizes do not fit each other, with the numbers.
   """
   if host_replay and replay.windows is None:
-    raise ValueError(
-      '--replay host: this agent learns from the newest trajectory only, so it has no replay to '
-      'host; leave it out'
-    )
+    raise ValueError('--replay host: the agent learns from the newest trajectory; leave it out')
   mesh, destinations = topology.learners, topology.destinations
   in_turn = replay.windows is not None and not host_replay
   has_share = in_turn and replay.windows.buffer.online_share is not None  # sampled on each device
