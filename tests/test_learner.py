@@ -14,6 +14,7 @@ import optax
 import pytest
 import streams
 from collectives import COLLECTIVES, Collective, collectives
+from compiling import jit
 from gymnasium import spaces
 from jax.sharding import PartitionSpec as P
 
@@ -32,7 +33,6 @@ T, B = 8, 16
 OBSERVATION = spaces.Box(-10, 10, (3,), np.float32)
 
 # Here compiling takes the time, not running.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
 # --- sgd --------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import optax
 import pytest
 import streams
+from compiling import compile_quickly, jit  # noqa: F401 (a fixture)
 from gymnasium import spaces
 from shorthand import Patch, slow_after
 
@@ -34,12 +34,6 @@ from podrace.types import Trajectory
 
 T, B, FEATURES = 12, 8, 3
 OBSERVATION = spaces.Box(-1, 1, (FEATURES,))
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly(monkeypatch: Patch) -> None:
-  monkeypatch.setattr(jax, 'jit', jit)
 
 
 @dataclasses.dataclass(frozen=True)

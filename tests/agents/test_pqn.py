@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -14,6 +13,7 @@ import pytest
 import rlax
 import streams
 from collectives import collectives
+from compiling import compile_quickly, jit  # noqa: F401 (a fixture)
 from gymnasium import spaces
 from shorthand import Patch, slow_after
 
@@ -30,12 +30,6 @@ from podrace.types import TimeStep, Trajectory
 
 T, B, FEATURES, ACTIONS = 12, 8, 3, 3
 SPACES = spaces.Box(-1, 1, (FEATURES,)), spaces.Discrete(ACTIONS)
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly(monkeypatch: Patch) -> None:
-  monkeypatch.setattr(jax, 'jit', jit)
 
 
 @dataclasses.dataclass(frozen=True)

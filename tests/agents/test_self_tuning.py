@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 import streams
+from compiling import compile_quickly, jit  # noqa: F401 (a fixture)
 from gymnasium import spaces
 from shorthand import Patch
 
@@ -32,13 +33,6 @@ from podrace.replay import on_policy
 from podrace.types import Trajectory
 
 T, B, FEATURES = 6, 8, 3
-QUICKLY = {'xla_backend_optimization_level': 0}  # here compiling takes the time, not running
-jit = functools.partial(jax.jit, compiler_options=QUICKLY)
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly(monkeypatch: Patch) -> None:
-  monkeypatch.setattr(jax, 'jit', jit)
 
 
 def network(**settings: Any) -> ActorCritic:

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
+from compiling import jit as quickly
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from processes import as_saved, fingerprints
@@ -50,7 +51,6 @@ from podrace.settings.presets import PRESETS
 from podrace.types import TimeStep, TrainState, Trajectory, map_batch
 
 SMALL = ActorCritic(hidden=(8,), initializer='lecun')
-quickly = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
 # --- averages ---------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiling import compile_quickly  # noqa: F401 (a fixture)
 from gymnasium import spaces
 from shorthand import slow_after
 
@@ -37,13 +38,6 @@ def bound(agent: Any, env: Any, **settings: Any) -> Any:
   """The agent with its network for this environment."""
   network = dataclasses.replace(agent.network, **settings)
   return dataclasses.replace(agent, network=network.bind(env.observation_space, env.action_space))
-
-
-@pytest.fixture(autouse=True)
-def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-  """Most of the time here is compilation; what is computed stays the same up to rounding."""
-  options = {'xla_backend_optimization_level': 0}
-  monkeypatch.setattr(jax, 'jit', functools.partial(jax.jit, compiler_options=options))
 
 
 class Budget(NamedTuple):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from collectives import collectives
+from compiling import jit as quickly
 from jax.sharding import PartitionSpec as P
 from processes import fingerprints
 from shared_programs import shared_programs  # noqa: F401
@@ -54,7 +55,6 @@ PLAIN = ActorCritic(hidden=(16, 16), initializer='lecun')
 MEMORY = ActorCritic(
   hidden=(16,), initializer='lecun', core='transformer', core_size=16, attention=Attention(heads=8)
 )
-quickly = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 
 
 def program(agent: Any, devices: int, model: int, seeds: int = 1, envs: int = 8) -> Anakin:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import streams
+from compiling import jit
 from flax import linen as nn
 from gymnasium import spaces
 from shorthand import slow_after
@@ -35,7 +36,6 @@ IMAGES = {  # the smallest that each takes without degenerating
   'grid': (5, 5, 2),
 }
 # Here compiling takes the time, not running.
-jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_level': 0})
 CORES = ['none', 'gru', 'lstm']
 
 
