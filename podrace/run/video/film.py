@@ -179,8 +179,8 @@ def check_libraries() -> None:
 def check_filming(resolved: Resolved, env: str = '') -> None:
   """Raise UsageError if the run's environment, or the one named `env`, cannot be filmed."""
   check_libraries()
-  made = resolved.make_env(env) if env else resolved.env
-  stages.make_stage(env or resolved.config.env, made).close()
+  config, made = resolved.config, resolved.make_env(env) if env else resolved.env
+  stages.make_stage(env or config.env, made, config.env_deadline).close()
 
 
 def play_episode(
@@ -290,7 +290,7 @@ def _open_stage(
     return jax.tree.map(np.asarray, output.action), state
 
   name = other_env or config.env
-  stage = stages.NamedStage(name, stages.make_stage(name, env))
+  stage = stages.NamedStage(name, stages.make_stage(name, env, config.env_deadline))
   if stage.note and say is not None:
     say(f'podrace watch: {name}: {stage.note}')
   try:

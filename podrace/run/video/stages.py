@@ -49,8 +49,10 @@ class Stage(Protocol):
     """Close the environment."""
 
 
-def make_stage(name: str, env: Any) -> Stage:
+def make_stage(name: str, env: Any, deadline: float) -> Stage:
   """Return the stage of environment `env`, made by `envs.make` or `host.make` from `name`.
+
+  A step in a worker process may take `deadline` seconds.
 
   Raises:
     UsageError: if it cannot be drawn.
@@ -58,11 +60,11 @@ def make_stage(name: str, env: Any) -> Stage:
   library, inner, options = env_names.parse(name)
   if isinstance(env, HostSpec):
     if library == 'ale':
-      return _AtariStage(inner, options, env)
+      return _AtariStage(inner, options, env, deadline)
     if library == 'gymnasium':
       return _GymnasiumStage(inner, options, env)
     if library == 'c':
-      return _NativeStage(env)
+      return _NativeStage(env, deadline)
     if env.jax is None:
       raise UsageError(f"{name} can't be drawn: of the host, ale:, gymnasium: and c: can")
     env = env.jax
@@ -144,13 +146,14 @@ class _PoolStage:
 
   note = ''
 
-  def __init__(self, spec: HostSpec) -> None:
-    self._spec = spec
+  def __init__(self, spec: HostSpec, deadline: float) -> None:
+    self._spec, self._deadline = spec, deadline
     self._pool: Any = None
 
   def reset(self, seed: int) -> TimeStep:
     self.close()
-    self._pool = self._spec.make(PoolArgs(1, 1, np.array([seed], np.uint32), 1, 60.0))
+    seeds = np.array([seed], np.uint32)
+    self._pool = self._spec.make(PoolArgs(1, 1, seeds, 1, self._deadline))
     self._pool.reset()
     return self._pool.recv().timestep
 
@@ -168,8 +171,8 @@ class _PoolStage:
 class _AtariStage(_PoolStage):
   """An Atari game, drawn in colour by a twin with the same seed and actions."""
 
-  def __init__(self, name: str, options: Any, spec: HostSpec) -> None:
-    super().__init__(spec)
+  def __init__(self, name: str, options: Any, spec: HostSpec, deadline: float) -> None:
+    super().__init__(spec, deadline)
     from podrace.envs.host import ale
 
     changed = dict(grayscale=False, img_height=210, img_width=160, stack_num=1)
@@ -206,8 +209,8 @@ class _AtariStage(_PoolStage):
 class _NativeStage(_PoolStage):
   """An environment in C, drawn by its own `podrace_render` if it has one and is in this process."""
 
-  def __init__(self, spec: HostSpec) -> None:
-    super().__init__(spec)
+  def __init__(self, spec: HostSpec, deadline: float) -> None:
+    super().__init__(spec, deadline)
     self._timestep: Any = None
     super().reset(0)
     if not getattr(self._pool, 'renders', False):

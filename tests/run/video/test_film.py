@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -29,7 +30,7 @@ from podrace.settings.config import Config
 def stage(name: str) -> tuple[stages.Stage, Any]:
   library = name.partition(':')[0]
   env: Any = host.make(name) if library in ('ale', 'gymnasium') else envs.make(name)
-  return stages.make_stage(name, env), env
+  return stages.make_stage(name, env, 60.0), env
 
 
 def played(name: str, steps: int, seed: int = 3) -> tuple[list[np.ndarray], list[float]]:
@@ -303,7 +304,18 @@ def test_images_of_any_kind() -> None:
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:
   with pytest.raises(UsageError, match='envpool:CartPole-v1'):
-    stages.make_stage('envpool:CartPole-v1', host.make('envpool:CartPole-v1'))
+    stages.make_stage('envpool:CartPole-v1', host.make('envpool:CartPole-v1'), 60.0)
+
+
+def test_a_stage_has_the_deadline_that_it_is_given() -> None:
+  spec, deadlines = host.make('c:breakout'), []
+
+  def make(args: host.PoolArgs) -> Any:
+    deadlines.append(args.deadline)
+    return spec.make(args)
+
+  stages.make_stage('c:breakout', dataclasses.replace(spec, make=make), 77.0).close()
+  assert deadlines == [77.0]
 
 
 @pytest.fixture(scope='module')
