@@ -126,8 +126,7 @@ def record(
   stage = stage_of(resolved, env if source else '')
   policy = _policy(resolved, recording, stage, run_dir, checkpoint)
   player = _Player(stage, recording, policy, config.env_deadline)
-  name = env or config.env
-  _check_keys(stage.observation_space, name)
+  _check_keys(stage.observation_space, name := env or config.env)
   about = {
     'algorithm_name': f'podrace {player.describe(run_dir)}',
     'podrace': {
