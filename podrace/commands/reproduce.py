@@ -50,8 +50,8 @@ COMMAND = Command(
   ),
   """
 NAME is a suite of --list, or your own file, NAME.toml. A program is one `podrace train`, with one
-seed or more. Its record has the curve, the final scores, the configuration and the commit. The last
-line printed is JSON.
+seed or more. Its record has the curve, the final scores, the configuration and the commit. Without
+--list the last line printed is JSON.
 """,
   jax=True,
   foreign={

@@ -24,6 +24,7 @@ from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
 from podrace.hooks import checks_vma, learns_from_replay, networks
 from podrace.replay.buffer import Buffer
+from podrace.settings.validation import option_of_replay
 from podrace.system.blame import (
   UserCodeFailed,
   calling,
@@ -36,7 +37,7 @@ from podrace.system.blame import (
   refuse,
   same_structure,
 )
-from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, on_each, on_mesh
+from podrace.topology import AXIS, TRAJECTORY_SPECS, data_size, on_each, on_mesh, per_device
 from podrace.types import (
   ActorOutput,
   Replay,
@@ -56,8 +57,12 @@ def check_run(
 
   Raises:
     UsageError: if a function fails, or returns something unexpected.
+    ValueError: if the batch of the replay does not divide over the devices.
   """
   _check_buffer(agent)
+  if (windows := replay.windows) is not None:
+    option = option_of_replay(agent, 'batch_size')
+    per_device(mesh, windows.buffer.batch_size, option.removeprefix('--'))
   check_environment(env.jax if isinstance(env, HostSpec) else env)
   if not (is_ours(agent) and all(is_ours(x) for x in _parts(agent))):
     with on_mesh(mesh):

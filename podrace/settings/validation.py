@@ -50,9 +50,11 @@ def check_batch(agent: Any) -> None:
 
 
 def option_of_replay(agent: Any, field: str) -> str:
-  """Return the option of a setting of replay: of the agent's buffer, or of the agent itself."""
-  in_buffer = hasattr(hooks.innermost(agent), 'buffer')
-  return f'--agent.{"buffer." if in_buffer else ""}{flag(field)}'
+  """Return the option of a setting of replay: of the agent's Buffer, or of the agent itself."""
+  inner = hooks.innermost(agent)
+  parts = [f.name for f in dataclasses.fields(inner)]
+  buffers = [flag(x) for x in parts if hasattr(getattr(inner, x), 'samples_per_insert')]
+  return f'--{".".join(["agent", *buffers[:1], flag(field)])}'
 
 
 def library_of(env: str) -> str:

@@ -511,7 +511,7 @@ def test_replay_refuses_environments_in_any_order() -> None:
     (lambda: bind(AGENTS['sac'], make('podrace:catch')), 'tanh-Normal.*continuous'),
     (
       lambda: anakin(DQN(buffer=Buffer(batch_size=6)), 'podrace:catch', 4).init(keys(0)),
-      r'batch-size 6.*4',
+      r'batch_size 6.*4',
     ),
   ],
 )  # fmt: skip

@@ -654,6 +654,14 @@ BAD = [
   (['train', '--devices', '99'], '--devices 99 must be 1 to 8'),
   (['train', '--devices', '3'], '--num-envs 64 does not divide over 3 devices'),
   (
+    ['train', 'dqn-cartpole', '--devices', '4', '--agent.buffer.batch-size', '6'],
+    '--agent.buffer.batch-size 6 does not divide over 4 devices',
+  ),
+  (
+    ['train', 'muesli-catch', '--devices', '4', '--agent.batch-size', '6'],
+    '--agent.batch-size 6 does not divide over 4 devices',
+  ),
+  (
     ['train', '--agent', 'ppo', '--agent.minibatches', '5'],
     '32 steps of an unroll do not divide into 5 minibatches',
   ),

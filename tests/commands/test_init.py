@@ -124,7 +124,7 @@ def test_words_that_complete() -> None:
     ['completion', 'z']
   ) == ['zsh']
   assert words(['init', 'agent', '']) == []
-  assert words(['reproduce', 'min']) == ['minatar', 'minatar-gymnax']
+  assert words(['reproduce', 'min']) == ['minatar', 'minatar-gpu', 'minatar-gymnax']
   assert words(['eval', '--ep']) == ['--episodes'] and words(['eval', 'runs/']) == []
 
 

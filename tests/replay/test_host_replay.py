@@ -436,7 +436,7 @@ def test_a_batch_that_does_not_divide_is_refused() -> None:
   both.close()
   buffer = dataclasses.replace(both.w.buffer, batch_size=3)
   layout = Layout(dataclasses.replace(both.w, buffer=buffer), both.layout.example)
-  with pytest.raises(ValueError, match=r'batch-size 3 .* 2 '):
+  with pytest.raises(ValueError, match=r'batch_size 3 .* 2 '):
     HostReplay(layout, topology.learner_mesh(2), 0)
 
 
