@@ -308,6 +308,11 @@ def windows(
   Raises:
     ValueError: the settings do not fit each other. The message has the numbers.
   """
+  if at_first and keep_state:
+    raise ValueError(
+      'at_first and keep_state are both True, and windows with states of the agent begin where '
+      'unrolls do: give one of them'
+    )
   sizes = (length, num_envs, unroll_length)
   w = Windows(buffer, *sizes, keep_state, stack, initial_priority, at_first)
   if w.starts * num_envs >= 2**30:
