@@ -12,5 +12,5 @@ jit = functools.partial(jax.jit, compiler_options={'xla_backend_optimization_lev
 
 @pytest.fixture(autouse=True)
 def compile_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-  """For modules that import this. What is computed stays the same up to rounding."""
+  """Compile so in modules that import this. Results stay the same up to rounding."""
   monkeypatch.setattr(jax, 'jit', jit)
