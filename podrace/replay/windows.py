@@ -58,6 +58,13 @@ class Windows:
     least = self.length + self.unroll_length + self.lookback + 1
     return -(-max(wanted, least) // self.unroll_length) * self.unroll_length
 
+  def __post_init__(self) -> None:
+    if self.at_first and self.keep_state:
+      raise ValueError(
+        'at_first and keep_state are both True, and windows with states of the agent begin where '
+        'unrolls do: give one of them'
+      )
+
   @property
   def starts(self) -> int:
     """Number of rows of a ring where windows may start."""
@@ -308,11 +315,6 @@ def windows(
   Raises:
     ValueError: the settings do not fit each other. The message has the numbers.
   """
-  if at_first and keep_state:
-    raise ValueError(
-      'at_first and keep_state are both True, and windows with states of the agent begin where '
-      'unrolls do: give one of them'
-    )
   sizes = (length, num_envs, unroll_length)
   w = Windows(buffer, *sizes, keep_state, stack, initial_priority, at_first)
   if w.starts * num_envs >= 2**30:
