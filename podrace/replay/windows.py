@@ -58,13 +58,6 @@ class Windows:
     least = self.length + self.unroll_length + self.lookback + 1
     return -(-max(wanted, least) // self.unroll_length) * self.unroll_length
 
-  def __post_init__(self) -> None:
-    if self.at_first and self.keep_state:
-      raise ValueError(
-        'at_first and keep_state are both True, and windows with states of the agent begin where '
-        'unrolls do: give one of them'
-      )
-
   @property
   def starts(self) -> int:
     """Number of rows of a ring where windows may start."""

@@ -427,11 +427,6 @@ def test_wrong_settings_are_refused(changes: dict[str, Any], message: str) -> No
     settings(**changes)
 
 
-def test_windows_with_states_do_not_begin_at_first_only() -> None:
-  with pytest.raises(ValueError, match='at_first and keep_state'):
-    windows(settings(), 5, B, T, keep_state=True, at_first=True)
-
-
 @pytest.mark.parametrize('keep_state', [False, True])
 def test_a_capacity_below_an_unroll_and_a_window_is_refused(keep_state: bool) -> None:
   """A smaller one would be rounded up on the device, and on the host keep some environments only."""
