@@ -48,6 +48,8 @@ import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from podrace.errors import UsageError
+
 if TYPE_CHECKING:
   from podrace.types import ActorOutput, Array, Replay, TimeStep, TrainState
 
@@ -97,7 +99,13 @@ def _memory(agent: Any, num_envs: int, unroll_length: int, stack: int) -> Replay
 
 def can_be_greedy(agent: Any) -> bool:
   """Return whether the agent can take its best action."""
-  return hasattr(agent, 'greedy')
+  return hasattr(innermost(agent), 'greedy')
+
+
+def check_greedy(agent: Any, advice: str) -> None:
+  """Raise UsageError, which ends with `advice`, if the agent cannot take its best action."""
+  if not can_be_greedy(agent):
+    raise UsageError(f'{type(agent).__name__} has no field greedy: {advice}')
 
 
 def greedily(agent: Any) -> Any:

@@ -20,7 +20,7 @@ from gymnasium import spaces
 from podrace import distributions
 from podrace.envs.spaces import MASK, map_leaves, number_encoding, seen
 from podrace.errors import UsageError
-from podrace.hooks import can_be_greedy, greedily, innermost
+from podrace.hooks import check_greedy, greedily, innermost
 from podrace.networks import Actor, ActorCritic, QNetwork
 from podrace.networks.observations import channels_first, is_pixels
 from podrace.networks.recurrent_body import RecurrentBody
@@ -91,10 +91,7 @@ def export(
       'this policy acts on the previous reward, which the user of an exported policy does not give '
       'it: train without previous_reward'
     )
-  if not can_be_greedy(agent):
-    raise UsageError(
-      f'{agent_name(agent)} has no field greedy: export writes its best actions, without chance'
-    )
+  check_greedy(agent, 'export writes its best actions, without chance')
   if keys := [k for k in _keys(env.observation_space) if not isinstance(k, str)]:
     raise UsageError(
       f'{config.env}: its observation has the keys {keys}, and a policy names its inputs by texts: '

@@ -21,7 +21,7 @@ from podrace.envs.host.spaces import i32
 from podrace.envs.logs.recorded_spaces import check_spaces
 from podrace.envs.spaces import STATE, convert
 from podrace.errors import RunError, UsageError
-from podrace.hooks import can_be_greedy, greedily
+from podrace.hooks import check_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate_host import CHUNK, make_host_evaluator, spread_env_ids
 from podrace.run.saved_params import param_shapes, restore_params
@@ -193,8 +193,8 @@ def check_acting(agent: Any, acting: Sequence[str]) -> None:
   """Raise UsageError for a way of acting that is unknown, or that the agent does not have."""
   if strange := [way for way in acting if way not in ACTING]:
     raise UsageError(f'acting must be greedy or sampled, not {strange[0]!r:.100}')
-  if GREEDY in acting and not can_be_greedy(agent):
-    raise UsageError(f'{type(agent).__name__} has no field greedy: evaluate it with --sample')
+  if GREEDY in acting:
+    check_greedy(agent, 'evaluate it with --sample')
 
 
 def check_numbers(episodes: int, max_steps: int, seed: int) -> None:

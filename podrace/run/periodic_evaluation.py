@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from podrace.architectures.sebulba.actors import CLOSE_SECONDS
-from podrace.hooks import can_be_greedy, greedily
+from podrace.hooks import check_greedy, greedily
 from podrace.run.evaluate import eval_env, make_returns, summarize_returns
 from podrace.run.metrics import JsonLines, read
 from podrace.run.saved_params import SUFFIX, BestParams, read_params, write_params
@@ -34,6 +34,8 @@ def check_evaluations(resolved: Resolved) -> None:
   config = resolved.config
   if jax.process_index():
     return
+  if config.eval_every:
+    check_greedy(resolved.agent, 'leave out --eval-every, and use podrace eval --sample')
   if config.eval_env:
     eval_env(resolved.acting, config.eval_env, '--eval-env')
   if config.eval_every and config.eval_video:
@@ -186,7 +188,5 @@ def _make_evaluator(resolved: Resolved) -> Callable[[Any], dict[str, Any]]:
   """Return a function from parameters to the metrics that `podrace eval` gives."""
   config, agent = resolved.config, resolved.agent
   env = eval_env(resolved, config.eval_env, '--eval-env')
-  if can_be_greedy(agent):
-    agent = greedily(agent)
-  returns = make_returns(config, agent, env, config.eval_episodes)
+  returns = make_returns(config, greedily(agent), env, config.eval_episodes)
   return lambda params: summarize_returns(returns(params, config.seed))

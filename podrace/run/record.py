@@ -20,7 +20,7 @@ from podrace.envs.host.spaces import action_bounds, allowed_choices, best_choice
 from podrace.envs.logs.recorded_spaces import check_keys
 from podrace.envs.logs.writing import Episode, check_target, cut_episodes, write_log
 from podrace.errors import HostError, RunError, UsageError
-from podrace.hooks import act_with, can_be_greedy, greedily
+from podrace.hooks import act_with, check_greedy, greedily
 from podrace.run.directory import check_directory, load_config
 from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import HOST_AT_ONCE, WatchedPool, spread_env_ids
@@ -176,8 +176,7 @@ def _trained(
 ) -> Callable[[np.ndarray, int], Act]:
   agent = resolved.agent
   if recording.greedy:
-    if not can_be_greedy(agent):
-      raise UsageError(f'{type(agent).__name__} has no field greedy: leave out --greedy')
+    check_greedy(agent, 'leave out --greedy')
     agent = greedily(agent)
   _, params, _ = restore_params(resolved, run_dir, checkpoint, recording.member)
   spread = spread_env_ids(recording.episodes, resolved.config.num_envs)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from podrace.errors import UsageError
-from podrace.hooks import can_be_greedy, greedily
+from podrace.hooks import check_greedy, greedily
 from podrace.run.directory import load_config
 from podrace.run.evaluate import acting_key, stage_of
 from podrace.run.evaluate_host import spread_env_ids
@@ -281,7 +281,8 @@ def _open_stage(
   config, agent, env = resolved.config, resolved.agent, resolved.env
   if other_env:
     env = resolved.make_env(other_env)
-  if not sampled and can_be_greedy(agent):
+  if not sampled:
+    check_greedy(agent, 'watch it with --sample')
     agent = greedily(agent)
   jitted, ids = jax.jit(agent.act), jnp.asarray(spread_env_ids(1, config.num_envs))
 
