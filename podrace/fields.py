@@ -179,7 +179,7 @@ RANGES: Mapping[str, Range] = {
   **dict.fromkeys(('adam_epsilon', 'advantage_epsilon', 'Impala.epsilon'), EPSILON),
   **dict.fromkeys(('discount', 'policy_discount', 'lambda_', 'clip_mix', 'max_share'), SHARE),
   **dict.fromkeys(('epsilon', 'epsilon_base', 'reanalyse', 'dirichlet_fraction'), SHARE),
-  **dict.fromkeys(('epsilon_start', 'epsilon_share'), SHARE),
+  **dict.fromkeys(('epsilon_start', 'epsilon_share', 'noise_correlation'), SHARE),
   **dict.fromkeys(('priority_exponent', 'importance_exponent'), SHARE),
   **dict.fromkeys(('online_share', 'online_share_end'), SHARE),
   'MuZero.discount': Range(-1, 1),  # below 0: games of two players

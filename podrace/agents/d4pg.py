@@ -23,7 +23,7 @@ import optax
 from jax import lax
 
 from podrace import distributions
-from podrace.agents import recurrent, value_based
+from podrace.agents import correlated_noise, recurrent, value_based
 from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields, check_support
 from podrace.learner import Learned, separately, sgd
@@ -62,6 +62,8 @@ class D4PG:
   discount: float = 0.99  # discount of each step
   n_step: int = 5  # rewards before a value is bootstrapped from
   noise: float = 0.3  # standard deviation of the noise on actions, which are within [-1, 1]
+  noise_correlation: float = 0.0
+  # ^ correlation of the noise of successive steps, for far exploration; 0: independent
   target_period: int = 100  # gradient steps between updates of the target networks
   target_rate: float = 1.0
   # ^ share of the online networks in an update of the target networks; 1: a copy
@@ -77,7 +79,7 @@ class D4PG:
 
   is_recurrent = property(recurrent.is_recurrent)
   memory = recurrent.memory
-  initial_state = recurrent.initial_state
+  initial_state = correlated_noise.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -100,12 +102,14 @@ class D4PG:
     replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B], which `replace` may change."""
-    outputs, core = recurrent.step(self.actor, params, state, timestep)
+    memory, noise = correlated_noise.draw(self, state, timestep, key)
+    outputs, core = recurrent.step(self.actor, params, memory, timestep)
     unit = self.policy(outputs)
     if not self.greedy:
-      unit = unit + self.noise * jax.random.normal(key, unit.shape)
+      unit = unit + self.noise * noise
     action = replace(self.actor.distribution.from_unit(unit))
-    return ActorOutput(action), recurrent.after(state, core, action)
+    memory = recurrent.after(memory, core, action)
+    return ActorOutput(action), correlated_noise.after(state, memory, noise)
 
   def policy(self, outputs: Array) -> Array:
     """Return the best actions [N, n], within [-1, 1], of the actor's outputs."""

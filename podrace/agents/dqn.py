@@ -183,9 +183,6 @@ class DQN:
   def transitions(self, sample: Sample) -> recurrent.Batch:
     """Return the transitions of a sample."""
     recurrence = self.recurrence if self.is_recurrent else None
-    if self.is_recurrent and self.recurrence.start == 'stored':
-      memory = sample.trajectory.agent_state.memory
-      sample = sample._replace(trajectory=sample.trajectory._replace(agent_state=memory))
     return recurrent.transitions(recurrence, sample, self.discount, self.n_step)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:

@@ -347,7 +347,8 @@ def _sequences(recurrence: Recurrence, window: Trajectory, end: Array) -> Sequen
 
   action = window.outputs.action
   if stored:
-    memory: ActingMemory = window.agent_state
+    state = window.agent_state  # which may hold more than the memory
+    memory: ActingMemory = state if isinstance(state, ActingMemory) else state.memory
     previous = jax.tree.map(shift, action, memory.action)
     return Sequences(timesteps, previous, memory.core, recurrence.burn_in, end, False)
   previous = jax.tree.map(lambda x: shift(x, None), action)

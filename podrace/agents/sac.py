@@ -22,7 +22,7 @@ import optax
 from jax import lax
 
 from podrace import distributions
-from podrace.agents import recurrent
+from podrace.agents import correlated_noise, recurrent
 from podrace.agents.recurrent import Recurrence
 from podrace.fields import check_fields
 from podrace.learner import Learned, separately, sgd
@@ -67,6 +67,8 @@ class SAC:
   discount: float = 0.99  # discount of each step
   n_step: int = 1  # rewards before a value is bootstrapped from
   target_rate: float = 0.005  # share of the critics in each update of the target critics
+  noise_correlation: float = 0.0
+  # ^ correlation of the noise of successive steps, for far exploration; 0: independent
   greedy: bool = False  # act by the mode of the policy, for evaluation
   recurrence: Recurrence = Recurrence()
 
@@ -76,7 +78,7 @@ class SAC:
 
   is_recurrent = property(recurrent.is_recurrent)
   memory = recurrent.memory
-  initial_state = recurrent.initial_state
+  initial_state = correlated_noise.initial_state
 
   def init(self, key: Array) -> TrainState:
     """Return the first state of training."""
@@ -95,11 +97,15 @@ class SAC:
     replace: Callable[[Array], Array] = lambda action: action,
   ) -> tuple[ActorOutput, Any]:
     """Choose the actions of timesteps [B], which `replace` may change."""
-    outputs, core = recurrent.step(self.actor, params, state, timestep)
+    memory, noise = correlated_noise.draw(self, state, timestep, key)
     policy = self.actor.distribution
-    x = policy.mode(outputs) if self.greedy else policy.sample(outputs, key)
+    outputs, core = recurrent.step(self.actor, params, memory, timestep)
+    x, log_std = policy.mean_and_log_std(outputs)
+    if not self.greedy:
+      x = x + jnp.exp(log_std) * policy.only_free(noise)
     action = replace(policy.to_action(x))
-    return ActorOutput(action), recurrent.after(state, core, action)
+    memory = recurrent.after(memory, core, action)
+    return ActorOutput(action), correlated_noise.after(state, memory, noise)
 
   def learn(self, train: TrainState, sample: Sample, key: Array) -> Learned:
     """Make one update from a sample."""

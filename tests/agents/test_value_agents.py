@@ -64,7 +64,7 @@ RANKED = dataclasses.replace(SMALL, priority_exponent=0.6)
 AGENTS: dict[str, Any] = {
   'dqn': DQN(QNetwork(hidden=(16,), dueling=True), RANKED, n_step=2, target_period=3),
   'r2d2': R2D2(QNetwork(hidden=(16,), core='gru', core_size=8), RANKED, sequence=6, burn_in=2),
-  'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL),
+  'sac': SAC(Actor(hidden=(16,)), Critic(hidden=(16,), critics=2), SMALL, noise_correlation=0.8),
   'd4pg': D4PG(Actor(hidden=(16,), deterministic=True), Critic(hidden=(16,), atoms=11), SMALL),
   'qtopt': QTOpt(
     ActionValue(head_hidden=(16,), head='value'),
@@ -115,7 +115,8 @@ MEMORY: dict[str, Any] = {  # the same agents with memory, by each way to begin 
     Actor(**CORE), Critic(**CORE, critics=2), SMALL, recurrence=Recurrence('episode', 5)
   ),
   'd4pg-stored': D4PG(
-    Actor(**CORE, deterministic=True), Critic(**CORE, atoms=11), RANKED, recurrence=Recurrence('stored', 6)
+    Actor(**CORE, deterministic=True), Critic(**CORE, atoms=11), RANKED, recurrence=Recurrence('stored', 6),
+    noise_correlation=0.8,
   ),
 }  # fmt: skip
 ENVS = dict.fromkeys(('bc', 'dqn', 'r2d2', 'muzero', 'muesli', 'disco'), 'podrace:catch')
