@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import numbers
+import struct
 import types
 import typing
 from collections.abc import Mapping
@@ -140,7 +141,7 @@ class Range(NamedTuple):
       return False  # a device would take it for 0, which means no limit
     x = 0.0 if abs(number) < SMALLEST else number  # as in float32
     above = x > self.low if self.without_low else x >= self.low
-    return above and (x < self.high if self.without_high else x <= self.high)
+    return above and (_as_float32(x) < self.high if self.without_high else x <= self.high)
 
   def __str__(self) -> str:
     low = f'more than {self.low:g}' if self.without_low else f'at least {self.low:g}'
@@ -151,6 +152,13 @@ class Range(NamedTuple):
     if self.without_low or self.without_high:
       return f'{low} and {"less than" if self.without_high else "at most"} {self.high:g}'
     return f'within [{self.low:g}, {self.high:g}]'
+
+
+def _as_float32(x: float) -> float:
+  try:
+    return float(struct.unpack('f', struct.pack('f', x))[0])
+  except OverflowError:
+    return math.copysign(math.inf, x)
 
 
 SMALLEST = 2.0**-126  # devices flush smaller numbers to 0

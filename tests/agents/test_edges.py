@@ -135,6 +135,7 @@ def test_numbers_of_parts_that_are_built_one_by_one_end(make: Any, name: str, la
   [
     (['--agent', 'dqn', '--agent.target-rate', '0'], '--agent.target-rate '),
     (['--agent', 'muesli', '--agent.advantage-decay', '1'], '--agent.advantage-decay '),
+    (['--agent', 'muesli', '--agent.advantage-decay', '0.99999999'], '--agent.advantage-decay '),
     (['--agent.max-grad-norm', '-1'], '--agent.max-grad-norm '),
     (['--agent.learning-rate', '0'], '--agent.learning-rate '),
     (['--agent.learning-rate', 'inf'], '--agent.learning-rate'),

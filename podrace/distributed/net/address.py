@@ -102,7 +102,8 @@ def check_address(
   if not is_place(address, listens) and (listens or announced_at(address) is None):
     more = ' or * (any)' if listens else ', or announced:FILE#NAME'
     raise SecurityError(
-      f'{flag} takes tcp://HOST:PORT or unix:PATH, with a PORT of 1 to 65535{more}, not {address!r}'
+      f'{flag} takes tcp://HOST:PORT or unix:PATH, without blanks and with a PORT of 1 to 65535'
+      f'{more}, not {address!r}'
     )
   if keys is not None and insecure:
     raise SecurityError('--keys and --insecure contradict each other: give one of them')
