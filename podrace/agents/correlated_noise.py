@@ -30,12 +30,12 @@ def initial_state(agent: Any, env_id: Array) -> Any:
   memory = recurrent.initial_state(agent, env_id)
   if agent.greedy or not agent.noise_correlation:
     return memory
-  return NoisyState(memory, jnp.zeros((len(env_id), len(agent.actor.distribution.free))))
+  return NoisyState(memory, jnp.zeros((env_id.shape[0], len(agent.actor.distribution.free))))
 
 
 def draw(agent: Any, state: Any, timestep: TimeStep, key: Array) -> tuple[Any, Array]:
   """Return the memory of the networks, and the noise [B, n] of timesteps [B]."""
-  shape = (len(timestep.step_type), len(agent.actor.distribution.free))
+  shape = (timestep.step_type.shape[0], len(agent.actor.distribution.free))
   noise = jax.random.normal(key, shape)
   if not isinstance(state, NoisyState):
     return state, noise
