@@ -37,7 +37,7 @@ COMMAND = Command(
       'performance profile and probability of improvement; for the games of Atari-5 also the '
       'predicted median of 57 games. A score is the mean return in the last tenth of a run'),
     Option('--normalize', 'NAME', 'for --aggregate: human (Atari: random play is 0, a human 1) or '
-      'minmax (of each task, over the runs); default: human if all tasks are Atari games, else '
+      'minmax (of each task, over the runs); default: human for returns of Atari games alone, else '
       'minmax',
       choices=('human', 'minmax')),
     Option('--suite', 'NAME', 'compare the runs with the records and the published scores of a '
@@ -93,7 +93,7 @@ def run(args: list[str]) -> int:
   elif kind == '--aggregate':
     from podrace.experiments import scores
 
-    result |= scores.aggregate(groups, options.text('--normalize'), out)
+    result |= scores.aggregate(groups, options.text('--normalize'), out, options.text('--metric'))
   else:
     plot.draw(groups, options.text('--metric'), x, center, out)  # type: ignore[arg-type]
     result['groups'] = [

@@ -19,7 +19,14 @@ from podrace.run import compile_cache
 from podrace.run.directory import check_directory
 from podrace.settings.record import to_json
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import print_json, print_text, results, results_alone, tell
+from podrace.system.output import (
+  lasting_results,
+  print_json,
+  print_text,
+  results,
+  results_alone,
+  tell,
+)
 from podrace.system.scheduling import cores
 
 if TYPE_CHECKING:
@@ -157,7 +164,7 @@ def _run_all(plan: Reproduction) -> int:
   print_json({
     'suite': plan.suite.name, 'to': str(plan.to), 'programs': len(plan.suite.programs),
     'recorded': len(records), 'scores': numbers,
-  })  # fmt: skip
+  }, lasting_results())  # fmt: skip
   if plan.suite.hashes:
     check_hashes(plan.suite, records)
   return 0
@@ -197,7 +204,8 @@ def _run_alone(plan: Reproduction) -> int:
   def change(config: Config, words: Sequence[str]) -> Config:
     return configure.parse(config, list(words), 'podrace reproduce') if words else config
 
-  print_json({'record': str(run_program(plan, program, change, tell))})
+  path = run_program(plan, program, change, tell)
+  print_json({'record': str(path)}, lasting_results())
   return 0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from podrace.commands import configure
+from podrace.commands import configure, mistakes
 from podrace.commands.shared_options import AGENT, ALLOW_CODE
 from podrace.errors import UsageError
 from podrace.run.directory import check_directory
 from podrace.run.new_directory import name_run
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import print_json, results_alone, tell
+from podrace.system.output import lasting_results, print_json, results_alone, tell
 
 METHODS = ('grid', 'random', 'tpe', 'pbt')
 
@@ -79,6 +79,8 @@ def run(args: list[str]) -> int:
   if '--dir' in options:
     check_directory(Path(options.text('--dir')), '--dir')
   config = configure.parse_config(preset, options, 'podrace sweep')
+  fractions = {name[2:] for name, x in mistakes.options_of(config) if isinstance(x, float)}
+  spaces = settings.with_fractions(spaces, fractions)
   logs = options.passed('--log-every') is not None
   if method == 'pbt' and logs and config.log_every != options.whole('--every'):
     raise UsageError(
@@ -97,7 +99,7 @@ def run(args: list[str]) -> int:
   )  # fmt: skip
   result = plan.run_sweep(sweep, tell)
   _show(result)
-  print_json({**result, 'trials': len(result['trials'])})
+  print_json({**result, 'trials': len(result['trials'])}, lasting_results())
   return 0
 
 

@@ -21,7 +21,7 @@ from podrace.settings.config import Config
 from podrace.settings.record import to_json
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
-from podrace.system.output import Lasting, print_text, results, results_alone
+from podrace.system.output import Lasting, lasting_results, print_text, results, results_alone
 
 if TYPE_CHECKING:
   from podrace.distributed.net.announce import Announcement
@@ -275,7 +275,7 @@ def print_summary(run_dir: Path, summary: dict[str, Any], suffix: str = '') -> L
   """Print the results of a run; returns the output, for more lines."""
   is_known = summary['episode_return'] is not None
   returned = f'{format_return(summary)}{suffix}' if is_known else 'no episode ended'
-  out = Lasting(results())
+  out = lasting_results()
   rate = summary['steps_per_s']
   speed = '' if rate is None else f', {rate:,.0f} steps/s'
   print_text(f'done: step {summary["step"]:,}, {returned}{speed}', file=out)

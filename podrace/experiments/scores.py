@@ -16,6 +16,7 @@ from podrace.experiments import curves, plot, statistics
 from podrace.experiments.curves import CurveGroup
 from podrace.experiments.labels import make_labels
 
+RETURN = 'episode_return'
 # Scores of random play and of a professional human in 57 Atari games, with up to 30 no-ops at the
 # start and at most 108,000 frames: the table of Wang et al. 2016 (arXiv 1511.06581), as in dqn_zoo.
 ATARI = {
@@ -72,13 +73,17 @@ def normalize_human(name: str, score: Any) -> Any:
   return (score - low) / (high - low)
 
 
-def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[str, Any]:
+def aggregate(
+  groups: Sequence[CurveGroup], normalize: str, out: Path, metric: str = RETURN
+) -> dict[str, Any]:
   """Draw the aggregates of configurations over tasks, and return the numbers.
 
   Args:
     groups: groups of curves.
-    normalize: 'human', 'minmax', or '' for human if all tasks are Atari games, else minmax.
+    normalize: 'human', 'minmax', or '' for human if the scores are returns in Atari games, else
+      minmax.
     out: path of the picture.
+    metric: metric of the curves.
 
   Raises:
     UsageError: if a configuration lacks a task of another, or all runs of a task have one score.
@@ -103,14 +108,13 @@ def aggregate(groups: Sequence[CurveGroup], normalize: str, out: Path) -> dict[s
       raise UsageError(
         f'--aggregate: {name} has no run in {", ".join(lacks)}; all need the same tasks'
       )
-  unit, scaled = _normalize(scores_by_name, envs, normalize)
+  is_score = metric == RETURN or normalize == 'human'  # in the unit of ATARI
+  unit, scaled = _normalize(scores_by_name, envs, normalize or ('' if is_score else 'minmax'))
   numbers = plot.draw_aggregate(scaled, unit, out)
-  games = [atari_game(e) for e in envs]
-  if set(ATARI5) <= set(games):
+  games = {g: e for e in envs if (g := atari_game(e))}
+  if is_score and set(ATARI5) <= set(games):
     for name, tasks in scores_by_name.items():
-      means = {
-        g: normalize_human(g, tasks[e].mean()) for g, e in zip(games, envs, strict=True) if g
-      }
+      means = {g: normalize_human(g, tasks[e].mean()) for g, e in games.items()}
       numbers[name]['atari5'] = atari5(means)
   return {
     'normalized': unit,

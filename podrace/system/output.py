@@ -132,9 +132,14 @@ def unwritten(error: OSError, name: str = 'standard output') -> RunError:
   return RunError(f'{name} cannot be written: {error.strerror}')
 
 
-def print_json(value: Any) -> None:
-  """Print a value to `results` as one line of JSON in ASCII."""
-  print_text(json.dumps(value).replace('\x7f', '\\u007f'), file=results())
+def print_json(value: Any, file: Any = None) -> None:
+  """Print a value to a stream, by default `results`, as one line of JSON in ASCII."""
+  print_text(json.dumps(value).replace('\x7f', '\\u007f'), file=file or results())
+
+
+def lasting_results() -> Lasting:
+  """Return `results` for the commands that go on, and succeed, if nothing reads them."""
+  return Lasting(results())
 
 
 def tell(text: str) -> None:

@@ -322,6 +322,24 @@ def test_a_picture_of_aggregates(tmp_path: Path, capsys: Capture) -> None:
   assert 0.5 <= low < 0.51 < high <= 0.52
 
 
+def test_scores_of_games_are_returns_alone(tmp_path: Path, capsys: Capture) -> None:
+  for game in scores.ATARI5:
+    for seed in range(2):
+      make(tmp_path / f'{game}-{seed}', [(100 + seed, 1.0)], env=f'ale:{game}', seed=seed)
+  units = {}
+  for args in ((), ('--metric', 'wall_s'), ('--metric', 'wall_s', '--normalize', 'human')):
+    out = ('--out', str(tmp_path / 'x.png'))
+    code, printed, _ = called(capsys, 'plot', str(tmp_path), '--aggregate', *out, *args)
+    if code == 0:
+      found = json.loads(printed.splitlines()[-1])
+      units[args] = (found['normalized'].partition('-')[0], 'atari5' in found['groups']['ppo'])
+  assert list(units.values()) == [
+    ('human', True),
+    ('the lowest run of each task is 0, the highest 1', False),
+    ('human', True),
+  ]
+
+
 @pytest.mark.parametrize(
   ('args', 'message'),
   [

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from children import Process, hide_library, until
+from closed import closed_output
 from disks import small_disk
 from processes import as_users_have_it, cache, command, summary
 from shared_programs import shared_programs
@@ -415,6 +416,12 @@ def test_a_recorded_suite_is_not_trained_again(tiny: Path, capsys: Capture) -> N
   assert code == 0 and '5 of 5 programs are recorded' in err
   assert json.loads(out)['recorded'] == 5
   assert {p: p.stat().st_mtime_ns for p in tiny.rglob('*.json')} == before
+
+
+def test_a_recorded_suite_whose_result_is_not_read_succeeds(tiny: Path, monkeypatch: Patch) -> None:
+  with closed_output(monkeypatch), pytest.raises(SystemExit) as end:
+    cli.main(['reproduce', *arguments(tiny)])
+  assert end.value.code == 0
 
 
 def test_other_settings_are_named_and_not_mixed(

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import pytest
 from children import Process, until
+from closed import closed_output
 from shorthand import Capture, slow_after
 from test_runs import called
 
@@ -100,6 +101,31 @@ def test_options_of_an_environment_belong_to_its_name() -> None:
 def test_what_cannot_be_varied(texts: list[str], message: str) -> None:
   with pytest.raises(UsageError, match=message):
     settings.parse(texts)
+
+
+def test_a_range_of_a_number_with_a_fraction_has_fractions(
+  tmp_path: Path, monkeypatch: Any
+) -> None:
+  taken: list[Any] = []
+
+  def stop(sweep: Any, say: Any) -> Any:
+    taken.append(sweep.spaces)
+    raise RunError('seen')
+
+  monkeypatch.setattr(plan, 'run_sweep', stop)
+  vary = ['--vary', 'agent.discount=0..1', '--vary', 'num-envs=8..64']
+  with pytest.raises(SystemExit):
+    cli.main(['sweep', 'cartpole', *vary, '--method', 'random', '--dir', str(tmp_path / 'x')])
+  assert taken == [{'agent.discount': RangeSpace(0, 1), 'num-envs': RangeSpace(8, 64, whole=True)}]
+
+
+def test_a_sweep_whose_result_is_not_read_succeeds(tmp_path: Path, monkeypatch: Any) -> None:
+  trial = {'settings': {'x': 1}, 'score': 1.0, 'scores': [1.0], 'state': 'finished', 'run': 'r'}
+  result = {'best': trial, 'command': '', 'results': '', 'plot': None, 'trials': [trial]}
+  monkeypatch.setattr(plan, 'run_sweep', lambda sweep, say: result)
+  with closed_output(monkeypatch), pytest.raises(SystemExit) as end:
+    cli.main(['sweep', 'catch', '--vary', 'agent.learning-rate=1e-3', '--dir', str(tmp_path / 'x')])
+  assert end.value.code == 0
 
 
 def test_a_grid_has_all_combinations() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
@@ -118,6 +118,19 @@ def parse(texts: Sequence[str]) -> Spaces:
       else ChoiceSpace(_split(values))
     )
   return spaces
+
+
+def with_fractions(spaces: Spaces, names: Container[str]) -> Spaces:
+  """Return the spaces with ranges of all numbers for the fields `names`, as of 0..1.
+
+  The texts of the two ends do not tell a whole number from a number that may have a fraction.
+  """
+  return {
+    name: dataclasses.replace(space, whole=False)
+    if isinstance(space, RangeSpace) and name in names
+    else space
+    for name, space in spaces.items()
+  }
 
 
 def _split(values: str) -> tuple[str, ...]:
