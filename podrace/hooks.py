@@ -61,6 +61,11 @@ BOUND = (
   'total_updates',
   'total_envs',
 )  # fields that a run sets; no record has them
+FIELDS = {  # optional members that must be fields, as they are set by `dataclasses.replace`
+  'greedy': 'bool = False',
+  'total_updates': 'int = 0',
+  'total_envs': 'int = 0',
+}
 
 
 def lacks(agent: Any) -> list[str]:

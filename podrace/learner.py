@@ -203,7 +203,7 @@ def device_step(agent: Agent, replay: Replay) -> Callable[..., Any]:
     sample_key, learn_key = jax.random.split(key)
     sample = replay.sample(memory, jax.random.fold_in(sample_key, lax.axis_index(AXIS)))
     train, priority, metrics = agent.learn(train, sample, learn_key)
-    metrics = jax.tree.map(lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), metrics)
+    metrics = {n: jnp.asarray(x, jnp.result_type(x, jnp.float32)) for n, x in metrics.items()}
     return train, replay.update(memory, sample.index, priority), metrics
 
   def step(

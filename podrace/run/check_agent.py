@@ -23,6 +23,7 @@ from podrace.envs.check import batch_type, check_environment, key_type
 from podrace.envs.host.base import HostSpec
 from podrace.errors import UsageError
 from podrace.hooks import checks_vma, learns_from_replay, networks
+from podrace.learner import is_reserved
 from podrace.replay.buffer import Buffer
 from podrace.settings.validation import option_of_replay
 from podrace.system.blame import (
@@ -185,17 +186,25 @@ class _AgentCheck:
     if not (isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], TrainState)):
       refuse(self.agent, 'learn', describe(result), expected)
     after, priority, metrics = result
+    self._check_metrics(metrics)
     check_arrays(self.agent, 'learn', result, expected)
     if different := first_difference(after, train):
       refuse(self.agent, 'learn', f'the TrainState {different[0]}', f'{different[1]}, as given')
     if jnp.shape(priority) != (b,):
       refuse(self.agent, 'learn', f'the priority {describe(priority)}', f'float32[{b}]')
+    return result
+
+  def _check_metrics(self, metrics: Any) -> None:
     if not isinstance(metrics, dict) or 'loss' not in metrics:
       refuse(self.agent, 'learn', f'the metrics {describe(metrics)}', "a dict with 'loss'")
     for name, x in metrics.items():
-      if jnp.shape(x) != ():
+      if not isinstance(name, str):
+        refuse(self.agent, 'learn', f'a metric of the name {name!r}', 'a text as name')
+      if is_reserved(name):
+        came = f'the metric {name!r}, which the run itself writes to metrics.jsonl'
+        refuse(self.agent, 'learn', came, 'another name')
+      if not (isinstance(x, bool | int | float) or getattr(x, 'shape', None) == ()):
         refuse(self.agent, 'learn', f'the metric {name!r} {describe(x)}', 'a scalar')
-    return result
 
   def _refuse_unaveraged(self, part: str) -> None:
     refuse(

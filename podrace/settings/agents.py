@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +15,8 @@ from podrace.errors import UsageError, unknown
 from podrace.settings.config import Basics
 from podrace.system import importing
 from podrace.system.jax_settings import check_jax
+
+NAME = 'name'  # the key under which config.json has the class of the agent
 
 
 def unknown_agent(name: str) -> UsageError:
@@ -116,10 +120,37 @@ def bind(agent: Any, env: Any, total_updates: int = 0, total_envs: int = 0) -> A
   if lacks or not dataclasses.is_dataclass(agent):
     reason = f'has no {" and no ".join(lacks)}' if lacks else 'is no dataclass'
     raise UsageError(f'{agent_name(agent)} is no agent: it {reason}; see docs/own.md')
-  for name, value in untyped_attributes(agent):
-    if hasattr(value, 'bind'):
-      raise UsageError(f'{agent_name(agent)}: {explain_untyped(name, value)}')
+  _check_fields(agent)
   return hooks.bind(agent, env, total_updates, total_envs)
+
+
+def _check_fields(agent: Any) -> None:
+  """Refuse a field that config.json cannot record, and attributes that would be ignored."""
+  if NAME in {f.name for f in dataclasses.fields(agent)}:
+    raise UsageError(
+      f'{agent_name(agent)} has a field `{NAME}`, under which config.json records the class of the '
+      'agent: give the field another name'
+    )
+  inner = hooks.innermost(agent)
+  for name, value in untyped_attributes(inner):
+    if hasattr(value, 'bind') or name in hooks.FIELDS:
+      raise UsageError(f'{agent_name(inner)}: {explain_untyped(name, value)}')
+  for part in (inner, *(getattr(inner, f.name) for f in dataclasses.fields(inner))):
+    if dataclasses.is_dataclass(part) and (field := _overridden(part)):
+      raise UsageError(
+        f'{agent_name(part)}: `{field}` is no field of this class, so the inherited default '
+        f'stays: write `{field}: TYPE = ...` under @dataclasses.dataclass(frozen=True)'
+      )
+
+
+def _overridden(part: Any) -> str | None:
+  """Return the name of a field that a subclass gives another default without a type, or None."""
+  for field in dataclasses.fields(part):
+    value = inspect.getattr_static(type(part), field.name, field.default)
+    is_slot = isinstance(value, types.MemberDescriptorType)
+    if field.default is not dataclasses.MISSING and value is not field.default and not is_slot:
+      return field.name
+  return None
 
 
 def untyped_attributes(agent: Any) -> Iterator[tuple[str, Any]]:
@@ -133,6 +164,7 @@ def untyped_attributes(agent: Any) -> Iterator[tuple[str, Any]]:
 def explain_untyped(name: str, value: Any) -> str:
   """Return the message about an attribute without a type."""
   simple = isinstance(value, bool | int | float | str)
-  reason = 'has no type' if simple else 'has bind but no type'
-  declaration = f'{name}: {type(value).__name__} = {value if simple else "..."}'
+  reason = 'has bind but no type' if hasattr(value, 'bind') else 'has no type'
+  kind = f'{type(value).__name__} = {value if simple else "..."}'
+  declaration = f'{name}: {hooks.FIELDS.get(name, kind)}'
   return f'`{name}` {reason}, so it is no field: write `{declaration}`'

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 from podrace import hooks
 from podrace.errors import UsageError, unknown
-from podrace.fields import flag, mismatch, negate
+from podrace.fields import flag, item_types, mismatch, negate
 from podrace.settings import user_code
 from podrace.settings.agents import agent_class, agent_name
 from podrace.settings.config import Basics
@@ -35,11 +36,12 @@ def to_json(config: Basics, whole: bool = False) -> dict[str, Any]:
   return {'version': VERSION, **({} if kind == TRAIN else {KIND: kind}), **record}
 
 
-def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
-  """Return `value` as JSON; `is_untyped`: the type of its field does not tell the class."""
+def _plain(value: Any, declared: Any = None, whole: bool = False) -> Any:
+  """Return `value` as JSON; `declared`: the type of its field, None if that tells the class."""
   if dataclasses.is_dataclass(value) and not isinstance(value, type):
     cls = type(value)
-    known = cls.__module__.startswith('podrace.') and hooks.lacks(value) and not is_untyped
+    ours = cls.__module__.startswith('podrace.')
+    known = ours and hooks.lacks(value) and (declared is None or _dataclass_in(declared) is cls)
     class_path = {} if known else {CLASS: f'{cls.__module__}:{cls.__qualname__}'}
     unrecorded = {} if whole else getattr(value, 'UNRECORDED', {})
     fields = [
@@ -48,10 +50,13 @@ def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
       if _is_recorded(f)
       and (f.name not in unrecorded or getattr(value, f.name) != unrecorded[f.name])
     ]
-    members = {f.name: _plain(getattr(value, f.name), f.type == 'Any', whole) for f in fields}
-    return {**class_path, **members}
+    types = {f.name: Any if f.type == 'Any' else None for f in fields} if ours else _hints(cls)
+    return class_path | {
+      f.name: _plain(getattr(value, f.name), types.get(f.name, Any), whole) for f in fields
+    }
   if isinstance(value, tuple | list):
-    return [_plain(v, whole=whole) for v in value]
+    each = [None if declared is None else x or Any for x in item_types(declared, len(value))]
+    return [_plain(v, x, whole) for v, x in zip(value, each, strict=True)]
   if value is None or isinstance(value, bool | int | float | str):
     return value
   if getattr(value, 'shape', None) == ():  # a number of NumPy or JAX
@@ -60,6 +65,21 @@ def _plain(value: Any, is_untyped: bool = False, whole: bool = False) -> Any:
   name = getattr(value, '__qualname__', '')
   text = f'{value.__module__}:{name}' if name else re.sub(r' at 0x[0-9a-f]+', '', repr(value))
   return {'repr': text}
+
+
+def _hints(cls: type) -> dict[str, Any]:
+  """Return the types of a class's fields; {} if one names what its module does not import."""
+  with contextlib.suppress(NameError):
+    return typing.get_type_hints(cls, include_extras=True)
+  return {}
+
+
+def _dataclass_in(declared: Any) -> Any:
+  """Return the only dataclass that a type declares, as in `X | None`; None if there is none."""
+  if isinstance(declared, type):
+    return declared if dataclasses.is_dataclass(declared) else None
+  classes = [x for x in map(_dataclass_in, typing.get_args(declared)) if x is not None]
+  return classes[0] if len(classes) == 1 else None
 
 
 def _is_recorded(field: dataclasses.Field[Any]) -> bool:
@@ -140,18 +160,28 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
   record = dict(record)
   if CLASS in record:
     cls = _class_named(record.pop(CLASS), cls)
-  hints = typing.get_type_hints(cls, include_extras=True)
-  fields = {f.name for f in dataclasses.fields(cls) if _is_recorded(f)}
-  for name in record.keys() - fields:
+  hints = _hints(cls)
+  fields = {f.name: f for f in dataclasses.fields(cls) if _is_recorded(f)}
+  for name in record.keys() - fields.keys():
     raise unknown(f'field of {cls.__name__}', name, fields)
   values = dict(getattr(cls, 'UNRECORDED', {}))  # a record leaves them out
   for name, value in record.items():
-    if (wrong := mismatch(value, hints[name])) and cls.__module__.startswith('podrace.'):
+    declared = hints.get(name, Any)
+    if (wrong := mismatch(value, declared)) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')
-    if isinstance(value, dict):
-      value = _make(hints[name], value)
-    values[name] = _tuples(value)
+    if fields[name].init:
+      values[name] = _value(value, declared)
   return cls(**values)
+
+
+def _value(value: Any, declared: Any) -> Any:
+  """Return a value of a record: JSON's objects as dataclasses, its lists as tuples."""
+  if isinstance(value, dict):
+    return _make(_dataclass_in(declared) or declared, value)
+  if isinstance(value, list):
+    types = item_types(declared, len(value))
+    return tuple(_value(x, t or Any) for x, t in zip(value, types, strict=True))
+  return value
 
 
 def _typed(name: str, value: Any, kind: type, wanted: str) -> Any:
@@ -170,15 +200,18 @@ def _class_named(name: Any, declared: Any = Any) -> Any:
   cls = agent_class(_typed('a class', name, str, 'a text, MODULE:CLASS'))
   if not (isinstance(cls, type) and dataclasses.is_dataclass(cls)):
     raise UsageError(f'config.json: {name} is no dataclass')
-  of_type = declared is Any or (isinstance(declared, type) and issubclass(cls, declared))
-  if cls.__module__.startswith('podrace.') and hooks.lacks(cls) and not of_type:
+  if cls.__module__.startswith('podrace.') and hooks.lacks(cls) and not _permits(declared, cls):
     raise UsageError(f'config.json: {name} is no {getattr(declared, "__name__", declared)}')
   return cls
 
 
-def _tuples(value: Any) -> Any:
-  """Return JSON's lists as tuples."""
-  return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _permits(declared: Any, cls: type) -> bool:
+  """Return whether a field of this type may hold an object of a class."""
+  if declared is Any or getattr(declared, '_is_protocol', False):
+    return True
+  if isinstance(declared, type):
+    return issubclass(cls, declared)
+  return any(_permits(x, cls) for x in typing.get_args(declared))
 
 
 class Change(NamedTuple):

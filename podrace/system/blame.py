@@ -183,9 +183,16 @@ def first_difference(came: Any, expected: Any) -> tuple[str, str] | None:
       return f'with {", ".join(added)}', 'one without it'
     return describe(came), describe(expected)
   for (path, x), (_, y) in zip(leaves(came), leaves(expected), strict=True):
-    if (x.shape, x.dtype) != (y.shape, y.dtype):
+    if _type(x) != _type(y):
       return f'{path.lstrip(".")} {describe(x)}'.strip(), describe(y)
   return None
+
+
+def _type(x: Any) -> tuple[Any, Any]:
+  """Return the shape and the dtype of an array, or of a number of Python as JAX takes it."""
+  import jax.numpy as jnp
+
+  return jnp.shape(x), x.dtype if hasattr(x, 'dtype') else jnp.result_type(x)
 
 
 def _absent(tree: Any, other: Any) -> list[str]:

@@ -346,6 +346,7 @@ def test_a_name_reads_its_options() -> None:
     ('gymnax:DeepSea-bsuite,size=0', r'size=0: ZeroDivisionError'),
     ('gymnax:CartPole-v1,max_steps_in_episode=-5', r'max_steps_in_episode .* -5'),
     ('python:host_envs.Sequence', 'gymnasium:host_envs:ID'),
+    ('python:podrace.types.FIRST', 'is a int, expected a function'),
     ('brax:swimmer', 'not supported: Brax'),
     ('jumanji:Sokoban-v0', 'not supported: it downloads'),
     ('brax:ant,backend=bullet', r"'bullet'.* generalized"),

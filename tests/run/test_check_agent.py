@@ -111,6 +111,39 @@ def test_what_is_lost_is_named_by_its_path() -> None:
   )
 
 
+@dataclasses.dataclass(frozen=True)
+class Tells(Good):
+  """Reports what it is given, and has numbers of Python in its state."""
+
+  metrics: tuple[tuple[Any, Any], ...] = ()
+
+  def init(self, key: Any) -> TrainState:
+    train = super().init(key)
+    return train._replace(rest=(train.rest, 0))
+
+  def learn(self, train: TrainState, sample: Sample, key: Any) -> Any:
+    inner = train._replace(rest=train.rest[0])
+    after, priority, metrics = super().learn(inner, sample, key)
+    return after._replace(rest=(after.rest, 1)), priority, metrics | dict(self.metrics)
+
+
+@pytest.mark.parametrize('architecture', ['anakin', 'sebulba'])
+def test_numbers_of_python_are_metrics_and_state(architecture: str) -> None:
+  metrics = (('lr', 1e-3), ('epochs', 4), ('masked', True), ('loss', 0))
+  build.build(dataclasses.replace(config(Tells(metrics=metrics)), architecture=architecture))
+
+
+@pytest.mark.parametrize(
+  'metric',
+  [('lr', None), ('parts', {'a': 1.0}), ('parts', [1.0]), (3, 1.0), ('step', 1.0), ('info_x', 1.0)],
+)
+def test_a_wrong_metric_names_learn(metric: tuple[Any, Any]) -> None:
+  with pytest.raises(UsageError, match=rf'{metric[0]}.*, expected') as told:
+    build.build(config(Tells(metrics=(metric,))))
+  assert 'test_check_agent.Tells.learn (' in str(told.value)
+  assert line(Tells, 'learn') in str(told.value)
+
+
 class Idle(Good):
   def learn(self, train: TrainState, sample: Sample, key: Any) -> Any:
     after, priority, metrics = super().learn(train, sample, key)

@@ -23,10 +23,11 @@ from podrace.agents.dqn import DQN
 from podrace.agents.impala import Impala
 from podrace.agents.muesli import Muesli
 from podrace.agents.muzero import MuZero
+from podrace.agents.population import Varied
 from podrace.agents.ppo import PPO
 from podrace.envs.own.catch import Catch
 from podrace.errors import UsageError
-from podrace.networks import ActorCritic, QNetwork
+from podrace.networks import ActorCritic, Network, QNetwork
 from podrace.replay import Buffer
 from podrace.run.directory import differences_of, load_config
 from podrace.settings import agents, validation
@@ -141,6 +142,78 @@ def test_somebody_elses_network_is_made_again() -> None:
   record['agent']['network']['class'] = 'nowhere:Network'
   with pytest.raises(UsageError, match='nowhere'):
     from_json(record)
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnParts(OwnAgent):
+  """Parts under types that do not tell their class, in tuples, and a field that is computed."""
+
+  either: ActorCritic | OwnNetwork = OwnNetwork()
+  maybe: ActorCritic | None = ActorCritic()
+  protocol: Network = ActorCritic()
+  anything: Any = QNetwork()
+  pair: tuple[ActorCritic, OwnNetwork | None] = (ActorCritic(), None)
+  untyped: tuple = (OwnNetwork(7), (QNetwork(), 1))  # type: ignore[type-arg]
+  area: int = dataclasses.field(init=False, default=3)
+
+
+@pytest.mark.parametrize(
+  'changed',
+  [
+    {},
+    {'either': ActorCritic(hidden=(3,)), 'maybe': None, 'protocol': OwnNetwork(2)},
+    {'anything': OwnNetwork(4), 'pair': (ActorCritic(hidden=(5,)), OwnNetwork(6)), 'untyped': ()},
+  ],
+)
+def test_parts_of_an_own_agent_are_made_again(changed: dict[str, Any]) -> None:
+  config = Config(agent=OwnParts(**changed))
+  record = json.loads(json.dumps(to_json(config)))
+  assert from_json(record) == config
+  assert not list(changes(record, to_json(config)))
+
+
+def test_a_part_of_an_own_agent_has_the_declared_type() -> None:
+  record = to_json(Config(agent=OwnParts()))
+  record['agent']['either'] = {'class': 'podrace.networks:QNetwork'}
+  with pytest.raises(UsageError, match=r'QNetwork.*OwnNetwork'):
+    from_json(record)
+
+
+@dataclasses.dataclass(frozen=True)
+class Acting(OwnAgent):
+  init = initial_state = act = learn = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Named(Acting):
+  name: str = 'mine'
+
+
+class Untyped(Acting):
+  temperature = 2.0
+
+
+class UntypedNetwork(ActorCritic):
+  hidden = (3,)
+
+
+class Greedy(Acting):
+  greedy = False
+
+
+@pytest.mark.parametrize(
+  ('agent', 'message'),
+  [
+    (Named(), 'Named.*`name`'),
+    (Untyped(), 'Untyped: `temperature`'),
+    (Acting(network=UntypedNetwork()), 'UntypedNetwork: `hidden`'),
+    (Greedy(), 'Greedy: `greedy`.*`greedy: bool = False`'),
+    (Varied(Greedy(), ('temperature',), (1.0,)), 'Greedy: `greedy`'),
+  ],
+)
+def test_fields_that_would_be_lost_are_refused(agent: Any, message: str) -> None:
+  with pytest.raises(UsageError, match=message):
+    bind(agent, Catch())
 
 
 def test_a_network_that_json_cannot_hold_is_told() -> None:

@@ -30,6 +30,10 @@ def make(name: str, options: Mapping[str, Value]) -> Environment:
     factory = import_attribute(f'no environment python:{name}', module, function)
   except UsageError as error:
     raise UnknownName(str(error)) from error
+  if not callable(factory):
+    raise UnknownName(
+      f'python:{name} is a {type(factory).__name__}, expected a function that makes an environment'
+    )
   check_options(f'python:{name}', factory, options)
   try:
     inspect.signature(factory).bind(**options)
