@@ -111,7 +111,7 @@ def aggregate(
   is_score = metric == RETURN or normalize == 'human'  # in the unit of ATARI
   unit, scaled = _normalize(scores_by_name, envs, normalize or ('' if is_score else 'minmax'))
   numbers = plot.draw_aggregate(scaled, unit, out)
-  games = {g: e for e in envs if (g := atari_game(e))}
+  games = {game: e for e in envs if (game := atari_game(e))}
   if is_score and set(ATARI5) <= set(games):
     for name, tasks in scores_by_name.items():
       means = {g: normalize_human(g, tasks[e].mean()) for g, e in games.items()}

@@ -119,7 +119,7 @@ def test_a_range_of_a_number_with_a_fraction_has_fractions(
   assert taken == [{'agent.discount': RangeSpace(0, 1), 'num-envs': RangeSpace(8, 64, whole=True)}]
 
 
-def test_a_sweep_whose_result_is_not_read_succeeds(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_sweep_succeeds_without_a_reader(tmp_path: Path, monkeypatch: Any) -> None:
   trial = {'settings': {'x': 1}, 'score': 1.0, 'scores': [1.0], 'state': 'finished', 'run': 'r'}
   result = {'best': trial, 'command': '', 'results': '', 'plot': None, 'trials': [trial]}
   monkeypatch.setattr(plan, 'run_sweep', lambda sweep, say: result)

@@ -113,7 +113,7 @@ def test_what_is_lost_is_named_by_its_path() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Tells(Good):
-  """Reports what it is given, and has numbers of Python in its state."""
+  """Reports further metrics, and has a number of Python in its state."""
 
   metrics: tuple[tuple[Any, Any], ...] = ()
 

@@ -1,4 +1,4 @@
-"""Standard output whose reader is gone."""
+"""Standard output without a reader."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def closed_output(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-  """Make standard output a pipe that nobody reads any more."""
+  """Make standard output a pipe without a reader."""
   read, write = os.pipe()
   os.close(read)
   with os.fdopen(write, 'w', buffering=1) as stream, monkeypatch.context() as patch:
