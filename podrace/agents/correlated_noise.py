@@ -3,8 +3,9 @@
 Independent noise cancels over the steps, so it explores nearby only. Correlated noise explores
 far (Lillicrap et al. 2016, arXiv 1509.02971, section 3; Eberhard et al. 2023, "Pink noise is all
 you need", ICLR). Here it is an autoregressive process of order 1: the noise of each step has the
-standard normal distribution, and the correlation of two steps of an episode is `correlation` to
-the power of their distance. So the policy's own distribution of each action is kept.
+standard normal distribution, and the correlation of two steps of an episode is
+`noise_correlation` to the power of their distance. So the policy's own distribution of each
+action is kept.
 """
 
 from __future__ import annotations

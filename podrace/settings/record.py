@@ -68,7 +68,7 @@ def _plain(value: Any, declared: Any = None, whole: bool = False) -> Any:
 
 
 def _hints(cls: type) -> dict[str, Any]:
-  """Return the types of a class's fields; {} if one names what its module does not import."""
+  """Return the types of a class's fields; {} if its module lacks a name in one of them."""
   with contextlib.suppress(NameError):
     return typing.get_type_hints(cls, include_extras=True)
   return {}
