@@ -208,7 +208,13 @@ def parse(config: C, args: list[str], prog: str = 'podrace train') -> C:
   out = io.StringIO()
   try:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out), _columns('80'):
-      parsed = tyro.cli(typed, args=plain, prog=prog, config=(tyro.conf.FlagConversionOff,))
+      parsed = tyro.cli(
+        typed,
+        args=plain,
+        prog=prog,
+        config=(tyro.conf.FlagConversionOff,),
+        registry=mistakes.python_values(),
+      )
   except SystemExit:
     raise mistakes.explain(out.getvalue(), prog, args) from None
   return cls(**{n: getattr(parsed, n) for n in names})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ BAD_CHOICE = re.compile(r"invalid choice '(.*)' for argument '([^']*)'. Expected
 BAD_FIELD = re.compile(r'Error parsing (agent[\w.-]*): (\w+) (must .*)')
 UNUSED = re.compile(r'Unrecognized options: (.*)')
 NO_VALUE = re.compile(r"Missing value for argument '([^']*)'")
+PYTHON = 'PYTHON'
 KINDS = {
   'INT': 'a whole number',
   '{None}|INT': 'a whole number or None',
@@ -31,7 +33,12 @@ KINDS = {
   'FLOAT': 'a number',
   '[INT [INT ...]]': 'whole numbers',
   '[FLOAT [FLOAT ...]]': 'numbers',
+  **dict.fromkeys(
+    (PYTHON, f'{{None}}|{PYTHON}', f'[{PYTHON} [{PYTHON} ...]]'),
+    'only values of Python, as the default of its field',
+  ),
 }
+PLAIN = (int, float, str, tuple, list, type(None), types.UnionType)  # and bool, which is an int
 
 
 def options_of(settings: Any, prefix: str = '--') -> Iterator[tuple[str, Any]]:
@@ -48,6 +55,35 @@ def options_of(settings: Any, prefix: str = '--') -> Iterator[tuple[str, Any]]:
       yield from options_of(value, f'{name}.')
     else:
       yield name, value
+
+
+def python_values() -> Any:
+  """Return tyro's registry for fields of own classes that no text of a command line describes.
+
+  A function or an array is such a value, and so is an enum, which config.json cannot make again.
+  The field keeps its default, and its option is refused.
+  """
+  from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+  def refuse(args: list[str]) -> Any:
+    raise ValueError(f'a value of Python is expected, not {args[0]!r}')
+
+  def spec(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    kind = typing.get_origin(info.type) or info.type
+    plain = not isinstance(kind, type) or issubclass(kind, PLAIN) or dataclasses.is_dataclass(kind)
+    if plain:
+      return None
+    return PrimitiveConstructorSpec(
+      nargs=1,
+      metavar=PYTHON,
+      instance_from_str=refuse,
+      is_instance=lambda value: not isinstance(value, PLAIN),
+      str_from_instance=lambda value: [getattr(value, '__name__', repr(value))],
+    )
+
+  registry = ConstructorRegistry()
+  registry.primitive_rule(spec)
+  return registry
 
 
 def check_names(config: Any, args: Sequence[str]) -> None:

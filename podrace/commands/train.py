@@ -18,7 +18,7 @@ from podrace.run.progress import format_return
 from podrace.settings import user_code
 from podrace.settings.agents import agent_name
 from podrace.settings.config import Config
-from podrace.settings.record import to_json
+from podrace.settings.record import check_recorded, to_json
 from podrace.system.logs import log_to_stderr
 from podrace.system.options import Command, Option, Options
 from podrace.system.output import Lasting, lasting_results, print_text, results, results_alone
@@ -93,13 +93,13 @@ def run(args: list[str]) -> int:
   base = configure.with_architecture(base, options)
   config = _parse(base, options)
   place = _place(options)
-  peers, metrics_at = _peers(options, place), metrics_address(options)
-  quiet = '--quiet' in options
+  peers, metrics_at, quiet = _peers(options, place), metrics_address(options), '--quiet' in options
   if place is not None:
     with log_to_stderr('podrace train', quiet):
       _join(options, place)
   if of_run is None and configure.needs_defaults(preset, run_dir, options):
     config = configure.parse_with_defaults(base, config, options.arguments)
+  check_recorded(config)
   if (file := options.path('--save-config')) is not None:
     config_files.write(file, config)
     print_text(f'settings: {file}', file=results())

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
 import importlib
 import json
 import re
 import typing
 from collections.abc import Iterable, Iterator
+from pathlib import PurePath
 from typing import Any, NamedTuple
 
 from podrace import hooks
@@ -17,7 +19,7 @@ from podrace.fields import flag, item_types, mismatch, negate
 from podrace.settings import user_code
 from podrace.settings.agents import agent_class, agent_name
 from podrace.settings.config import Basics
-from podrace.settings.user_code import CLASS, KIND, KINDS, TRAIN
+from podrace.settings.user_code import CLASS, KIND, KINDS, TRAIN, UNMADE
 
 VERSION = 1  # of config.json
 
@@ -64,7 +66,7 @@ def _plain(value: Any, declared: Any = None, whole: bool = False) -> Any:
   # It can be compared, but not made again. A new process has the same name and another address.
   name = getattr(value, '__qualname__', '')
   text = f'{value.__module__}:{name}' if name else re.sub(r' at 0x[0-9a-f]+', '', repr(value))
-  return {'repr': text}
+  return {UNMADE: text}
 
 
 def _hints(cls: type) -> dict[str, Any]:
@@ -111,6 +113,15 @@ def from_json(record: dict[str, Any]) -> Any:
     raise UsageError(f'config.json: {e}') from e
 
 
+def check_recorded(config: Basics) -> None:
+  """Raise UsageError if config.json cannot hold a config, so `eval` and a resumption would fail."""
+  try:
+    from_json(to_json(config))
+  except UsageError as e:
+    reason = str(e).removeprefix('config.json: ')
+    raise UsageError(f'the run could not be evaluated or resumed by a command: {reason}') from e
+
+
 def check_code(record: dict[str, Any], allowed: Iterable[str]) -> None:
   """Raise UsageError if a record names modules that are neither podrace's nor allowed."""
   if refused := user_code.refused_modules(record, allowed):
@@ -152,10 +163,10 @@ def unrecorded_options(config: Basics, record: dict[str, Any]) -> list[str]:
 
 def _make(cls: Any, record: dict[str, Any]) -> Any:
   """Return the dataclass that a record describes."""
-  if record.keys() == {'repr'}:
+  if record.keys() == {UNMADE}:
     raise UsageError(
-      f'{record["repr"]} was made in Python and is no dataclass: config.json cannot make it again; '
-      'train and evaluate this run from Python'
+      f'{record[UNMADE]} was made in Python and is no dataclass: config.json cannot make it again; '
+      'make it the default of its field, with a name in a module, or train and evaluate from Python'
     )
   record = dict(record)
   if CLASS in record:
@@ -169,9 +180,34 @@ def _make(cls: Any, record: dict[str, Any]) -> Any:
     declared = hints.get(name, Any)
     if (wrong := mismatch(value, declared)) and cls.__module__.startswith('podrace.'):
       raise UsageError(f'config.json: {name} of {cls.__name__} is {value!r:.200}, expected {wrong}')
-    if fields[name].init:
+    if fields[name].init and not _is_default(fields[name], value):
       values[name] = _value(value, declared)
   return cls(**values)
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+  """Return whether a record's value, which cannot be made again, is the default of its field.
+
+  A lambda or an object without its own equality may have the text of another one.
+  """
+  texts = value if isinstance(value, list) else [value]
+  unmade = any(isinstance(x, dict) and x.keys() == {UNMADE} for x in texts)
+  if not unmade or any(nameless_functions(value, field.name)):
+    return False
+  default = field.default
+  if field.default_factory is not dataclasses.MISSING:
+    default = field.default_factory()
+  items = default if isinstance(default, tuple | list) else [default]
+  return all(map(_has_exact_text, items)) and _plain(default) == value
+
+
+def _has_exact_text(value: Any) -> bool:
+  """Return whether `_plain` describes a value completely."""
+  if value is None or isinstance(value, bool | int | float | str | enum.Enum | PurePath):
+    return True
+  if isinstance(value, dict | set | frozenset | bytes):
+    return all(map(_has_exact_text, [*value, *getattr(value, 'values', list)()]))
+  return bool(getattr(value, '__qualname__', ''))
 
 
 def _value(value: Any, declared: Any) -> Any:
@@ -241,7 +277,7 @@ def nameless_functions(record: Any, path: str = '') -> Iterator[str]:
     for item in record:
       yield from nameless_functions(item, path)
   elif isinstance(record, dict):
-    if any(part in str(record.get('repr', '')) for part in ('<lambda>', '<locals>')):
+    if any(part in str(record.get(UNMADE, '')) for part in ('<lambda>', '<locals>')):
       yield path
     for name, value in record.items():
       yield from nameless_functions(value, f'{path}.{name}' if path else name)

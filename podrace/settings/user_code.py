@@ -29,6 +29,7 @@ from podrace.fields import ClassName, item_types, role_of
 
 NATIVE = 'c:'  # begins the name of an environment in C, which counts as a module
 CLASS = 'class'  # the key under which a record names a dataclass that is not podrace's
+UNMADE = 'repr'  # the only key of a value that a record describes and cannot make again
 KIND, TRAIN = 'command', 'train'  # key and default of the command that made a record
 KINDS = {
   TRAIN: ('podrace.settings.config', 'Config'),
@@ -149,7 +150,7 @@ def _texts(record: Any) -> Iterator[tuple[str, str, Any]]:
     elif isinstance(value, list):
       each = zip(value, item_types(declared, len(value)), strict=True)
       stack += reversed([(path, x, t) for x, t in each])
-    elif isinstance(value, dict):
+    elif isinstance(value, dict) and value.keys() != {UNMADE}:  # nothing imports such a text
       types = _field_types(value, declared, 'name' if path == 'agent' else CLASS)
       below = f'{path}.' if path else ''
       stack += reversed([(f'{below}{k}', x, types.get(k)) for k, x in value.items()])

@@ -245,6 +245,71 @@ def test_help_of_an_agent_of_ones_own_is_its_own(
   assert code == 2 and "'of_mine:Agnet'" in told
 
 
+OF_PYTHON = """
+import dataclasses, enum, pathlib
+from collections.abc import Callable
+from typing import Any
+import jax
+from podrace.agents.impala import Impala
+class Kind(enum.Enum):
+  A = 1
+  B = 2
+def named(x): return x
+@dataclasses.dataclass(frozen=True)
+class Agent(Impala):
+  boldness: float = 1.0
+  activation: Callable = jax.nn.relu
+  pair: tuple[Callable, ...] = (jax.nn.relu, named)
+  table: dict[str, int] = dataclasses.field(default_factory=lambda: {'a': 1})
+  kind: Kind = Kind.A
+  path: pathlib.Path = pathlib.Path('x')
+  dtype: Any = jax.numpy.float32
+@dataclasses.dataclass(frozen=True)
+class Nameless(Agent):
+  activation: Callable = lambda x: x
+"""
+
+
+@pytest.fixture
+def of_python(tmp_path: Path, monkeypatch: Patch) -> Path:
+  monkeypatch.chdir(tmp_path)
+  monkeypatch.setattr(sys, 'path', list(sys.path))
+  monkeypatch.delitem(sys.modules, 'of_python', raising=False)
+  (tmp_path / 'of_python.py').write_text(OF_PYTHON)
+  return tmp_path
+
+
+def test_values_of_python_are_defaults_that_an_evaluation_has_again(
+  run: Command, of_python: Path
+) -> None:
+  train = ['train', '--agent', 'of_python:Agent', '--agent.boldness', '2', '--num-envs', '8']
+  train += ['--total-steps', '64', '--run-dir', 'run', '--unroll-length', '4']
+  code, _, said = run(*train)
+  assert code == 0 and '--allow-code of_python\n' in said and said.count('--allow-code') == 1
+  agent = directory.load_config(Path('run'), ['of_python']).agent
+  ours = sys.modules['of_python']
+  assert agent.activation is jax.nn.relu and agent.pair == (jax.nn.relu, ours.named)
+  assert agent.kind is ours.Kind.A and agent.table == {'a': 1} and agent.path == Path('x')
+  assert agent.dtype is jax.numpy.float32 and agent.boldness == 2
+
+  record = json.loads(Path('run/config.json').read_text())
+  record['agent']['activation']['repr'] = 'jax:relu'
+  Path('run/config.json').write_text(json.dumps(record))
+  code, _, said = run('eval', 'run', '--allow-code', 'of_python')
+  assert code == 2 and 'jax:relu' in said
+
+
+@pytest.mark.parametrize('option', ['activation', 'pair', 'table', 'kind', 'path', 'dtype'])
+def test_values_of_python_have_no_text(run: Command, of_python: Path, option: str) -> None:
+  code, _, said = run('train', '--agent', 'of_python:Agent', f'--agent.{option}', 'B')
+  assert code == 2 and f'--agent.{option}' in said and "'B'" in said and 'Python' in said
+
+
+def test_a_lambda_is_refused_before_training(run: Command, of_python: Path) -> None:
+  code, _, said = run('train', '--agent', 'of_python:Nameless', '--run-dir', 'run')
+  assert code == 2 and '<lambda>' in said and not Path('run').exists()
+
+
 @pytest.mark.slow
 def test_an_agent_of_ones_own_is_trained_and_evaluated(tmp_path: Path) -> None:
   """By the program that is installed, which does not look for modules where it is called."""
