@@ -284,7 +284,7 @@ def test_values_of_python_are_defaults_that_an_evaluation_has_again(
 ) -> None:
   train = ['train', '--agent', 'of_python:Agent', '--agent.boldness', '2', '--num-envs', '8']
   train += ['--total-steps', '64', '--run-dir', 'run', '--unroll-length', '4']
-  code, _, said = run(*train)
+  code, said, _ = run(*train)
   assert code == 0 and '--allow-code of_python\n' in said and said.count('--allow-code') == 1
   agent = directory.load_config(Path('run'), ['of_python']).agent
   ours = sys.modules['of_python']
